@@ -1,0 +1,37 @@
+# Needs Python 3.11 or newer and nothing else: each command makes .venv the first time and reuses it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help train test lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "trimtab needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/ready: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,plot,dev]'
+	@touch $@
+
+train: $(VENV)/ready  ## train a small Qwen3-MoE on 4 expert-parallel ranks, on the Python standard library's source
+	$(BIN)/trimtab train --nproc 4 --out runs/first
+
+test: $(VENV)/ready  ## lint, types and the whole test suite
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/ready  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready  ## one MoE layer against transformers' own, on one rank and on two
+	$(BIN)/python bench/hf_layer.py
+
+clean:  ## remove .venv and what the tools left
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,205 @@
+"""One expert group's dispatch and combine: rows out to the experts, sums back home.
+
+    rows = dispatcher.dispatch(x, ids, weights)        collective; one host sync (none in a group of one)
+    y    = dispatcher.combine(experts(rows.x, rows.ids, rows.weights), rows)          collective; none
+
+What comes out of `dispatch` is itself a small MoE layer's input: rows, local expert ids with -1 for slots that
+are not this rank's, and weights. Any experts function that returns each row's weighted sum fits in between.
+
+Legend: T local tokens, K experts per token, M' rows received, D model dim, E experts, e local experts, P ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots
+from trimtab.dispatch.plan import Bags, plan_ranks, sort_by_rank
+from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
+from trimtab.dispatch.transport import Headers, Transport
+from trimtab.errors import ConfigError, DesyncError, InputError
+from trimtab.layout import experts_per_rank
+
+Combine = Literal["sum", "ordered"]
+COMBINES: tuple[Combine, ...] = ("sum", "ordered")
+
+ROWS, SLOTS, TOKENS, BAD, CONFIG, CALL = range(6)
+"""Columns of the header that each rank sends to each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a rank's experts run on, and the way home. Belongs to one layer call.
+
+    x: [M', D] in the tokens' dtype. With combine="ordered" one row per kept slot.
+    ids: [M', K] int32 local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
+    weights: [M', K] float32 (float64 for float64 tokens).
+    num_slots: how many ids are not -1, where the host knows it.
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    num_slots: int | None
+    route: Route
+    slot_row_R: Tensor | None
+    slot_bags: Bags | None
+
+
+class Dispatcher:
+    """Dispatch and combine over one transport.
+
+    Args:
+        num_experts: E, over all ranks; rank r owns experts r * e .. r * e + e - 1.
+        transport: the expert group, or None where this rank owns all experts.
+        combine: "sum" takes the weighted sum over a rank's experts there and sends one row back; "ordered"
+            sends every slot back and sums at home in the order of k, so that a token's bits do not depend on
+            the number of ranks.
+        layer: the layer's name, for errors.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        transport: Transport | None = None,
+        *,
+        combine: Combine = "sum",
+        layer: str = "",
+    ) -> None:
+        if combine not in COMBINES:
+            raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
+        self.transport = transport
+        self.num_experts = num_experts
+        self.ranks = 1 if transport is None else transport.size
+        self.experts_per_rank = experts_per_rank(num_experts, self.ranks)
+        self.combine_mode = combine
+        self.layer = layer
+        self.calls = 0
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Rows:
+        """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
+
+        Args:
+            x_TD: tokens, any floating dtype, any number of them (ranks may differ).
+            ids_TK: global expert ids, int; -1 drops a slot.
+            w_TK: routing weights, floating; sums and gradients are taken in float32 at least.
+            token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
+
+        Raises:
+            InputError: shapes, dtypes, ids out of range or weights not finite, on every rank of the group.
+            DesyncError: the ranks of the group are not in the same call.
+        """
+        self._check_shapes(x_TD, ids_TK, w_TK, token_mask_T)
+        ids = ids_TK.to(torch.int32)
+        if token_mask_T is not None:
+            ids = ids.masked_fill(~token_mask_T[:, None], -1)
+        w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
+        bad = self._bad_slots(ids, w)
+        if self.transport is None:
+            if bad.device.type == "cpu":
+                self._raise_if_bad([int(bad)])
+            else:
+                torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
+            route: Route = LocalRoute(ids_TK=ids)
+            x, rows_w, rows_ids = x_TD, w, ids
+        else:
+            route = self._connect(ids, bad, self.transport, x_TD)
+            x, rows_w, rows_ids = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
+            start = self.transport.rank * self.experts_per_rank
+            mine = (rows_ids >= start) & (rows_ids < start + self.experts_per_rank)
+            rows_ids = torch.where(mine, rows_ids - start, -1)
+        if self.combine_mode == "sum":
+            return Rows(
+                x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route,
+                slot_row_R=None, slot_bags=None,
+            )  # fmt: skip
+        slots, slot_bags = slots_of(rows_ids, route.num_slots)
+        row_R = slots.div(max(ids.shape[1], 1), rounding_mode="floor")
+        return Rows(
+            x=SpreadSlots.apply(x, row_R, slot_bags),  # type: ignore[no-untyped-call]
+            ids=rows_ids.reshape(-1, 1).index_select(0, slots),
+            weights=rows_w.reshape(-1, 1).index_select(0, slots),
+            num_slots=route.num_slots,
+            route=route,
+            slot_row_R=row_R,
+            slot_bags=slot_bags,
+        )
+
+    def combine(self, y: Tensor, rows: Rows) -> Tensor:
+        """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call."""
+        if y.shape[0] != rows.x.shape[0]:
+            raise InputError(
+                f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out",
+                layer=self.layer, phase="combine",
+            )  # fmt: skip
+        if rows.slot_row_R is not None:
+            out: Tensor = CollectSlots.apply(rows.route, y, rows.slot_row_R)  # type: ignore[no-untyped-call]
+        elif self.transport is None:
+            out = y
+        else:
+            out = Collect.apply(rows.route, y)  # type: ignore[no-untyped-call]
+        return out
+
+    def _connect(self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor) -> RankRoute:
+        """Sort, count, tell the peers, and check what they told, before any row moves."""
+        sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
+        config = f"{self.num_experts} {ids_TK.shape[1]} {x_TD.shape[1]} {x_TD.dtype} {self.combine_mode} {self.layer}"
+        facts = (ids_TK.shape[0], bad, zlib.crc32(config.encode()), self.calls)  # TOKENS, BAD, CONFIG, CALL
+        columns = [sort.rows_P, sort.slots_P]
+        columns += [fact + torch.zeros_like(sort.rows_P) for fact in facts]  # filled on the device: no copy, no sync
+        headers = transport.exchange_headers(torch.stack(columns, dim=1))
+        self.calls += 1
+        self._raise_if_desynced(headers, transport.rank, config)
+        self._raise_if_bad([header[BAD] for header in headers.received])
+        rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
+        return RankRoute(
+            transport=transport,
+            plan=plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing)),
+            rows=rows,
+            slots=slots,
+            tokens=tuple(header[TOKENS] for header in headers.received),
+        )
+
+    def _check_shapes(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> None:
+        problems = []
+        if x.dim() != 2 or not x.is_floating_point():
+            problems.append(f"tokens must be floating [T, D], got {x.dtype} {tuple(x.shape)}")
+        if ids.dim() != 2 or ids.is_floating_point() or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
+            problems.append(f"expert ids must be int [{x.shape[0]}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
+        if w.shape != ids.shape or not w.is_floating_point():
+            problems.append(f"weights must be floating {tuple(ids.shape)} like the ids, got {w.dtype} {tuple(w.shape)}")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
+            problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
+        if problems:
+            raise InputError("; ".join(problems), layer=self.layer, phase="dispatch")
+
+    def _bad_slots(self, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
+        bad_ids = (ids_TK < -1) | (ids_TK >= self.num_experts)
+        return (bad_ids | ((ids_TK >= 0) & ~w_TK.detach().isfinite())).sum()
+
+    def _raise_if_bad(self, bad_P: list[int]) -> None:
+        guilty = [f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad]
+        if guilty:
+            raise InputError(
+                f"{'; '.join(guilty)} with an expert id outside -1..{self.num_experts - 1} or a weight that is not "
+                "finite. Look at the router's logits there; -1 drops a slot",
+                layer=self.layer, phase="route",
+            )  # fmt: skip
+
+    def _raise_if_desynced(self, headers: Headers, rank: int, config: str) -> None:
+        mine = headers.sent[rank]
+        others = [p for p, h in enumerate(headers.received) if h[CONFIG:] != mine[CONFIG:]]
+        if others:
+            calls = ", ".join(f"{p}: {h[CALL]}" for p, h in enumerate(headers.received))
+            raise DesyncError(
+                f"rank(s) {others} are in another call than rank {rank}, which has (experts, top-k, width, dtype, "
+                f"combine, layer) = ({config}); calls so far by rank: {calls}. Every rank of an expert group must "
+                "run the same layers in the same order with the same configuration",
+                layer=self.layer, phase="count",
+            )  # fmt: skip

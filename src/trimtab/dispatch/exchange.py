@@ -1,0 +1,83 @@
+"""The autograd pair: each one's backward is the other, so both directions issue the same collectives.
+
+    Spread   forward P,   backward P^T     tokens and routing weights -> rows
+    Collect  forward P^T, backward P       rows -> tokens
+
+Neither saves a tensor, and neither can be differentiated twice (it raises).
+
+Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from trimtab.dispatch.plan import Bags
+from trimtab.dispatch.route import Route
+from trimtab.kernels.rows import gather_rows, sum_bags
+
+
+class Spread(Function):
+    """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *]."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.route = route
+        x, w, ids = route.spread([x_TD, w_TK, ids_TK])
+        ctx.mark_non_differentiable(ids)
+        return x, w, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dw: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        dx_TD, dw_TK = ctx.route.collect([dx, dw])
+        return None, dx_TD, dw_TK, None
+
+
+class Collect(Function):
+    """Rows [M', D] -> tokens [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows: Tensor) -> Tensor:
+        ctx.route = route
+        return route.collect([rows])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.route.spread([dy_TD])[0]
+
+
+class SpreadSlots(Function):
+    """Rows [M', D] -> one row per kept slot [R, D], in the order (row, k). Local."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_R: Tensor, bags: Bags) -> Tensor:
+        ctx.bags = bags
+        return gather_rows(rows, row_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None, None]:
+        return sum_bags(d_RD.contiguous(), ctx.bags), None, None
+
+
+class CollectSlots(Function):
+    """One row per kept slot [R, D], in the order (row, k) -> tokens [T, D], summed at home in the order of k.
+
+    The same map as SpreadSlots^T then Collect, with the sum taken in one place; so its backward is theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows_RD: Tensor, row_R: Tensor) -> Tensor:
+        ctx.route, ctx.row_R = route, row_R
+        return route.collect_slots(rows_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
+        (dy,) = ctx.route.spread([dy_TD])
+        return None, gather_rows(dy, ctx.row_R), None

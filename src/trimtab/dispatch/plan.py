@@ -1,0 +1,193 @@
+"""The plans: P = SpreadExperts . Exchange . SpreadRanks, as indices. Built once per layer call, immutable.
+
+    SpreadRanks    T tokens -> M rows, one per (token, rank that owns one of its experts), grouped by rank
+    Exchange       M rows -> M' rows on those ranks                                    (the transports)
+    SpreadExperts  M' rows -> R rows, one per kept (row, slot), grouped by local expert, segments aligned
+
+Both groupings are one stable sort of narrow keys over the slots; nothing of size T x E or T x P is made. A slot
+that is dropped (id -1, or a masked token) gets the key behind the last group and so falls off the end: there is
+no other treatment of it. A stable sort leaves the slots of one token adjacent within a rank, so the rows of a
+rank are the places where the token changes.
+
+The transpose of either stage is a sum over bags (CSR): bag t of `token_bags` lists the rows of token t.
+
+Legend: T local tokens, K experts per token, N = T * K slots, P ranks, M rows sent, R expert rows (with padding),
+E experts, e local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError
+from trimtab.layout import ALIGNMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bags:
+    """For each of n outputs the rows that are summed into it, in order (CSR).
+
+    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is never read).
+    offsets: [n + 1] int64.
+    """
+
+    index: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """SpreadRanks for one call on one rank.
+
+    row_token_M: [M] token of each row; rows are grouped by rank, in token order within a rank.
+    token_bags: T bags over the M rows, the ranks of a token in the order of its slots.
+    slot_bags: T bags over the kept slots grouped by (rank, token, k): the order in which slots come back.
+    rows_P, slots_P: [P] int64 rows and kept slots for each rank.
+    """
+
+    row_token_M: Tensor
+    token_bags: Bags
+    slot_bags: Bags
+    rows_P: Tensor
+    slots_P: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """SpreadExperts for the rows that one rank holds.
+
+    slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
+    row_R: [R] row of each expert row; -1 in padding.
+    row_bags: one bag per row over the R expert rows, in the order of k.
+    counts_e: [e] kept slots per local expert.
+    offsets_e: [e + 1] start of each expert's segment and the end of the last, multiples of the alignment.
+    top_k: K.
+    """
+
+    slot_R: Tensor
+    row_R: Tensor
+    row_bags: Bags
+    counts_e: Tensor
+    offsets_e: Tensor
+    top_k: int
+
+
+def narrow(key_N: Tensor, groups: int) -> Tensor:
+    """Sort keys 0..groups in the narrowest dtype that holds them: radix sorts cost by the byte."""
+    return key_N.to(torch.int16 if groups < 2**15 else torch.int32)
+
+
+def inverse_of(order_N: Tensor) -> Tensor:
+    """The inverse of a permutation [N]."""
+    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(order_N.shape[0], device=order_N.device))
+
+
+def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None) -> Tensor:
+    """The kept values in order. `size` is their number where it is known; without it and on a device, the result
+    has the static length N, so that nothing is read back to the host."""
+    if values_N.device.type == "cpu":
+        return values_N[keep_N]
+    n = values_N.shape[0] if size is None else size
+    place_N = torch.where(keep_N, keep_N.cumsum(0) - 1, n).clamp_(max=n)
+    return values_N.new_zeros(n + 1).scatter_(0, place_N, values_N)[:n]
+
+
+def bags_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None) -> Bags:
+    """Bags from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
+    kept_per_bag = keep_N.view(bags, rows_N.shape[0] // max(bags, 1)).sum(1)
+    offsets = torch.zeros(bags + 1, dtype=torch.int64, device=rows_N.device)
+    torch.cumsum(kept_per_bag, 0, out=offsets[1:])
+    return Bags(index=compact(rows_N, keep_N, size), offsets=offsets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSort:
+    """The part of a `RankPlan` that needs no count from the host: what is sent to be counted, and the sort."""
+
+    rows_P: Tensor
+    slots_P: Tensor
+    order_N: Tensor
+    row_N: Tensor
+    new_row_N: Tensor
+    kept_N: Tensor
+    tokens: int
+
+
+def sort_by_rank(ids_TK: Tensor, experts_per_rank: int, ranks: int) -> RankSort:
+    """Group the slots of `ids_TK` [T, K] (global expert ids, negative = dropped) by the rank that owns them."""
+    tokens, top_k = ids_TK.shape
+    ids_N = ids_TK.reshape(-1)
+    kept_N = ids_N >= 0
+    key_N = torch.where(kept_N, ids_N.div(experts_per_rank, rounding_mode="floor"), ranks)
+    order_N = torch.argsort(narrow(key_N, ranks), stable=True)
+    sorted_key_N, sorted_token_N = key_N[order_N], order_N // max(top_k, 1)
+    # A row begins where the token or the rank changes; -1 differs from every token.
+    before = torch.full((1,), -1, dtype=torch.int64, device=ids_N.device)
+    new_row_N = sorted_token_N != torch.cat((before, sorted_token_N))[:-1]
+    new_row_N |= sorted_key_N != torch.cat((before.to(sorted_key_N.dtype), sorted_key_N))[:-1]
+    new_row_N &= sorted_key_N < ranks
+    size_P1 = torch.zeros(ranks + 1, dtype=torch.int64, device=ids_N.device)
+    return RankSort(
+        rows_P=size_P1.scatter_add(0, sorted_key_N.long(), new_row_N.long())[:ranks],
+        slots_P=size_P1.scatter_add(0, sorted_key_N.long(), torch.ones_like(order_N))[:ranks],
+        order_N=order_N,
+        row_N=new_row_N.cumsum(0) - 1,
+        new_row_N=new_row_N,
+        kept_N=kept_N,
+        tokens=tokens,
+    )
+
+
+def plan_ranks(sort: RankSort, num_rows: int, num_slots: int) -> RankPlan:
+    """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank."""
+    order_N = sort.order_N
+    top_k = order_N.shape[0] // max(sort.tokens, 1)
+    first_N = torch.empty_like(sort.new_row_N).scatter_(0, order_N, sort.new_row_N)
+    slot_row_N = torch.empty_like(sort.row_N).scatter_(0, order_N, sort.row_N)
+    return RankPlan(
+        row_token_M=compact(order_N // max(top_k, 1), sort.new_row_N, num_rows),
+        token_bags=bags_of(slot_row_N, first_N, sort.tokens, num_rows),
+        slot_bags=bags_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots),
+        rows_P=sort.rows_P,
+        slots_P=sort.slots_P,
+    )
+
+
+def plan_experts(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
+    """Group the slots of `ids_MK` [M, K] by local expert.
+
+    Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
+    `num_slots` is the number of kept slots where the caller knows it. Without it a CPU plan counts them, and a
+    device plan takes the static bound N (+ padding): its expert rows beyond offsets_e[-1] are padding too.
+    """
+    if alignment not in ALIGNMENTS:
+        raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
+    rows, top_k = ids_MK.shape
+    ids_N = ids_MK.reshape(-1)
+    kept_N = (ids_N >= 0) & (ids_N < num_experts)
+    key_N = torch.where(kept_N, ids_N, num_experts)
+    order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
+    counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
+    counts_e = counts_e.scatter_add_(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
+    aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    offsets_e = torch.nn.functional.pad(aligned_e.cumsum(0), (1, 0))
+    # An aligned segment starts later than a dense one by the padding of the experts before it.
+    shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)
+    place_N = inverse_of(order_N) + shift_e[key_N.clamp(max=num_experts - 1).long()]
+    bound = (ids_N.shape[0] if num_slots is None else num_slots) + num_experts * (alignment - 1)
+    total = int(offsets_e[-1]) if ids_N.device.type == "cpu" else bound
+    slot_R = order_N.new_full((total + 1,), -1)
+    slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)
+    slot_R = slot_R.scatter_(0, torch.where(kept_N, place_N, total), slots_N)[:total]
+    row_R = slot_R.div(max(top_k, 1), rounding_mode="floor")
+    return ExpertPlan(
+        slot_R=slot_R,
+        row_R=row_R,
+        row_bags=bags_of(place_N, kept_N, rows, num_slots),
+        counts_e=counts_e,
+        offsets_e=offsets_e,
+        top_k=top_k,
+    )

@@ -1,0 +1,100 @@
+"""A route: the sparse linear map of one layer call, P, and its transpose, without gradients.
+
+    spread   P    tokens -> rows on the ranks that own their experts
+    collect  P^T  rows -> sum per token, back home
+
+`RankRoute` composes SpreadRanks with a transport; `LocalRoute` is the identity of a group of one rank.
+
+Legend: T local tokens, M' rows received, R kept slots received, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.packing import pack, unpack
+from trimtab.dispatch.plan import Bags, RankPlan, bags_of
+from trimtab.dispatch.transport import Lanes, Transport
+from trimtab.kernels.rows import sum_bags
+
+
+class Route(Protocol):
+    """One layer call on one rank. Each method is a collective of the group, the same on every rank."""
+
+    @property
+    def num_slots(self) -> int | None:
+        """Kept slots among the received rows, where the host knows it."""
+        ...
+
+    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
+        ...
+
+    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
+        ...
+
+    def collect_slots(self, rows_RD: Tensor) -> Tensor:
+        """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRoute:
+    """The identity: all experts are on this rank, nothing moves and nothing is counted."""
+
+    ids_TK: Tensor
+    num_slots: int | None = None
+
+    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def collect_slots(self, rows_RD: Tensor) -> Tensor:
+        kept_N = self.ids_TK.reshape(-1) >= 0
+        return sum_bags(rows_RD, bags_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRoute:
+    """SpreadRanks and an exchange over `transport`."""
+
+    transport: Transport
+    plan: RankPlan
+    rows: Lanes
+    slots: Lanes
+    tokens: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.slots.incoming)
+
+    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        packed = self.transport.spread(pack(tensors), self.plan.row_token_M, self.rows, self.tokens)
+        return unpack(packed, tensors)
+
+    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        packed = self.transport.move(pack(tensors), self.rows.reversed())
+        if len({t.dtype for t in tensors}) == 1:  # one sum over the whole row
+            summed = sum_bags(packed.view(tensors[0].dtype), self.plan.token_bags)
+            return unpack(summed.view(torch.uint8), tensors)
+        return [sum_bags(part, self.plan.token_bags) for part in unpack(packed, tensors)]
+
+    def collect_slots(self, rows_RD: Tensor) -> Tensor:
+        packed = self.transport.move(pack([rows_RD]), self.slots.reversed())
+        return sum_bags(packed.view(rows_RD.dtype), self.plan.slot_bags)
+
+
+def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Bags]:
+    """The kept slots of received rows in the order (row, k): their numbers row * K + k, and one bag per row."""
+    kept_N = (ids_MK >= 0).reshape(-1)
+    bags = bags_of(torch.arange(kept_N.shape[0], device=kept_N.device), kept_N, ids_MK.shape[0], num_slots)
+    place = Bags(index=torch.arange(bags.index.shape[0], device=kept_N.device), offsets=bags.offsets)
+    return bags.index, place

@@ -1,0 +1,101 @@
+"""Sequence shards of tokens that a group holds in full: its own pair of maps, outside any dispatch.
+
+    Shard    forward: this rank's positions of every sequence     backward: all ranks' gradients, put together
+    Unshard  forward: all ranks' positions, put together          backward: this rank's positions
+
+A value that every rank of the group holds has a gradient that every rank holds, so each rank works on its own
+positions only and nothing is computed twice. Shards may differ in length or be empty.
+
+Legend: B batch, L positions, l positions of this rank, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from trimtab.errors import InputError
+from trimtab.layout import SequenceLayout
+
+
+def take_shard(x: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
+    """[B * L, D] -> this rank's [B * l, D], contiguous."""
+    start, end = layout.cuts[rank], layout.cuts[rank + 1]
+    full = x.view(layout.batch, layout.length, *x.shape[1:])
+    return full[:, start:end].reshape(layout.tokens(rank), *x.shape[1:]).contiguous()
+
+
+def join_shards(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+    """Each rank's [B * l, D] -> [B * L, D] on every rank. Collective; sizes come from the layout."""
+    longest = max(layout.tokens(rank) for rank in range(layout.ranks))
+    padded = x.new_empty(longest, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    gathered = x.new_empty(layout.ranks * longest, *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    shards = [
+        gathered[rank * longest : rank * longest + layout.tokens(rank)].view(
+            layout.batch, layout.shard_length(rank), *x.shape[1:]
+        )
+        for rank in range(layout.ranks)
+    ]
+    return torch.cat(shards, dim=1).view(layout.batch * layout.length, *x.shape[1:])
+
+
+class _Shard(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return take_shard(x, layout, dist.get_rank(group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return join_shards(dy, ctx.layout, ctx.group), None, None
+
+
+class _Unshard(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        return join_shards(x, layout, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return take_shard(dy, ctx.layout, dist.get_rank(ctx.group)), None, None
+
+
+def shard(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share [B * l, D] of tokens [B * L, D] that all ranks of `group` hold. No communication forward.
+
+    Raises:
+        InputError: `x` or the group does not have the layout's size.
+    """
+    _check(x.shape[0], layout.batch * layout.length, layout, group)
+    out: Tensor = _Shard.apply(x, layout, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def unshard(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+    """All tokens [B * L, D], on every rank, from each rank's [B * l, D]. One all-gather.
+
+    Raises:
+        InputError: `x` or the group does not have the layout's size.
+    """
+    _check(x.shape[0], layout.tokens(dist.get_rank(group)), layout, group)
+    out: Tensor = _Unshard.apply(x, layout, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check(tokens: int, expected: int, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
+    if tokens != expected or dist.get_world_size(group) != layout.ranks:
+        raise InputError(
+            f"{tokens} tokens on a group of {dist.get_world_size(group)} ranks, but the layout has {expected} "
+            f"tokens here and {layout.ranks} ranks",
+            rank=dist.get_rank(group),
+            phase="dispatch",
+        )

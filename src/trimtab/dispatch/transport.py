@@ -1,0 +1,73 @@
+"""What a transport is: it counts, and it moves rows between the ranks of one expert group.
+
+A transport knows nothing of experts, weights or gradients, and never asks whether a count is zero.
+
+Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """How many rows this rank sends to and receives from each rank, on the host.
+
+    everyone[s][d] is what rank s sends to rank d, for the transports that need to know it; else empty.
+    """
+
+    outgoing: tuple[int, ...]
+    incoming: tuple[int, ...]
+    everyone: tuple[tuple[int, ...], ...] = ()
+
+    def reversed(self) -> Lanes:
+        """The lanes of the way back."""
+        transposed = tuple(zip(*self.everyone, strict=True))
+        return Lanes(outgoing=self.incoming, incoming=self.outgoing, everyone=transposed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """What the ranks told each other before data moves, on the host.
+
+    sent[p]: this rank's header for rank p; received[p]: rank p's header for this rank.
+    everyone[s][d]: rank s's header for rank d, where the transport gathers them all; else empty.
+    """
+
+    sent: list[list[int]]
+    received: list[list[int]]
+    everyone: list[list[list[int]]]
+
+    def lanes(self, column: int) -> Lanes:
+        """The lanes that one column counts."""
+        return Lanes(
+            outgoing=tuple(header[column] for header in self.sent),
+            incoming=tuple(header[column] for header in self.received),
+            everyone=tuple(tuple(header[column] for header in row) for row in self.everyone),
+        )
+
+
+class Transport(Protocol):
+    """One expert group. Every method is a collective: all ranks of the group call it, in the same order."""
+
+    rank: int
+    size: int
+
+    def exchange_headers(self, headers_PC: Tensor) -> Headers:
+        """Give row p of `headers_PC` [P, C] int64 to rank p. The only host sync of a layer."""
+        ...
+
+    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
+        """Rows `table_TB[row_token_M]` [M, B] uint8, grouped by rank, to their ranks: [M', B] by source rank.
+
+        tokens: [P] the number of rows of each rank's table.
+        """
+        ...
+
+    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
+        """Rows [M, B] uint8, grouped by rank, to their ranks: [M', B], grouped by source rank."""
+        ...

@@ -1,0 +1,34 @@
+"""trimtab in transformers: one call adds it to both registries, for all MoE families at once."""
+
+from __future__ import annotations
+
+from trimtab.dispatch.dispatcher import Combine
+
+
+def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
+    """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
+
+    Args:
+        name: what `experts_implementation=` and `ep_implementation=` will call it.
+        combine: "sum", or "ordered" for bits that do not depend on the number of ranks
+            (see `trimtab.dispatch.dispatcher.Dispatcher`).
+
+    Calling it again is harmless; another name with another `combine` lives beside the first.
+
+    Raises:
+        BackendError: transformers is missing or too old to have the registries.
+    """
+    from trimtab.errors import BackendError
+
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise BackendError(f"trimtab.hf needs transformers >= 5.23 (pip install 'trimtab[hf]'): {error}") from error
+    from trimtab.hf.expert_parallel import TrimtabEP
+    from trimtab.hf.experts import experts_forward
+
+    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    EPImplementationInterface.register(
+        name, type("TrimtabEP", (TrimtabEP,), {"experts_name": name, "combine": combine})
+    )

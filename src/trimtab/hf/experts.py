@@ -1,0 +1,103 @@
+"""transformers' experts modules, run by trimtab: what `experts_implementation="trimtab"` calls.
+
+Every class that transformers decorates with `use_experts_implementation` carries its weights and flags in one
+form, read here: gated or not, biased, transposed, interleaved, custom gate, norm behind the experts.
+
+Legend: T rows, K slots per row, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate
+
+from trimtab.dispatch.plan import plan_experts
+from trimtab.errors import ConfigError
+from trimtab.experts.activations import Recomputed, SwiGLU
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.kernels.grouped import get_kernels
+
+
+def experts_forward(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    num_slots: int | None = None,
+    shared_param: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
+
+    Args:
+        module: an experts module of a transformers model, its parameters local tensors.
+        hidden_states: [T, D] rows, T >= 0.
+        top_k_index: [T, K] int ids; any id outside 0..num_experts - 1 drops its slot.
+        top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
+        num_slots: how many slots are kept, where it is known.
+        shared_param: what a parameter that all experts share must pass through in the graph.
+
+    Raises:
+        ConfigError: the module lacks the weights that its flags promise.
+    """
+    weights, math = weights_of(module), math_of(module)
+    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots)
+    return expert_mlp(
+        hidden_states,
+        top_k_weights,
+        plan,
+        weights,
+        math,
+        get_kernels("auto", hidden_states.device),
+        params=None if shared_param is None else tuple(shared_param(p) for p in math.params),
+    )
+
+
+def weights_of(module: nn.Module) -> ExpertWeights:
+    """The expert parameters of a module, by transformers' names."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    missing = [name for name in (up, "down_proj") if not isinstance(getattr(module, name, None), Tensor)]
+    if missing:
+        raise ConfigError(
+            f"{type(module).__name__} has no {' and no '.join(missing)}: trimtab runs experts modules that hold their "
+            "weights as stacked tensors (quantised experts keep transformers' own implementation)"
+        )
+    return ExpertWeights(
+        up=_tensor(module, up),
+        down=_tensor(module, "down_proj"),
+        up_bias=_tensor(module, f"{up}_bias") if module.has_bias else None,
+        down_bias=_tensor(module, "down_proj_bias") if module.has_bias else None,
+        transposed=bool(module.is_transposed),
+    )
+
+
+def math_of(module: nn.Module) -> ExpertMath:
+    """Activation and norm of a module. `_apply_gate` is the module's word on the gate, so it is what runs."""
+    act_fn = getattr(module, "act_fn", None)
+    params = tuple(act_fn.parameters()) if isinstance(act_fn, nn.Module) else ()
+    post_norm = None
+    if module.has_post_expert_norm:
+        norm = module.post_expert_norm
+        assert isinstance(norm, nn.Module)
+        post_norm = Recomputed(norm, tuple(norm.parameters()))
+    if not module.has_gate:
+        assert callable(act_fn)
+        return ExpertMath(activation=Recomputed(act_fn, params), post_norm=post_norm)
+    if type(module)._apply_gate is _default_apply_gate and is_silu(act_fn):  # type: ignore[attr-defined]
+        return ExpertMath(activation=SwiGLU(), post_norm=post_norm)
+    apply_gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
+    return ExpertMath(activation=Recomputed(apply_gate, params), post_norm=post_norm)
+
+
+def is_silu(act_fn: object) -> bool:
+    """Whether an activation is SiLU under one of its names."""
+    return act_fn is torch.nn.functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    value = getattr(module, name)
+    assert isinstance(value, Tensor)
+    return value

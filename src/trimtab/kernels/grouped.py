@@ -1,0 +1,170 @@
+"""Grouped GEMMs: one matrix per expert, each over its own segment of rows. An empty segment is a segment.
+
+    grouped_mm      y[segment i] = x[segment i] @ w[i]
+    grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       zeros where the segment is empty
+    grouped_sum     db[i]        = sum of the rows of segment i
+
+Two sets of kernels with these names:
+
+    LoopKernels   one `mm` per expert; counts are on the host anyway (CPU). Fastest there
+    StockKernels  `torch.nn.functional.grouped_mm`; offsets stay on the device. Safe against its traps: rows
+                  behind the last segment come out zero in both directions, gradients are made contiguous
+
+An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, so that its
+gathered rows and activations stay in cache and are never held for all experts at once.
+
+Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.plan import ExpertPlan
+from trimtab.errors import BackendError
+from trimtab.kernels.rows import gather_rows
+
+
+@dataclass(frozen=True)
+class Block:
+    """Experts and expert rows that are worked on together. offsets_e: [e + 1] within the block's rows."""
+
+    experts: slice
+    rows: slice
+    offsets_e: Tensor
+
+
+class Kernels(Protocol):
+    """What an expert MLP needs."""
+
+    name: str
+
+    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
+        """The blocks of a plan; together they hold each expert and each row once, in order."""
+        ...
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a block is best computed for parameters of `dtype`; never narrower."""
+        ...
+
+    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
+        """x[index] for the rows of one block; zeros where the index is -1."""
+        ...
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        """[R, B]."""
+        ...
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
+        """Into `out_eAB`, of any strides and dtype, whatever it held."""
+        ...
+
+    def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
+        """[e, A]."""
+        ...
+
+    def expand(self, values_eA: Tensor, block: Block) -> Tensor:
+        """Each expert's row of values for each of its rows: broadcastable to [R, A]."""
+        ...
+
+
+class LoopKernels:
+    """One `mm` per expert, one expert per block. For the CPU."""
+
+    name = "loop"
+
+    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
+        cuts = plan.offsets_e.tolist()
+        for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            yield Block(slice(i, i + 1), slice(start, end), plan.offsets_e)
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
+        native = {
+            torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+            torch.float16: False,
+        }
+        return dtype if native.get(dtype, True) else torch.float32
+
+    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
+        return gather_rows(x, index_R)
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        return torch.mm(x_RA, w_eAB[0], out=out)
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
+        if out_eAB.dtype == a_RA.dtype:
+            torch.mm(a_RA.t(), b_RB, out=out_eAB[0])
+        else:
+            out_eAB[0].copy_(torch.mm(a_RA.t(), b_RB))
+
+    def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
+        return rows_RA.sum(0, keepdim=True)
+
+    def expand(self, values_eA: Tensor, block: Block) -> Tensor:
+        return values_eA
+
+
+class StockKernels:
+    """PyTorch's own grouped GEMM over all experts at once, sizes on the device."""
+
+    name = "stock"
+
+    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
+        yield Block(slice(0, plan.counts_e.shape[0]), slice(0, plan.row_R.shape[0]), plan.offsets_e)
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise BackendError(f"torch.nn.functional.grouped_mm has no {dtype}: use kernels 'loop' on the CPU")
+        return dtype
+
+    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
+        # A zero row at the end serves padding, also where x has no rows at all.
+        padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
+        return gather_rows(padded, torch.where(index_R < 0, x.shape[0], index_R))
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        y = torch.nn.functional.grouped_mm(x_RA, w_eAB, offs=block.offsets_e[1:].int())
+        y = y.masked_fill(self._tail(y, block), 0)
+        return y if out is None else out.copy_(y)
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
+        offs = block.offsets_e[1:].int()
+        dw = torch.nn.functional.grouped_mm(a_RA.contiguous().t(), b_RB.contiguous(), offs=offs)
+        empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
+        out_eAB.copy_(dw.masked_fill(empty_e[:, None, None], 0))
+
+    def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
+        bags = torch.arange(rows_RA.shape[0], device=rows_RA.device)
+        return torch.nn.functional.embedding_bag(bags, rows_RA, block.offsets_e, mode="sum", include_last_offset=True)
+
+    def expand(self, values_eA: Tensor, block: Block) -> Tensor:
+        rows = torch.arange(block.rows.stop, device=values_eA.device)
+        expert_R = torch.searchsorted(block.offsets_e[1:], rows, right=True).clamp_(max=values_eA.shape[0] - 1)
+        return values_eA.index_select(0, expert_R)
+
+    def _tail(self, rows: Tensor, block: Block) -> Tensor:
+        return (torch.arange(rows.shape[0], device=rows.device) >= block.offsets_e[-1])[:, None]
+
+
+KERNELS: dict[str, type[Kernels]] = {"loop": LoopKernels, "stock": StockKernels}
+
+
+def get_kernels(name: str, device: torch.device) -> Kernels:
+    """The kernels called `name`: "loop", "stock", or "auto" for the faster of the two on `device`.
+
+    Raises:
+        BackendError: no such kernels, or they cannot run on the device.
+    """
+    if name == "auto":
+        name = "loop" if device.type == "cpu" else "stock"
+    if name not in KERNELS:
+        raise BackendError(f"no kernels named {name!r}: choose one of {['auto', *KERNELS]}")
+    if name == "loop" and device.type != "cpu":
+        raise BackendError(f"kernels 'loop' read counts on the host and run on the CPU only, not on {device}")
+    return KERNELS[name]()

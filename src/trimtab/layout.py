@@ -1,0 +1,111 @@
+"""Where things lie: (batch, position) <-> rank, expert <-> rank, and aligned segments. Pure integer arithmetic.
+
+    positions  0 1 2 3 4 5 6            L = 7 over 3 ranks: cuts (0, 3, 5, 7)
+    rank       0 0 0 1 1 2 2            the first L % ranks shards hold one position more
+
+A rank of a sequence-sharded group holds *its positions of every sequence*: local token (b, l) of rank r is
+global token (b, cuts[r] + l). The flat index is therefore b * L + cuts[r] + l, never local + r * T_local.
+
+Legend: B batch, L sequence length, P ranks, E experts, e local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from trimtab.errors import ConfigError, InputError
+
+ALIGNMENTS = (1, 8, 16, 32, 128)
+
+
+def shard_cuts(length: int, ranks: int) -> tuple[int, ...]:
+    """Cut points [ranks + 1] of `length` positions over `ranks`, as even as can be; shards may be empty."""
+    if length < 0 or ranks < 1:
+        raise InputError(f"cannot cut {length} positions over {ranks} ranks: need length >= 0 and ranks >= 1")
+    base, extra = divmod(length, ranks)
+    return tuple(rank * base + min(rank, extra) for rank in range(ranks + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLayout:
+    """`batch` sequences whose positions are cut at `cuts` [P + 1], non-decreasing from 0 to L."""
+
+    batch: int
+    cuts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ordered = all(a <= b for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        if self.batch < 0 or len(self.cuts) < 2 or self.cuts[0] != 0 or not ordered:
+            raise InputError(
+                f"batch {self.batch} with cuts {self.cuts}: need batch >= 0 and at least two cut points that "
+                "start at 0 and never go down"
+            )
+
+    @classmethod
+    def even(cls, batch: int, length: int, ranks: int) -> SequenceLayout:
+        """`length` positions over `ranks`, sizes differing by at most one."""
+        return cls(batch=batch, cuts=shard_cuts(length, ranks))
+
+    @classmethod
+    def from_lengths(cls, batch: int, lengths: Sequence[int]) -> SequenceLayout:
+        """Shards of any sizes, given per rank."""
+        return cls(batch=batch, cuts=(0, *accumulate(lengths)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def length(self) -> int:
+        return self.cuts[-1]
+
+    def shard_length(self, rank: int) -> int:
+        """Positions per sequence on `rank`."""
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    def tokens(self, rank: int) -> int:
+        """Tokens on `rank`: batch times its positions."""
+        return self.batch * self.shard_length(rank)
+
+    def to_global(self, rank: int, local: int) -> int:
+        """Flat index b * L + l of the local token `local` of `rank`."""
+        if not 0 <= local < self.tokens(rank):
+            raise InputError(f"local token {local} is not in 0..{self.tokens(rank) - 1}", rank=rank)
+        sequence, position = divmod(local, self.shard_length(rank))
+        return sequence * self.length + self.cuts[rank] + position
+
+    def to_local(self, index: int) -> tuple[int, int]:
+        """(rank, local token) that holds the flat index b * L + l."""
+        if not 0 <= index < self.batch * self.length:
+            raise InputError(f"token {index} is not in 0..{self.batch * self.length - 1}")
+        sequence, position = divmod(index, self.length)
+        rank = next(r for r in range(self.ranks) if self.cuts[r] <= position < self.cuts[r + 1])
+        return rank, sequence * self.shard_length(rank) + position - self.cuts[rank]
+
+
+def experts_per_rank(num_experts: int, ranks: int) -> int:
+    """e = E / P. Rank r owns the experts r * e .. r * e + e - 1."""
+    if num_experts < 1 or ranks < 1 or num_experts % ranks:
+        raise ConfigError(
+            f"{num_experts} experts do not divide over {ranks} ranks "
+            f"({num_experts} % {max(ranks, 1)} != 0): choose an expert-parallel size that divides {num_experts}"
+        )
+    return num_experts // ranks
+
+
+def align_up(count: int, alignment: int) -> int:
+    """The least multiple of `alignment` that is >= `count`; 0 stays 0."""
+    return -(-count // alignment) * alignment
+
+
+def segment_offsets(counts: Sequence[int], alignment: int = 1) -> tuple[int, ...]:
+    """Start of each expert's segment, and the end of the last: [e + 1]. Each start is a multiple of `alignment`.
+
+    The tokens of expert i lie at offsets[i] .. offsets[i] + counts[i] - 1; what is left up to offsets[i + 1] is
+    padding. No routing map is changed and no token is lost, however small a segment is.
+    """
+    if alignment not in ALIGNMENTS:
+        raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
+    return (0, *accumulate(align_up(count, alignment) for count in counts))

@@ -1,0 +1,95 @@
+"""The whole map on real ranks against the oracle: outputs and every gradient, however the tokens fall."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.cases import PATTERNS, case
+from gloo import run_ranks
+from trimtab import oracle
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.kernels.grouped import get_kernels
+
+E, K, D, F = 8, 3, 16, 12
+TRANSPORTS = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+def expert_weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    up = torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5
+    down = torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5
+    return up.to(dtype), down.to(dtype)
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    assert ours.shape == truth.shape, (ours.shape, truth.shape)
+    assert ours.isfinite().all()
+    scale = truth.double().abs().max().item() if truth.numel() else 0.0
+    return (
+        ((ours.double() - truth.double()).abs().max().item() / max(scale, 1e-30))
+        if ours.numel() and scale
+        else (ours.double().abs().sum().item())
+    )
+
+
+def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), combine=combine, layer="moe")
+    e = E // ranks
+    kernels = get_kernels("auto", torch.device("cpu"))
+    errors = {}
+    for seed, pattern in enumerate(PATTERNS):
+        x, ids, w, mask = case(pattern, rank, ranks, E, K, D, dtype, seed)
+        g = torch.Generator().manual_seed(99 + rank)
+        up_all, down_all = expert_weights(dtype)
+        up, down = (t[rank * e : rank * e + e].clone().requires_grad_() for t in (up_all, down_all))
+        leaves = [x.requires_grad_(), w.requires_grad_()]
+        rows = dispatcher.dispatch(x, ids, w, mask)
+        plan = plan_experts(rows.ids, e, num_slots=rows.num_slots)
+        y = expert_mlp(rows.x, rows.weights, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+        y = dispatcher.combine(y, rows)
+        dy = torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)
+        grads = torch.autograd.grad(y, [*leaves, up, down], dy)
+        # The truth, with every rank's tokens in one process: expert gradients sum over all ranks.
+        truth_up, truth_down = (t.double().requires_grad_() for t in (up_all, down_all))
+        outs, dys, mine = [], [], ()
+        for r in range(ranks):
+            xr, idr, wr, mr = case(pattern, r, ranks, E, K, D, dtype, seed)
+            xr, wr = xr.double().requires_grad_(), wr.double().requires_grad_()
+            outs.append(oracle.moe(xr, idr, wr, truth_up, truth_down, token_mask_T=mr))
+            gr = torch.Generator().manual_seed(99 + r)
+            dys.append(torch.randn(outs[-1].shape, generator=gr, dtype=torch.float64).to(dtype).double())
+            mine = (outs[-1], xr, wr) if r == rank else mine
+        total = sum((o * d).sum() for o, d in zip(outs, dys, strict=True))
+        wanted = [mine[1], mine[2], truth_up, truth_down]
+        if total.requires_grad:
+            truth = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        else:
+            truth = tuple(torch.zeros_like(t) for t in wanted)
+        cut = slice(rank * e, rank * e + e)
+        pairs = zip(
+            ("y", "dx", "dw", "dup", "ddown"),
+            (y.detach(), *grads),
+            (mine[0].detach(), truth[0], truth[1], truth[2][cut], truth[3][cut]),
+            strict=True,
+        )
+        errors |= {f"{pattern} {name}": relative(ours, ref) for name, ours, ref in pairs}
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize("transport", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)], ids=str
+)
+def test_layer_equals_oracle(ranks: int, combine: str, transport: str, dtype: torch.dtype, bound: float) -> None:
+    for rank, errors in enumerate(run_ranks(layer_on_rank, ranks, transport, combine, dtype)):
+        bad = {name: error for name, error in errors.items() if not error <= bound}
+        assert not bad, (rank, bad)

@@ -1,0 +1,92 @@
+"""Run a function on real ranks over Gloo, with a deadline: a hang is a failure in seconds.
+
+Ranks are forked from a server that has imported torch but never run a backward, so they start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"])
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    store: str,
+    deadline: float,
+    args: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=deadline),
+        )
+        buffer = io.BytesIO()
+        torch.save(fn(*args), buffer)
+        pipe.send((True, buffer.getvalue()))
+        dist.barrier()  # nobody leaves while a peer may still talk to it
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+
+
+def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 60.0) -> list[Any]:
+    """`fn(*args)` on each of `ranks` ranks of a Gloo group; what each returned, by rank.
+
+    `fn` is a module-level function. Raises AssertionError with the tracebacks if a rank fails or time runs out.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args, theirs)
+            process = _CONTEXT.Process(target=_rank_main, args=work, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        end = time.monotonic() + deadline
+        answers: list[Any] = []
+        problems: list[str] = []
+        for rank, pipe in enumerate(pipes):
+            wait = max(0.0, end - time.monotonic()) if not problems else 2.0
+            if not pipe.poll(wait):
+                problems.append(f"rank {rank}: no answer within {deadline} s")
+                continue
+            try:
+                good, answer = pipe.recv()
+            except EOFError:
+                good, answer = False, "process died"
+            if good:
+                answers.append(torch.load(io.BytesIO(answer), weights_only=False))
+            else:
+                problems.append(f"rank {rank}: {answer}")
+        for process in processes:
+            process.join(0.0 if problems else max(0.1, end - time.monotonic()))
+            process.kill()
+            process.join()
+    assert not problems, "\n".join(problems)
+    return answers
