@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"])
+_PRELOAD = ["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"]
+_CONTEXT.set_forkserver_preload(_PRELOAD)
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these before it forks. Call it when a test module is imported: before any rank starts."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 def _rank_main(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots
-from trimtab.dispatch.plan import Bags, plan_ranks, sort_by_rank
+from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
 from trimtab.dispatch.transport import Headers, Transport
 from trimtab.errors import ConfigError, DesyncError, InputError
@@ -48,7 +48,6 @@ class Rows:
     num_slots: int | None
     route: Route
     slot_row_R: Tensor | None
-    slot_bags: Bags | None
 
 
 class Dispatcher:
@@ -116,18 +115,18 @@ class Dispatcher:
         if self.combine_mode == "sum":
             return Rows(
                 x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route,
-                slot_row_R=None, slot_bags=None,
+                slot_row_R=None,
             )  # fmt: skip
         slots, slot_bags = slots_of(rows_ids, route.num_slots)
-        row_R = slots.div(max(ids.shape[1], 1), rounding_mode="floor")
+        row_R = slots.div(ids.shape[1], rounding_mode="floor")
+        beyond = torch.arange(slots.shape[0], device=slots.device) >= slot_bags.offsets[-1]
         return Rows(
             x=SpreadSlots.apply(x, row_R, slot_bags),  # type: ignore[no-untyped-call]
-            ids=rows_ids.reshape(-1, 1).index_select(0, slots),
-            weights=rows_w.reshape(-1, 1).index_select(0, slots),
+            ids=rows_ids.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
+            weights=rows_w.reshape(-1).index_select(0, slots)[:, None],
             num_slots=route.num_slots,
             route=route,
             slot_row_R=row_R,
-            slot_bags=slot_bags,
         )
 
     def combine(self, y: Tensor, rows: Rows) -> Tensor:

@@ -85,22 +85,25 @@ def inverse_of(order_N: Tensor) -> Tensor:
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(order_N.shape[0], device=order_N.device))
 
 
-def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None) -> Tensor:
-    """The kept values in order. `size` is their number where it is known; without it and on a device, the result
-    has the static length N, so that nothing is read back to the host."""
-    if values_N.device.type == "cpu":
+def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static: bool | None = None) -> Tensor:
+    """The kept values in order.
+
+    Static (the default on a device): nothing is read back to the host, so the result has `size` elements, the number
+    of kept values where it is known and N where it is not, filled up with zeros.
+    """
+    if not (values_N.device.type != "cpu" if static is None else static):
         return values_N[keep_N]
     n = values_N.shape[0] if size is None else size
     place_N = torch.where(keep_N, keep_N.cumsum(0) - 1, n).clamp_(max=n)
     return values_N.new_zeros(n + 1).scatter_(0, place_N, values_N)[:n]
 
 
-def bags_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None) -> Bags:
+def bags_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Bags:
     """Bags from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
     kept_per_bag = keep_N.view(bags, rows_N.shape[0] // max(bags, 1)).sum(1)
     offsets = torch.zeros(bags + 1, dtype=torch.int64, device=rows_N.device)
     torch.cumsum(kept_per_bag, 0, out=offsets[1:])
-    return Bags(index=compact(rows_N, keep_N, size), offsets=offsets)
+    return Bags(index=compact(rows_N, keep_N, size, static=static), offsets=offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +159,19 @@ def plan_ranks(sort: RankSort, num_rows: int, num_slots: int) -> RankPlan:
     )
 
 
-def plan_experts(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
+def plan_experts(
+    ids_MK: Tensor,
+    num_experts: int,
+    *,
+    alignment: int = 1,
+    num_slots: int | None = None,
+    static: bool | None = None,
+) -> ExpertPlan:
     """Group the slots of `ids_MK` [M, K] by local expert.
 
     Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
-    `num_slots` is the number of kept slots where the caller knows it. Without it a CPU plan counts them, and a
-    device plan takes the static bound N (+ padding): its expert rows beyond offsets_e[-1] are padding too.
+    `num_slots` is the number of kept slots where the caller knows it. Without it a static plan (the default on a
+    device: nothing is read back) takes the bound N (+ padding); its expert rows beyond offsets_e[-1] are padding too.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
@@ -178,7 +188,8 @@ def plan_experts(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_sl
     shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)
     place_N = inverse_of(order_N) + shift_e[key_N.clamp(max=num_experts - 1).long()]
     bound = (ids_N.shape[0] if num_slots is None else num_slots) + num_experts * (alignment - 1)
-    total = int(offsets_e[-1]) if ids_N.device.type == "cpu" else bound
+    static = ids_N.device.type != "cpu" if static is None else static
+    total = bound if static else int(offsets_e[-1])
     slot_R = order_N.new_full((total + 1,), -1)
     slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)
     slot_R = slot_R.scatter_(0, torch.where(kept_N, place_N, total), slots_N)[:total]
@@ -186,7 +197,7 @@ def plan_experts(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_sl
     return ExpertPlan(
         slot_R=slot_R,
         row_R=row_R,
-        row_bags=bags_of(place_N, kept_N, rows, num_slots),
+        row_bags=bags_of(place_N, kept_N, rows, num_slots, static=static),
         counts_e=counts_e,
         offsets_e=offsets_e,
         top_k=top_k,

@@ -65,14 +65,12 @@ def expert_mlp(
     weights: ExpertWeights,
     math: ExpertMath,
     kernels: Kernels,
-    params: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
     Args:
         x_MD: rows; computed in the parameters' dtype.
         w_MK: routing weights of the slots that `plan` was built from; those of dropped slots are not read.
-        params: stand-ins for `math.params` in the graph, where their gradients must pass through something first.
 
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
     """
@@ -84,7 +82,7 @@ def expert_mlp(
         weights.down,
         weights.up_bias,
         weights.down_bias,
-        *(math.params if params is None else params),
+        *math.params,
     )
     return y.to(x_MD.dtype)
 
@@ -119,9 +117,10 @@ class _ExpertMLP(Function):
             pre = kernels.grouped_mm(kernels.gather(x, plan.row_R[r]).to(dtype), up_t[e].to(dtype), block)
             if up_bias is not None:
                 pre += kernels.expand(up_bias[e].to(dtype), block)
+            pre = pre.to(x.dtype)  # the activation sees the bits that its backward will see
             if keep:
-                saved.append(pre.to(x.dtype))
-            h = math.activation.forward(pre)
+                saved.append(pre)
+            h = math.activation.forward(pre.to(dtype))
             del pre
             if math.post_norm is None:
                 h = h * w_R1[r]
@@ -130,9 +129,10 @@ class _ExpertMLP(Function):
                 bias = kernels.expand(down_bias[e].to(dtype), block)
                 out += bias if math.post_norm is not None else bias * w_R1[r]
             if math.post_norm is not None:
+                mid = out.to(x.dtype, copy=True)
                 if keep:
-                    saved.append(out.to(x.dtype, copy=True))
-                out = math.post_norm.forward(out) * w_R1[r]
+                    saved.append(mid)
+                out = math.post_norm.forward(mid.to(dtype)) * w_R1[r]
             if out.data_ptr() != out_RD[r].data_ptr():
                 out_RD[r] = out
         ctx.call = call

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
@@ -25,22 +22,6 @@ from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
 from trimtab.dispatch.shard import shard, unshard
 from trimtab.hf.experts import experts_forward
 from trimtab.layout import SequenceLayout
-
-
-class _SumGradients(Function):
-    """Identity; the gradient is summed over the group. For what every rank holds and each uses on its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        summed = dy.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
 
 
 class TrimtabEP(EPImplementation):  # type: ignore[misc]
@@ -75,15 +56,11 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         return unshard(y, layout, self.tp_group) if tp_size > 1 else y
 
     def _run_experts(self, rows: Rows) -> Tensor:
-        if self.experts.config._experts_implementation == self.experts_name:
-            return experts_forward(
-                self.experts,
-                rows.x,
-                rows.ids,
-                rows.weights,
-                num_slots=rows.num_slots,
-                shared_param=lambda p: _SumGradients.apply(p, self.ep_group),  # type: ignore[no-untyped-call]
-            )
-        sentinel = rows.ids.masked_fill(rows.ids < 0, self.num_local_experts).long()
-        y: Tensor = self.experts_forward(rows.x, sentinel, rows.weights)
+        implementation = self.experts.config._experts_implementation
+        if implementation == self.experts_name:
+            return experts_forward(self.experts, rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
+        absent = rows.ids < 0
+        ids = rows.ids.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
+        y: Tensor = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
         return y

@@ -28,7 +28,6 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     num_slots: int | None = None,
-    shared_param: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -38,7 +37,6 @@ def experts_forward(
         top_k_index: [T, K] int ids; any id outside 0..num_experts - 1 drops its slot.
         top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
         num_slots: how many slots are kept, where it is known.
-        shared_param: what a parameter that all experts share must pass through in the graph.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise.
@@ -52,7 +50,6 @@ def experts_forward(
         weights,
         math,
         get_kernels("auto", hidden_states.device),
-        params=None if shared_param is None else tuple(shared_param(p) for p in math.params),
     )
 
 

@@ -25,9 +25,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import ExpertPlan
+from trimtab.dispatch.plan import Bags, ExpertPlan
 from trimtab.errors import BackendError
-from trimtab.kernels.rows import gather_rows
+from trimtab.kernels.rows import gather_rows, sum_bags
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class StockKernels:
         out_eAB.copy_(dw.masked_fill(empty_e[:, None, None], 0))
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
-        bags = torch.arange(rows_RA.shape[0], device=rows_RA.device)
-        return torch.nn.functional.embedding_bag(bags, rows_RA, block.offsets_e, mode="sum", include_last_offset=True)
+        index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
+        return sum_bags(rows_RA, Bags(index=index, offsets=block.offsets_e))
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
         rows = torch.arange(block.rows.stop, device=values_eA.device)

@@ -1,0 +1,135 @@
+"""<P x, y> = <x, P^T y> in float64, for each stage alone and for the whole, over drawn traffic."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dispatch.simulated import connect, move
+from trimtab.dispatch.plan import plan_experts
+from trimtab.dispatch.route import LocalRoute, slots_of
+from trimtab.kernels.rows import gather_rows, sum_bags
+from trimtab.layout import ALIGNMENTS, segment_offsets
+
+D = 3
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
+    """(E, ids [T, K] of each rank): any T per rank, dropped slots, repeated experts, cold ranks."""
+    ranks, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    top_k, num_experts = draw(st.integers(1, 4)), ranks * per_rank
+    hot = draw(st.sampled_from([num_experts, 1, per_rank]))  # all experts, one, or one rank's
+    slot = st.integers(-1, hot - 1)
+    rows = st.lists(st.lists(slot, min_size=top_k, max_size=top_k), max_size=6)
+    ids = [torch.tensor(draw(rows), dtype=torch.int32).view(-1, top_k) for _ in range(ranks)]
+    return num_experts, ids
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_transposed(px: list[Tensor], y: list[Tensor], x: list[Tensor], pty: list[Tensor]) -> None:
+    left = sum(float((a * b).sum()) for a, b in zip(px, y, strict=True))
+    right = sum(float((a * b).sum()) for a, b in zip(x, pty, strict=True))
+    scale = sum(float((a * b).abs().sum()) for a, b in zip(px, y, strict=True))
+    assert abs(left - right) <= 1e-12 * max(scale, 1e-300)
+
+
+def like(tensors: list[Tensor], seed: int) -> list[Tensor]:
+    return [random(*t.shape, seed=seed + i) for i, t in enumerate(tensors)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(traffic())
+def test_each_stage_and_the_whole_are_transposed(drawn: tuple[int, list[Tensor]]) -> None:
+    num_experts, ids = drawn
+    ranks = len(ids)
+    e = num_experts // ranks
+    world = connect(ids, num_experts)
+    x = [random(i.shape[0], D, seed=r) for r, i in enumerate(ids)]
+
+    # SpreadRanks
+    sent = [gather_rows(t, plan.row_token_M) for t, plan in zip(x, world.plans, strict=True)]
+    dy = like(sent, 10)
+    assert_transposed(sent, dy, x, [sum_bags(t, plan.token_bags) for t, plan in zip(dy, world.plans, strict=True)])
+
+    # Exchange
+    received = move(sent, world, 0)
+    dy = like(received, 20)
+    assert_transposed(received, dy, sent, move(dy, world, 0, back=True))
+
+    # SpreadExperts, at every alignment; the ids travel like the tokens
+    sent_ids = [i.index_select(0, plan.row_token_M) for i, plan in zip(ids, world.plans, strict=True)]
+    local_ids = []
+    for r, moved in enumerate(move(sent_ids, world, 0)):
+        local_ids.append(torch.where(moved.div(e, rounding_mode="floor") == r, moved - r * e, -1))
+    for alignment in ALIGNMENTS:
+        for rows, i in zip(received, local_ids, strict=True):
+            plan = plan_experts(i, e, alignment=alignment)
+            out = torch.where(plan.row_R[:, None] < 0, 0.0, torch.cat((rows, rows.new_zeros(1, D)))[plan.row_R])
+            d_out = random(*out.shape, seed=30)
+            assert_transposed([out], [d_out], [rows], [sum_bags(d_out, plan.row_bags)])
+
+    # The whole, and the ordered way home: same map, so the same dot product
+    plans = [plan_experts(i, e) for i in local_ids]
+    expert_rows = [rows[plan.row_R] for rows, plan in zip(received, plans, strict=True)]
+    dy = like(expert_rows, 40)
+    home = move([sum_bags(t, plan.row_bags) for t, plan in zip(dy, plans, strict=True)], world, 0, back=True)
+    whole = [sum_bags(t, plan.token_bags) for t, plan in zip(home, world.plans, strict=True)]
+    assert_transposed(expert_rows, dy, x, whole)
+    in_slot_order = [t[plan.slot_R.argsort()] for t, plan in zip(dy, plans, strict=True)]
+    slots_home = move(in_slot_order, world, 1, back=True)
+    ordered = [sum_bags(t, plan.slot_bags) for t, plan in zip(slots_home, world.plans, strict=True)]
+    assert_transposed(expert_rows, dy, x, ordered)
+    for a, b in zip(whole, ordered, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(traffic())
+def test_a_token_travels_once_to_each_rank_that_owns_one_of_its_experts(drawn: tuple[int, list[Tensor]]) -> None:
+    num_experts, ids = drawn
+    e = num_experts // len(ids)
+    world = connect(ids, num_experts)
+    for rank_ids, plan in zip(ids, world.plans, strict=True):
+        pairs = [(r, t) for r in range(len(ids)) for t in range(len(rank_ids)) if r in owners(rank_ids[t], e)]
+        assert plan.row_token_M.tolist() == [t for _, t in pairs]
+        assert plan.rows_P.tolist() == [sum(r == rank for rank, _ in pairs) for r in range(len(ids))]
+        kept = rank_ids[rank_ids >= 0]
+        assert plan.slots_P.tolist() == [int((kept // e == r).sum()) for r in range(len(ids))]
+
+
+def owners(ids_K: Tensor, experts_per_rank: int) -> set[int]:
+    return {int(i) // experts_per_rank for i in ids_K if i >= 0}
+
+
+@settings(deadline=None, max_examples=200)
+@given(traffic(), st.sampled_from(ALIGNMENTS))
+def test_expert_segments_hold_each_kept_slot_once(drawn: tuple[int, list[Tensor]], alignment: int) -> None:
+    num_experts, ids = drawn
+    flat = ids[0].reshape(-1)
+    plan = plan_experts(ids[0], num_experts, alignment=alignment)
+    assert plan.counts_e.tolist() == [int((flat == i).sum()) for i in range(num_experts)]
+    assert plan.offsets_e.tolist() == list(segment_offsets(plan.counts_e.tolist(), alignment))
+    assert sorted(plan.slot_R[plan.slot_R >= 0].tolist()) == (flat >= 0).nonzero().flatten().tolist()
+    for i, (start, end) in enumerate(zip(plan.offsets_e[:-1].tolist(), plan.offsets_e[1:].tolist(), strict=True)):
+        held = plan.slot_R[start:end]
+        held = held[held >= 0]
+        assert held.tolist() == (flat == i).nonzero().flatten().tolist()  # in slot order
+
+
+@settings(deadline=None, max_examples=100)
+@given(traffic())
+def test_local_slots_come_home_in_the_order_of_k(drawn: tuple[int, list[Tensor]]) -> None:
+    _, ids = drawn
+    slots, bags = slots_of(ids[0], None)
+    rows = random(len(slots), D, seed=1)
+    home = LocalRoute(ids_TK=ids[0]).collect_slots(rows)
+    torch.testing.assert_close(home, sum_bags(rows, bags), rtol=0, atol=0)
+    expected = torch.zeros(len(ids[0]), D, dtype=torch.float64)
+    expected.index_add_(0, slots // ids[0].shape[1], rows)
+    torch.testing.assert_close(home, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,248 @@
+"""What the exchange may cost and must refuse: collectives, host syncs, bad input, ranks out of step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import trimtab
+from dispatch.cases import PATTERNS, case
+from gloo import run_ranks
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.plan import plan_experts
+from trimtab.dispatch.transport import Headers, Lanes
+from trimtab.errors import ConfigError, DesyncError, InputError
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.kernels.grouped import get_kernels
+
+E, K, D, F = 8, 3, 16, 12
+COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "all_gather")
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The collectives that this process issues, in order."""
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def wrap(name: str) -> object:
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrap(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> Tensor:
+    e = dispatcher.experts_per_rank
+    up, down = (torch.randn(e, *s, device=x.device, dtype=x.dtype).requires_grad_() for s in ((2 * F, D), (D, F)))
+    rows = dispatcher.dispatch(x, ids, w, mask)
+    plan = plan_experts(rows.ids, e, num_slots=rows.num_slots)
+    kernels = get_kernels("auto", x.device)
+    y = expert_mlp(rows.x, rows.weights, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+    return dispatcher.combine(y, rows)
+
+
+def schedule_on_rank(transport: type, combine: Combine) -> dict[str, tuple[list[str], list[str]]]:
+    dispatcher = Dispatcher(E, transport(dist.group.WORLD), combine=combine)
+    found = {}
+    for pattern in PATTERNS:
+        x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, torch.float32)
+        with recorded() as forward:
+            y = run_layer(dispatcher, x.requires_grad_(), ids, w.requires_grad_(), mask)
+        with recorded() as backward:
+            y.square().sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        found[pattern] = (forward, backward)
+    return found
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize(("transport", "spread"), [(AllToAll, 1), (AllGather, 2)])
+def test_every_rank_issues_the_same_collectives_whatever_the_routing(
+    transport: type, spread: int, combine: Combine
+) -> None:
+    """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index."""
+    name = "all_to_all_single" if transport is AllToAll else "all_gather_into_tensor"
+    expected = ([name] * (2 + spread), [name] * (1 + spread))
+    for found in run_ranks(schedule_on_rank, 4, transport, combine):
+        assert found == dict.fromkeys(PATTERNS, expected)
+
+
+class OneSync:
+    """A group of two whose headers are known: the only thing the host may learn. Everything else is on `meta`."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.syncs = 0
+
+    def exchange_headers(self, headers_PC: Tensor) -> Headers:
+        self.syncs += 1
+        told = [[7, 8, 7, 0, 0, 0], [5, 6, 7, 0, 0, 0]]
+        assert headers_PC.shape == (2, 6)
+        return Headers(sent=told, received=told, everyone=[])
+
+    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
+        return self.move(table_TB.index_select(0, row_token_M), lanes)
+
+    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
+        assert rows_MB.shape[0] == sum(lanes.outgoing)
+        return rows_MB.new_empty(sum(lanes.incoming), rows_MB.shape[1])
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize("transport", [None, OneSync])
+def test_nothing_is_read_back_from_a_device_but_the_headers(transport: type | None, combine: Combine) -> None:
+    """Tensors on `meta` have no values: any read by the host, forward or backward, would raise."""
+    group = transport() if transport else None
+    x = torch.randn(7, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.rand(7, 2, device="meta", requires_grad=True)
+    y = run_layer(
+        Dispatcher(E, group, combine=combine), x, torch.zeros(7, 2, dtype=torch.int64, device="meta"), w, None
+    )
+    assert y.shape == x.shape
+    assert group is None or group.syncs == 1
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert w.grad.shape == w.shape
+    assert group is None or group.syncs == 1
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+def test_static_shapes_give_the_same_numbers(combine: Combine) -> None:
+    """What a device runs, on values: slots beyond the kept ones are padding, and no gradient comes from them."""
+    from trimtab.dispatch import plan
+
+    x, ids, w, mask = case("dropped", 0, 1, E, K, D, torch.float32)
+    up, down = (torch.randn(E, *s).requires_grad_() for s in ((2 * F, D), (D, F)))
+
+    def run(static: bool) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        d = Dispatcher(E, combine=combine)
+        rows = d.dispatch(leaves[0], ids, leaves[1], mask)
+        experts = plan_experts(rows.ids, E, static=static)
+        kernels = get_kernels("stock" if static else "loop", x.device)
+        y = d.combine(
+            expert_mlp(rows.x, rows.weights, experts, ExpertWeights(up=up, down=down), ExpertMath(), kernels), rows
+        )
+        return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]
+
+    exact = run(static=False)
+    original = plan.compact
+    static_compact = lambda v, k, size=None, static=None: original(v, k, size, static=True)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "compact", static_compact)
+        for ours, truth in zip(run(static=True), exact, strict=True):
+            torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+
+
+def twice_on_rank() -> str:
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD))
+    x, ids, w, _ = case("random", dist.get_rank(), 2, E, K, D, torch.float32)
+    x.requires_grad_()
+    rows = dispatcher.dispatch(x, ids, w)
+    y = dispatcher.combine(rows.x * 2.0, rows)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    try:
+        dx.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_differentiating_twice_raises_on_every_rank() -> None:
+    assert all("once_differentiable" in answer for answer in run_ranks(twice_on_rank, 2))
+
+
+def refused_on_rank(fault: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    guilty = rank == 1
+    top_k = 2 if fault == "top_k" and guilty else K
+    layer = "layers.1" if fault == "layer" and guilty else "layers.0"
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer=layer)
+    x, ids, w, _ = case("random", rank, 2, E, top_k, D, torch.float32)
+    if fault == "id" and guilty:
+        ids[3, 1] = E
+    if fault == "negative" and guilty:
+        ids[3, 1] = -2
+    if fault == "nan" and guilty:
+        w[3, 1] = float("nan")
+    if fault == "step" and guilty:
+        dispatcher.calls = 5
+    with recorded() as calls:
+        try:
+            dispatcher.dispatch(x, ids, w)
+        except (InputError, DesyncError) as error:
+            assert calls == ["all_to_all_single"], "data moved before the error"
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("fault", ["id", "negative", "nan"])
+def test_bad_input_on_one_rank_raises_on_every_rank_before_data_moves(fault: str) -> None:
+    for kind, message in run_ranks(refused_on_rank, 2, fault):
+        assert kind == "InputError"
+        assert re.search(r"layers\.0.*phase route.*rank 1: 1 slot", message)
+
+
+@pytest.mark.parametrize("fault", ["top_k", "layer", "step"])
+def test_ranks_out_of_step_raise_on_every_rank_before_data_moves(fault: str) -> None:
+    for kind, message in run_ranks(refused_on_rank, 2, fault):
+        assert kind == "DesyncError"
+        assert "are in another call" in message
+
+
+def test_shapes_are_checked_with_what_was_expected() -> None:
+    x, ids, w, _ = case("random", 0, 1, E, K, D, torch.float32)
+    dispatcher = Dispatcher(E, layer="moe")
+    for bad, message in [
+        ((x[0], ids, w, None), r"tokens must be floating \[T, D\]"),
+        ((x, ids[1:], w, None), r"expert ids must be int \[11, K >= 1\]"),
+        ((x, ids[:, :0], w[:, :0], None), "K >= 1"),
+        ((x, ids, w[:, 1:], None), "weights must be floating"),
+        ((x, ids, w, torch.ones(11)), "token mask must be bool"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            dispatcher.dispatch(*bad)
+    with pytest.raises(InputError, match=r"expert id outside -1\.\.7"):
+        dispatcher.dispatch(x, ids + E, w)
+    with pytest.raises(ConfigError, match="combine='max'"):
+        Dispatcher(E, combine="max")  # type: ignore[arg-type]
+    rows = dispatcher.dispatch(x, ids, w)
+    with pytest.raises(InputError, match="combine got 10 rows for the 11"):
+        dispatcher.combine(rows.x[1:], rows)
+
+
+def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() -> None:
+    branch = re.compile(
+        r"(numel\(\)|shape\[0\]|size\(0\)|len\([^)]*\))\s*(==|!=|>|<=)\s*0|\.sum\(\)\s*\*\s*0|\.any\(\)"
+    )
+    root = Path(trimtab.__file__).parent
+    files = [p for room in ("dispatch", "kernels", "experts", "hf") for p in sorted((root / room).glob("*.py"))]
+    assert len(files) > 10
+    assert {p.name: m[0] for p in files if (m := branch.search(p.read_text()))} == {}
+
+
+def test_the_oracle_is_small_and_stands_alone() -> None:
+    source = (Path(trimtab.__file__).parent / "oracle.py").read_text()
+    assert len(source.splitlines()) <= 60
+    assert "trimtab" not in source

@@ -1,0 +1,110 @@
+"""Each kernel against a plain loop, on values: empty groups, poisoned tails, stride-0 gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from comparing import assert_close
+from trimtab.dispatch.plan import Bags, plan_experts
+from trimtab.kernels.grouped import Kernels, get_kernels
+from trimtab.kernels.rows import gather_rows, sum_bags
+
+CPU = torch.device("cpu")
+A, B, E = 16, 24, 5
+COUNTS = ([3, 0, 4, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1])
+
+
+def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every kernel's results put together from the blocks, and the float64 truth. The stock tail holds NaN."""
+    ids = torch.arange(E).repeat_interleave(torch.tensor(counts))[:, None]
+    static = kernels.name == "stock"
+    tail = 3 if static else 0
+    ids = torch.cat((ids, torch.full((tail, 1), -1)))
+    plan = plan_experts(ids, E, static=static)
+    rows, used = plan.row_R.shape[0], sum(counts)
+    g = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(rows, n, generator=g, dtype=torch.float64).to(dtype) for n in (A, B))
+    w, bias = torch.randn(E, A, B, generator=g).to(dtype), torch.randn(E, B, generator=g).to(dtype)
+    a[used:] = b[used:] = float("nan")
+    names = {"mm": (rows, B), "out": (rows, B), "wgrad": (E, A, B), "sum": (E, B), "expand": (rows, B)}
+    ours = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in names.items()}
+    for block in kernels.blocks(plan):
+        e, r = block.experts, block.rows
+        ours["mm"][r] = kernels.grouped_mm(a[r], w[e], block)
+        kernels.grouped_mm(a[r], w[e], block, ours["out"][r])
+        kernels.grouped_wgrad(a[r], b[r], block, ours["wgrad"][e])
+        ours["sum"][e] = kernels.grouped_sum(b[r], block)
+        ours["expand"][r] = kernels.expand(bias[e], block)
+    truth = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in names.items()}
+    start = 0
+    for i, count in enumerate(counts):
+        s = slice(start, start + count)
+        truth["mm"][s] = truth["out"][s] = a[s].double() @ w[i].double()
+        truth["wgrad"][i] = a[s].double().t() @ b[s].double()
+        truth["sum"][i] = b[s].double().sum(0)
+        truth["expand"][s] = bias[i].double()
+        start += count
+    ours["expand"] = torch.where(torch.arange(rows)[:, None] < used, ours["expand"], 0)  # padding has no bias
+    return ours, truth
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"),
+    [
+        ("loop", torch.float64, 1e-13),
+        ("loop", torch.float32, 2e-6),
+        ("loop", torch.bfloat16, 2e-2),
+        ("stock", torch.float32, 2e-6),
+        ("stock", torch.bfloat16, 2e-2),
+        ("stock", torch.float16, 2e-3),
+    ],
+)
+def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, counts: list[int]) -> None:
+    ours, truth = over_blocks(get_kernels(name, CPU), counts, dtype)
+    for kernel, value in ours.items():
+        assert_close(value, truth[kernel], bound, kernel)
+
+
+@pytest.mark.parametrize("name", ["loop", "stock"])
+def test_gather_takes_a_stride_zero_gradient_and_gives_a_dense_one(name: str) -> None:
+    kernels = get_kernels(name, CPU)
+    got = kernels.gather(torch.ones(1).expand(4, 3), torch.tensor([3, 0, 3]))
+    assert got.is_contiguous()
+    assert torch.equal(got, torch.ones(3, 3))
+
+
+def test_gather_of_padding_is_zero_even_from_no_rows() -> None:
+    stock = get_kernels("stock", CPU)
+    assert torch.equal(stock.gather(torch.empty(0, 3), torch.tensor([-1, -1])), torch.zeros(2, 3))
+    assert torch.equal(stock.gather(torch.ones(2, 3), torch.tensor([1, -1]))[1], torch.zeros(3))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tail", [0, 3])
+def test_bags_sum_in_float32_and_never_read_what_no_bag_names(dtype: torch.dtype, tail: int) -> None:
+    rows = torch.randn(7, 40, dtype=torch.float64).to(dtype)
+    rows[6] = float("nan")
+    index = torch.tensor([0, 5, 2, 2, 1] + [6] * tail)
+    got = sum_bags(rows, Bags(index=index, offsets=torch.tensor([0, 0, 2, 2, 5])))
+    truth = torch.stack([rows[0] * 0, rows[0] + rows[5].double(), rows[0] * 0, 2 * rows[2].double() + rows[1]])
+    assert got.dtype == dtype
+    # One rounding of the exact sum, within one unit of the last place: not one per addition.
+    assert_close(got, truth, 2 * torch.finfo(dtype).eps, "bags")
+
+
+def test_many_small_values_are_not_lost_in_a_narrow_sum() -> None:
+    rows = torch.cat((torch.full((1, 4), 256.0), torch.full((64, 4), 0.5))).bfloat16()
+    got = sum_bags(rows, Bags(index=torch.arange(65), offsets=torch.tensor([0, 65])))
+    assert torch.equal(got, torch.full((1, 4), 288.0).bfloat16())  # a bfloat16 sum would stay at 256
+
+
+def test_gather_rows_into_a_buffer() -> None:
+    x = torch.randn(4, 3)
+    out = torch.full((2, 3), float("nan"))
+    assert gather_rows(x, torch.tensor([2, 0]), out) is out
+    assert torch.equal(out, x[[2, 0]])
