@@ -24,7 +24,7 @@ from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.kernels.grouped import get_kernels
 
-E, K, D, F = 8, 3, 16, 12
+E, K, D, F = 8, 3, 16, 16
 COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "all_gather")
 
 
