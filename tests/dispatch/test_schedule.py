@@ -182,6 +182,8 @@ def refused_on_rank(fault: str) -> tuple[str, str]:
     x, ids, w, _ = case("random", rank, 2, E, top_k, D, torch.float32)
     if fault == "id" and guilty:
         ids[3, 1] = E
+    if fault == "wild" and guilty:
+        ids[3, 1] = 2**32
     if fault == "negative" and guilty:
         ids[3, 1] = -2
     if fault == "nan" and guilty:
@@ -197,7 +199,7 @@ def refused_on_rank(fault: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("fault", ["id", "negative", "nan"])
+@pytest.mark.parametrize("fault", ["id", "wild", "negative", "nan"])
 def test_bad_input_on_one_rank_raises_on_every_rank_before_data_moves(fault: str) -> None:
     for kind, message in run_ranks(refused_on_rank, 2, fault):
         assert kind == "InputError"

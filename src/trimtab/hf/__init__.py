@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from trimtab.dispatch.dispatcher import Combine
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.dispatcher import Combine
 
 
 def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
@@ -30,5 +34,5 @@ def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     EPImplementationInterface.register(
-        name, type("TrimtabEP", (TrimtabEP,), {"experts_name": name, "combine": combine})
+        name, type("TrimtabEP", (TrimtabEP,), {"experts_name": name, "combine": combine, "built": count()})
     )

@@ -11,6 +11,7 @@ Legend: T tokens of this rank, K experts per token, D model dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +33,11 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         ep_mesh: the expert group. tp_mesh: the ranks that hold the same tokens (size 1 without TP).
     """
 
-    experts_name = "trimtab"
-    combine: Combine = "sum"
+    # Filled in by `trimtab.hf.register` in a class of its own for each name.
+    experts_name: str
+    combine: Combine
+    built: Iterator[int]
+    """Numbers the experts modules in the order in which they are built, the same on every rank."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -41,7 +45,10 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         self.ep_group = ep_mesh.get_group()
         self.tp_group = tp_mesh.get_group()
         self.dispatcher = Dispatcher(
-            self.num_local_experts * ep_mesh.size(), AllToAll(self.ep_group), combine=self.combine
+            self.num_local_experts * ep_mesh.size(),
+            AllToAll(self.ep_group),
+            combine=self.combine,
+            layer=f"{type(experts).__name__} {next(self.built)}",
         )
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

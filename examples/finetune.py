@@ -1,0 +1,24 @@
+"""torchrun --nproc-per-node 2 examples/finetune.py CHECKPOINT_FOLDER"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import trimtab.hf
+
+trimtab.hf.register()
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1],
+    experts_implementation="trimtab",
+    distributed_config=DistributedConfig(ep_size=2, fsdp_size=2, ep_implementation="trimtab"),
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+ids = torch.randint(0, model.config.vocab_size, (2, 64))  # every rank draws its own batch
+for step in range(10):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {step}  loss {loss.item():.3f}")
