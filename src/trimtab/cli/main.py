@@ -1,0 +1,52 @@
+"""The `trimtab` command: one subcommand a module, and one way to fail: a line on stderr and an exit code.
+
+0 done, 1 the run failed, 2 the arguments cannot be used, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from trimtab import __version__
+from trimtab.cli import train
+from trimtab.errors import ConfigError, InputError, TrimtabError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"trimtab: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command and of all its subcommands."""
+    parser = _Parser(prog="trimtab", description="Mixture-of-Experts training, with the right numbers.")
+    parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = build_parser().parse_args(argv)
+    debug = bool(getattr(options, "debug", False))
+    try:
+        code: int = options.run(options)
+    except TrimtabError as error:
+        message, code = str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except Exception as error:
+        first = (str(error).strip() or "no message").splitlines()[0]
+        message, code = f"{type(error).__name__}: {first} (--debug shows where)", 1
+    else:
+        return code
+    if debug:
+        traceback.print_exc()
+    print(f"trimtab: {message}", file=sys.stderr, flush=True)
+    return code
+

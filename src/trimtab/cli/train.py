@@ -1,0 +1,67 @@
+"""`trimtab train`: the options, and who is told when it ends early."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from trimtab.train.config import DTYPES, TrainConfig
+from trimtab.train.launch import Interrupted, launch
+
+DESCRIPTION = """\
+Train a Mixture-of-Experts language model with transformers' Trainer, its experts spread over the ranks.
+
+  trimtab train --nproc 4                              a small model on the Python standard library
+  trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --nproc 8 --out runs/chat
+  torchrun --nnodes 4 --nproc-per-node 8 -m trimtab train --model … --out …
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the command's subparsers."""
+    parser = commands.add_parser(
+        "train",
+        help="train or fine-tune a MoE model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME|PATH", help="preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint")
+    add("--data", nargs="+", metavar="FILE|DIR", help="text, or .jsonl with `text` or `messages`")
+    add("--out", metavar="DIR", help="where everything is written (default runs/train)")
+    add("--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)")
+    add("--ep", type=int, metavar="N", help="ranks that share the experts (default: as many as fit)")
+    add("--fsdp", type=int, metavar="N", help="ranks that share the other weights (default: what is left)")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default 1)")
+    add("--replicate", type=int, metavar="N", help="copies of the sharded model (default 1)")
+    add("--max-steps", type=int, metavar="N", help="optimizer steps (default 100)")
+    add("--batch-size", type=int, metavar="N", help="sequences per data-parallel rank (default 8)")
+    add("--seq-len", type=int, metavar="N", help="tokens per sequence (default 128 for presets, 512 for checkpoints)")
+    add("--grad-accum", type=int, metavar="N", help="batches per optimizer step (default 1)")
+    add("--lr", type=float, metavar="X", help="peak learning rate (default 4e-3 for presets, 2e-5 for checkpoints)")
+    add("--warmup", type=int, metavar="N", help="warm-up steps (default: a tenth of the steps, at most 100)")
+    add("--seed", type=int, metavar="N", help="of a preset's weights and the order of the data (default 0)")
+    add("--dtype", metavar="|".join(DTYPES), help="what the model computes in (default float32)")
+    add("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; returns 0, or 128 + the signal that ended the run. Errors are raised."""
+    given = {k: v for k, v in vars(options).items() if v is not None and k not in ("run", "command", "nproc")}
+    if "data" in given:
+        given["data"] = tuple(given["data"])
+    config = TrainConfig(**given)
+    try:
+        launch(config, options.nproc)
+    except Interrupted as stop:
+        done = Path(config.out) / "metrics.jsonl"
+        steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
+        name = signal.Signals(stop.number).name
+        text = f"trimtab: interrupted by {name} after {steps} step(s); no model was saved, metrics are in {done}"
+        print(f"\n{text}", file=sys.stderr, flush=True)
+        return 128 + stop.number
+    return 0

@@ -1,0 +1,38 @@
+"""The balance loss of softmax routers, over the global batch.
+
+Per layer it is E * sum_e f_e p_e summed over the K choices: f_e the fraction of tokens that chose expert e, p_e its
+mean probability; K when the load is even. f carries no gradient, so f of the whole batch with each rank's own p
+has, averaged over the ranks, exactly the gradient of a single process: the layout of the ranks changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def balance_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, all_sum: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The mean over the layers of the balance loss, a float32 scalar.
+
+    Args:
+        router_logits: per layer, [tokens, experts] of this rank.
+        top_k: experts per token.
+        all_sum: sums a tensor over the ranks; called once.
+    """
+    probs = [F.softmax(logits.float(), dim=-1) for logits in router_logits]
+    sizes = [p.shape[-1] for p in probs]
+    counts = []
+    for p, size in zip(probs, sizes, strict=True):
+        chosen = p.detach().topk(top_k, dim=-1).indices.reshape(-1)
+        ones = torch.ones(chosen.shape, device=p.device)
+        counts.append(torch.zeros(size, device=p.device).scatter_add_(0, chosen, ones))
+    summed = torch.split(all_sum(torch.cat(counts)), sizes)
+    losses = [
+        size * top_k * (count / count.sum() * p.mean(dim=0)).sum()
+        for size, count, p in zip(sizes, summed, probs, strict=True)
+    ]
+    return torch.stack(losses).mean()

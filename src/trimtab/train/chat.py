@@ -1,0 +1,92 @@
+"""Chat fine-tuning: only what the assistant says is learnt.
+
+The tokenizer's own chat template is rendered up to each assistant turn and past it; what the second adds to the
+first is that turn's answer. Tokens are compared the same way, so no `{% generation %}` marker is needed and the
+prompt is tokenised as it will be when the model is used. A template that rewrites earlier turns (as those that
+drop old reasoning do) gives one document per assistant turn instead of one per conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trimtab.errors import InputError
+
+IGNORED = -100
+"""The label of a token that carries no loss."""
+
+Piece = tuple[list[int], list[int]]
+"""Token ids and labels of equal length; a label is the id itself or IGNORED."""
+
+
+def encode_chat(tokenizer: Any, messages: Any, place: str) -> Iterator[Piece]:
+    """Tokenise one conversation and label the assistant's tokens.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        messages: a list of `{"role": …, "content": …}`.
+        place: where the conversation lies, for messages.
+
+    Yields one piece, or one per assistant turn if the template rewrites earlier turns; none without an assistant
+    turn. Raises InputError for malformed messages, a tokenizer without a template, and a template whose rendering
+    up to an assistant turn does not begin its rendering past that turn.
+    """
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = []
+    for turn in turns:
+        prompt = _render(tokenizer, messages[:turn], place, prompt=True)
+        answered = _render(tokenizer, messages[: turn + 1], place, prompt=False)
+        if not answered.startswith(prompt):
+            raise InputError(
+                f"{place}: the chat template is not prefix-stable: the prompt of turn {turn + 1} is not the "
+                "beginning of the answered conversation, so the assistant's tokens cannot be told apart"
+            )
+        spans.append((prompt, answered))
+    if not spans:
+        return
+    whole = _render(tokenizer, messages, place, prompt=False)
+    texts = [text for span in spans for text in span] + [whole]
+    if all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False)):
+        yield _label(tokenizer, whole, spans)
+    else:
+        for prompt, answered in spans:
+            yield _label(tokenizer, answered, [(prompt, answered)])
+
+
+def _label(tokenizer: Any, whole: str, spans: list[tuple[str, str]]) -> Piece:
+    """Ids of `whole`, labelled where a span's answered text goes beyond its prompt; both are prefixes of it."""
+    ids = _ids(tokenizer, whole)
+    labels = [IGNORED] * len(ids)
+    for prompt, answered in spans:
+        # A token that straddles the border differs from the prompt's own last token: it counts as the answer's.
+        start = _common(_ids(tokenizer, prompt), ids)
+        end = len(ids) if answered == whole else _common(_ids(tokenizer, answered), ids)
+        labels[start:end] = ids[start:end]
+    return ids, labels
+
+
+def _render(tokenizer: Any, messages: list[Any], place: str, *, prompt: bool) -> str:
+    if not messages:
+        return ""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # the template is the user's program: whatever it raises is about their data
+        raise InputError(f"{place}: the chat template refused the messages: {error}") from error
+    return str(text).encode("utf-8", "replace").decode()
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _common(prefix: list[int], ids: list[int]) -> int:
+    """Length of the longest common beginning."""
+    for i, (a, b) in enumerate(zip(prefix, ids, strict=False)):
+        if a != b:
+            return i
+    return min(len(prefix), len(ids))

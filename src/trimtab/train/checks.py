@@ -1,0 +1,36 @@
+"""What can be refused within a blink: before torch is imported, and long before a rank starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trimtab.errors import ConfigError
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.presets import PRESETS
+from trimtab.train.sources import check_documents, find_files
+
+RUN = "run.json"
+"""Marks an output folder as ours: the options of the run that wrote it."""
+
+
+def check_options(config: TrainConfig, world: int) -> None:
+    """Check ranks, model folder, output folder and the data's beginning. Raises ConfigError or InputError."""
+    Mesh.of(config, world=world)
+    if config.model not in PRESETS and not (Path(config.model) / "config.json").is_file():
+        what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
+        raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
+    _check_out(Path(config.out), config.model)
+    check_documents(find_files(config.data), config.seed)
+
+
+def _check_out(out: Path, model: str) -> None:
+    existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--out {out}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"--out {out}: no permission to write in {existing}")
+    if out.is_dir() and any(out.iterdir()) and not (out / RUN).exists():
+        raise ConfigError(f"--out {out}: the folder is in use and holds no trimtab run; give a new one")
+    if model not in PRESETS and out.resolve() in Path(model).resolve().parents:
+        raise ConfigError(f"--out {out}: the model {model} lies in it and would be overwritten; give a new one")

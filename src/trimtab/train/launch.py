@@ -1,0 +1,168 @@
+"""From one command to the right number of ranks: here, through PyTorch's elastic launcher, or under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trimtab.errors import ConfigError, TrimtabError
+from trimtab.train.checks import check_options
+from trimtab.train.config import TrainConfig
+from trimtab.train.rank import log_file, make_run_id, run_rank
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop. `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def launch(config: TrainConfig, nproc: int | None) -> None:
+    """Run the training that `config` describes, on `nproc` local ranks or in the group that torchrun started.
+
+    Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
+    ranks are gone by then.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
+        run_rank(config)
+        return
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: must be at least 1")
+    with _signals_raise():
+        check_options(config, nproc or 1)
+        if nproc is None or nproc == 1:
+            from trimtab.train.session import run_session
+
+            run_session(config, prepared=False)
+        else:
+            _launch_ranks(config, nproc)
+
+
+def _launch_ranks(config: TrainConfig, nproc: int) -> None:
+    import torch
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from transformers.utils import logging as transformers_logging
+
+    from trimtab.train.prepare import check_data, make_room, plan_run
+
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+        raise ConfigError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPU(s)")
+    if not config.debug:
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    plan = plan_run(config, nproc)
+    check_data(plan)
+    make_room(plan)
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch, _rank_environment(nproc, config.debug):
+        elastic = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=make_run_id(),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            shutdown_timeout=5,
+            signals_to_handle="SIGQUIT",  # ours raise, and ranks then get SIGTERM: silent even while they import
+            logs_specs=_log_places(plan.out, Path(scratch)),
+        )
+        try:
+            elastic_launch(elastic, sys.executable)("-m", "trimtab.train.rank", plan.config.to_json())
+        except ChildFailedError as error:
+            raise TrimtabError(_root_cause(error.failures, plan.out)) from error
+        except SignalException as error:
+            raise Interrupted(int(error.sigval)) from error
+
+
+def _log_places(out: Path, scratch: Path) -> Any:
+    """Rank 0 speaks on the terminal, the others into files; what went wrong is noted in `scratch`."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class LogPlaces(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            logs = {rank: str(log_file(out, rank)) if rank else "" for rank in envs}
+            errors = {rank: str(scratch / f"error-{rank}.json") for rank in envs}
+            for rank, env in envs.items():
+                env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+            return LogsDest(stdouts=logs, stderrs=logs, error_files=errors)
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(out)
+
+    return LogPlaces()
+
+
+def _root_cause(failures: dict[int, Any], out: Path) -> str:
+    """One message for the failure that the others followed from.
+
+    What a rank said on purpose comes first; then a rank that was killed, for its peers then only report a lost
+    connection; then whatever was raised. SIGTERM is what the launcher itself sends to the rest.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        if failure.error_file_data.get("expected"):
+            return 0, failure.timestamp
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return 1, failure.timestamp
+        return (3 if failure.exitcode < 0 else 2), failure.timestamp
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    if failure.error_file_data.get("expected"):
+        return str(failure.message)
+    if failure.exitcode < 0:
+        hint = "; SIGKILL often means that memory ran out" if failure.exitcode == -signal.SIGKILL else ""
+        return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks have been stopped"
+    where = f"details in {log_file(out, rank)}"
+    if "message" not in failure.error_file_data or failure.error_file_data["message"] == "<NONE>":
+        return f"rank {rank} ended with exit code {failure.exitcode}; {where}"
+    return f"rank {rank} failed: {failure.message}; {where}"
+
+
+@contextlib.contextmanager
+def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
+    """What the ranks inherit: their share of the cores, and silence from the C++ side."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    added = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if not debug:
+        added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    added = {name: value for name, value in added.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,83 @@
+"""How evenly the router loads the experts, counted where the routing decision enters each MoE layer.
+
+A pre-hook on every experts module of a transformers model adds this rank's choices to one counter on the device:
+no host sync per layer. The counters of all layers lie in one vector, summed over the ranks once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The (name, module) pairs of a model's MoE layers: what transformers' experts registry dispatches."""
+    marks = ("_apply_gate", "has_gate", "num_experts")
+    return [(name, m) for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)]
+
+
+class LoadCounter:
+    """Counts tokens per (layer, expert) from now until `close`.
+
+    Args:
+        model: a transformers model, sharded or not.
+        num_experts: global number of experts of each layer, by module name (sharding changes the module's own).
+        device: where the counters live.
+    """
+
+    def __init__(self, model: nn.Module, num_experts: dict[str, int], device: torch.device) -> None:
+        self.names = [name for name, _ in experts_modules(model)]
+        self.sizes = [num_experts[name] for name in self.names]
+        # One slot more per layer takes the ids that name no expert: dropped slots and padding.
+        self._counts = torch.zeros(sum(size + 1 for size in self.sizes), dtype=torch.int64, device=device)
+        self._views = torch.split(self._counts, [size + 1 for size in self.sizes])
+        modules = dict(experts_modules(model))
+        self._hooks = [
+            modules[name].register_forward_pre_hook(self._hook(view), with_kwargs=True)
+            for name, view in zip(self.names, self._views, strict=True)
+        ]
+
+    @staticmethod
+    def _hook(view: torch.Tensor) -> Any:
+        size = view.numel() - 1
+
+        def count(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A forward inside a backward is a recomputation: these tokens have been counted.
+            if torch._C._current_graph_task_id() != -1:
+                return
+            ids = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach().reshape(-1).long()
+            ids = torch.where((ids < 0) | (ids >= size), size, ids)
+            view.scatter_add_(0, ids, torch.ones_like(ids))
+
+        return count
+
+    def take(self) -> torch.Tensor:
+        """This rank's counts since the last call, int64, all layers end to end with one spare slot each."""
+        taken = self._counts.clone()
+        self._counts.zero_()
+        return taken
+
+    def split(self, summed: list[float]) -> dict[str, list[int]]:
+        """Tokens per expert by layer name, from the sum of what the ranks' `take` gave."""
+        layers, start = {}, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            layers[name] = [round(count) for count in summed[start : start + size]]
+            start += size + 1
+        return layers
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def load_metrics(tokens_per_expert: list[int]) -> dict[str, Any]:
+    """One layer's record: `max_vio` = (max load - mean load) / mean load, `dead_experts`, `tokens_per_expert`."""
+    mean = sum(tokens_per_expert) / len(tokens_per_expert)
+    return {
+        "max_vio": (max(tokens_per_expert) - mean) / mean if mean else 0.0,
+        "dead_experts": tokens_per_expert.count(0),
+        "tokens_per_expert": tokens_per_expert,
+    }

@@ -1,0 +1,184 @@
+"""One rank's training: `transformers.Trainer` with the three things that it leaves open or gets approximately.
+
+The loss is the mean over all targets of the global batch (a router's balance loss, where the checkpoint's
+configuration asks for one, is added to the objective and kept out of the number that is logged); each rank reads
+its own share of the stream; and every step leaves one line of numbers summed over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+
+from trimtab.errors import TrimtabError
+from trimtab.train.balance import balance_loss
+from trimtab.train.chat import IGNORED
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.loads import LoadCounter, load_metrics
+from trimtab.train.packing import RankBlocks
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of `values` over all ranks, in place; the values themselves without ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
+    """The Trainer's arguments for a resolved configuration."""
+    cpu = not torch.accelerator.is_available()
+    return TrainingArguments(
+        output_dir=config.out,
+        max_steps=config.max_steps or 0,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.grad_accum,
+        learning_rate=config.lr or 0.0,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.warmup or 0,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        seed=config.seed,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu and mesh.world > 1 else None,
+        # FSDP2 casts by itself; without it the model needs autocast.
+        bf16=config.dtype == "bfloat16" and mesh.fsdp * mesh.replicate == 1,
+        save_strategy="no",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        remove_unused_columns=False,
+    )
+
+
+class Bar(ProgressCallback):  # type: ignore[misc]
+    """The Trainer's progress bar with the last numbers at its end instead of a printed line per step."""
+
+    training_bar: Any
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show loss and speed behind the bar."""
+        if self.training_bar is not None and "tokens_per_second" in logs:
+            shown = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
+            self.training_bar.set_postfix_str(shown)
+
+    def close(self) -> None:
+        """Leave the bar as it is, on a line of its own; a run that ends early would draw it over the message."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class MoETrainer(Trainer):  # type: ignore[misc]
+    """`Trainer` for one mesh of ranks over an endless stream of packed blocks.
+
+    Args:
+        model: what `load_model` gave.
+        config: a resolved configuration.
+        mesh: how the ranks are laid out.
+        blocks: this rank's blocks.
+        counter: counts the model's expert loads.
+        metrics: the file that gets one JSON line per step, written by rank 0.
+    """
+
+    def __init__(
+        self, model: Any, config: TrainConfig, mesh: Mesh, blocks: RankBlocks, counter: LoadCounter, metrics: Path
+    ) -> None:
+        super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
+        # compute_loss divides by the targets of the whole accumulated batch.
+        self.loss_is_scaled_for_ga = True
+        self.mesh, self.counter, self.metrics = mesh, counter, metrics
+        device = self.args.device
+        # Sums of counts stay exact; Apple's GPUs have no float64.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._nll = torch.zeros((), dtype=self._wide, device=device)
+        self._targets = self._nll.clone()
+        self._tokens = config.batch_size * (config.seq_len or 0) * config.grad_accum * mesh.data_size
+        self._clock = time.perf_counter()
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self.bar = Bar()
+        self.add_callback(self.bar)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Keep tensor parallelism from Accelerate: the model and the data know of it, and on CPU it is refused."""
+        options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        options.pop("parallelism_config", None)
+        return options
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """The blocks of this rank, in batches; they are shared out already, so Accelerate must not do it again."""
+        return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+        """The batches of one step, and the number of targets they hold over all data-parallel ranks."""
+        if self.state.global_step == 0:
+            self._clock = time.perf_counter()  # the first step pays for its data, not for building the optimizer
+        samples = [next(epoch_iterator) for _ in range(num_batches)]
+        targets = sum(int((sample["labels"][:, 1:] != IGNORED).sum()) for sample in samples)
+        self._targets = all_sum(torch.tensor(float(targets), dtype=self._wide, device=device)) / self.mesh.tp
+        return samples, self._targets
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """This rank's part of the objective; averaged over the data-parallel ranks it is the global mean."""
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        logits = outputs.logits[:, :-1].float()
+        nll = F.cross_entropy(
+            logits.flatten(0, 1), inputs["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        self._nll += nll.detach()
+        loss = nll * (self.mesh.data_size / self._targets).float()
+        router_logits = getattr(outputs, "router_logits", None)
+        if router_logits:
+            settings = self.model.config
+            balance = balance_loss(router_logits, settings.num_experts_per_tok, all_sum)
+            loss = loss + balance * (settings.router_aux_loss_coef / self.args.gradient_accumulation_steps)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Replace the Trainer's numbers of a step by the global ones and write them to the metrics file."""
+        if "grad_norm" not in logs:  # the Trainer's closing summary
+            return
+        # The ranks of a TP group hold the same batch: the sum has it tp times.
+        summed = all_sum(torch.cat([self._nll[None], self.counter.take().to(self._wide)])) / self.mesh.tp
+        nll, *counts = summed.tolist()
+        self._nll.zero_()
+        now = time.perf_counter()
+        step = self.state.global_step
+        record = {
+            "step": step,
+            "loss": nll / self._targets.item(),
+            "grad_norm": logs["grad_norm"],
+            "lr": logs["learning_rate"],
+            "tokens_per_second": self._tokens / (now - self._clock),
+        }
+        self._clock = now
+        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            raise TrimtabError(
+                f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']}: the run has diverged; "
+                "lower --lr or raise --warmup"
+            )
+        super().log(dict(record), start_time)
+        if self.is_world_process_zero():
+            layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**record, "layers": layers}) + "\n")

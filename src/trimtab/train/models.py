@@ -1,0 +1,131 @@
+"""A model by name or path: what it is made of, and how it is loaded onto the ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import trimtab.hf
+from trimtab.errors import ConfigError
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.loads import experts_modules
+from trimtab.train.presets import PRESETS
+
+IMPLEMENTATION = "trimtab"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the launcher must know of a model before any rank starts.
+
+    Attributes:
+        experts: global number of experts by the name of each MoE layer's experts module.
+        vocab_size: rows of the input embedding.
+        plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
+    """
+
+    class_name: str
+    experts: dict[str, int]
+    plans: frozenset[str]
+    vocab_size: int
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer; where layers differ, the largest number that divides them all."""
+        return math.gcd(*self.experts.values())
+
+
+def is_preset(model: str) -> bool:
+    """Whether `model` names a preset rather than a folder."""
+    return model in PRESETS
+
+
+def inspect(model: str) -> Facts:
+    """Build the model without weights and look. Raises ConfigError for a path that is no MoE language model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = PRESETS[model].build() if is_preset(model) else _read_config(model)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(f"--model {model}: not a causal language model ({_first_line(error)})") from error
+    experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton)}
+    name = type(skeleton).__name__
+    if not experts:
+        raise ConfigError(f"--model {model}: {name} has no experts; trimtab trains Mixture-of-Experts models")
+    plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
+    return Facts(name, experts, plans, int(skeleton.get_input_embeddings().num_embeddings))
+
+
+def check_plans(facts: Facts, mesh: Mesh) -> None:
+    """Raise ConfigError if the mesh asks for a kind of sharding that the model class has no plan for."""
+    wanted = {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}
+    for kind, size in wanted.items():
+        if size > 1 and kind not in facts.plans:
+            raise ConfigError(
+                f"--{kind} {size}: transformers has no {kind} plan for {facts.class_name}; use --{kind} 1"
+            )
+
+
+def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
+    """Load a checkpoint folder onto this rank's place in the mesh, with trimtab's experts and exchange.
+
+    Raises ConfigError for a checkpoint that lacks weights.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    trimtab.hf.register(IMPLEMENTATION)
+    options: dict[str, Any] = {}
+    if mesh.world > 1:
+        options["distributed_config"] = DistributedConfig(
+            ep_size=mesh.ep,
+            fsdp_size=mesh.fsdp,
+            tp_size=mesh.tp,
+            dp_replicate_size=mesh.replicate,
+            ep_implementation=IMPLEMENTATION,
+            fsdp_mixed_precision=config.dtype == "bfloat16",
+        )
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        experts_implementation=IMPLEMENTATION,
+        local_files_only=True,
+        output_loading_info=True,
+        **options,
+    )
+    # transformers fills these with random numbers, which would pass for a checkpoint that learns badly.
+    if absent := sorted(report["missing_keys"]):
+        raise ConfigError(f"--model {config.model}: the checkpoint lacks {len(absent)} weights, among them {absent[0]}")
+    return model
+
+
+def load_tokenizer(model: str, path: str) -> Any:
+    """The checkpoint's tokenizer, or the byte tokenizer of the presets. Raises ConfigError if there is none."""
+    from trimtab.train.tokens import byte_tokenizer
+
+    if is_preset(model):
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever the many loaders raise, the folder has no tokenizer that opens
+        raise ConfigError(f"--model {model}: no tokenizer that opens there ({_first_line(error)})") from error
+
+
+def _read_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"--model {model}: config.json cannot be used ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,93 @@
+"""The entry of one rank among several: die quietly when told to, and leave word of what went wrong.
+
+`python -m trimtab.train.rank CONFIG_JSON` is what the launcher starts; under torchrun the command line joins here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from pathlib import Path
+from typing import NoReturn
+
+from trimtab.errors import TrimtabError
+from trimtab.train.checks import check_options
+from trimtab.train.config import TrainConfig
+
+RUN_ID_PREFIX = "trimtab-"
+"""A run id of our own launcher is this, its process id, and a unique part: its ranks know who speaks for them."""
+
+
+def make_run_id() -> str:
+    """A run id for ranks that this process launches."""
+    return f"{RUN_ID_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+
+
+def _launcher() -> int | None:
+    """The process id of our own launcher, if it started this rank."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return int(run_id.split("-")[1]) if run_id.startswith(RUN_ID_PREFIX) else None
+
+
+def log_file(out: Path, rank: int) -> Path:
+    """Where a rank's output and traceback go."""
+    return out / "logs" / f"rank-{rank}.log"
+
+
+def run_rank(config: TrainConfig) -> None:
+    """Run this process's rank of a group that torchrun or the launcher started; never returns after a failure."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
+    launcher = _launcher()
+    if launcher is not None:
+        _die_with(launcher)
+    launched = launcher is not None
+    try:
+        if not launched:
+            check_options(config, int(os.environ["WORLD_SIZE"]))
+        from trimtab.train.session import run_session
+
+        run_session(config, prepared=launched)
+    except Exception as error:
+        _fail(error, config, launched)
+
+
+def _fail(error: Exception, config: TrainConfig, launched: bool) -> NoReturn:
+    rank = int(os.environ.get("RANK", 0))
+    expected = isinstance(error, TrimtabError)
+    message = str(error) if expected else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    trace = traceback.format_exc()
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        word = {"message": message, "timestamp": int(time.time()), "expected": expected}
+        Path(path).write_text(json.dumps(word), encoding="utf-8")
+    if not expected and (folder := log_file(Path(config.out), rank).parent).is_dir():
+        with log_file(folder.parent, rank).open("a", encoding="utf-8") as file:
+            file.write(trace)
+    if config.debug:
+        sys.stderr.write(trace)
+    # What the user got wrong is wrong on every rank: once is enough.
+    if not launched and (rank == 0 or not expected):
+        sys.stderr.write(f"trimtab: {message if expected else f'rank {rank}: {message}'}\n")
+    sys.stderr.flush()
+    os._exit(1)  # the process group's threads may wait for other ranks; do not wait with them
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its launcher is gone, even if it was killed, and before this rank came up at that."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    run_rank(TrainConfig.from_json(sys.argv[1]))

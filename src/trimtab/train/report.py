@@ -1,0 +1,77 @@
+"""What a run leaves for people: the load heatmap and the closing words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS, HEATMAP, FINAL = "metrics.jsonl", "load.png", "final"
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, in order."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def draw_loads(metrics: Path, png: Path) -> str | None:
+    """Draw every layer's load per expert over the run, and its `max_vio` by step, to `png`.
+
+    Returns None, or why there is no picture: matplotlib is an extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
+    totals: dict[str, list[int]] = {}
+    steps: list[int] = []
+    vio: dict[str, list[float]] = {}
+    for record in read_metrics(metrics):
+        steps.append(record["step"])
+        for name, layer in record["layers"].items():
+            loads = layer["tokens_per_expert"]
+            totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(loads)), loads, strict=True)]
+            vio.setdefault(name, []).append(layer["max_vio"])
+    width = max(map(len, totals.values()))
+    mean = {name: max(sum(loads), 1) / len(loads) for name, loads in totals.items()}
+    # Layers with fewer experts leave their last cells blank.
+    cells = [[n / mean[k] for n in v] + [float("nan")] * (width - len(v)) for k, v in totals.items()]
+
+    figure = Figure(figsize=(11, 2.5 + 0.3 * len(cells)), layout="constrained")
+    heat, lines = figure.subplots(1, 2, width_ratios=[3, 2])
+    image = heat.imshow(cells, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    figure.colorbar(image, ax=heat, label="load / mean load")
+    heat.set(xlabel="expert", ylabel="layer", title=f"load over {len(steps)} steps")
+    heat.set_yticks(range(len(cells)), [_short(name) for name in totals])
+    for name, values in vio.items():
+        lines.plot(steps, values, linewidth=1, label=_short(name))
+    lines.set(xlabel="step", ylabel="max_vio = (max - mean) / mean", title="imbalance by step")
+    lines.set_ylim(bottom=0)
+    if len(vio) <= 8:
+        lines.legend(title="layer", fontsize="small")
+    figure.savefig(png, dpi=120)
+    return None
+
+
+def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
+    """Where everything is and what the loss did."""
+    records = list(read_metrics(out / METRICS))
+    first, last = records[0]["loss"], records[-1]["loss"]
+    worst = max(layer["max_vio"] for layer in records[-1]["layers"].values())
+    dead = sum(layer["dead_experts"] for layer in records[-1]["layers"].values())
+    return "\n".join(
+        [
+            f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {len(records)} steps, {seconds:.0f} s",
+            f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step",
+            f"metrics {out / METRICS}",
+            f"loads   {missing_picture or out / HEATMAP}",
+            f"model   {out / FINAL}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)",
+        ]
+    )
+
+
+def _short(name: str) -> str:
+    return next((part for part in name.split(".") if part.isdigit()), name)

@@ -1,0 +1,108 @@
+"""One rank from start to end: join the others, load, train, save, report."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from trimtab.train.config import TrainConfig
+from trimtab.train.loads import LoadCounter
+from trimtab.train.loop import MoETrainer
+from trimtab.train.models import is_preset, load_model
+from trimtab.train.packing import RankBlocks
+from trimtab.train.prepare import Plan, check_data, make_room, plan_run, write_init
+from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads
+
+
+def run_session(config: TrainConfig, *, prepared: bool) -> None:
+    """Train as this process's rank (the only one, where the environment names none) and save.
+
+    `prepared` says that a launcher on this machine has checked the data and made the output folder.
+    """
+    transformers_logging.disable_progress_bar()
+    if not config.debug:
+        transformers_logging.set_verbosity_error()
+        logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # DTensor's advice on gathering to save
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    began = time.perf_counter()
+    plan = plan_run(config, world)
+    if world > 1:
+        _join_world()
+    try:
+        if not prepared:
+            _prepare_everywhere(plan, rank)
+        trainer = _build(plan, rank)
+        with contextlib.closing(trainer.bar):
+            trainer.train()
+        _save(trainer.model, plan, rank)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank == 0:
+        missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
+        unit = "byte" if is_preset(config.model) else "token"
+        seconds = time.perf_counter() - began
+        print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)
+
+
+def _join_world() -> None:
+    """Initialise the default process group for the accelerator of this machine, or for CPUs."""
+    from transformers.distributed.utils import get_distributed_backend
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = accelerator.type if accelerator else "cpu"
+    device = None
+    if accelerator:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device(kind, torch.accelerator.current_device_index())
+    backend = get_distributed_backend(kind)
+    dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None)
+
+
+def _prepare_everywhere(plan: Plan, rank: int) -> None:
+    """Rank 0 makes the output folder; a node that does not share the disk writes the first weights for itself."""
+    if rank == 0:
+        check_data(plan)
+        make_room(plan)
+    _barrier()
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not Path(plan.checkpoint).exists():
+        write_init(plan)
+    _barrier()
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _build(plan: Plan, rank: int) -> MoETrainer:
+    config, mesh = plan.config, plan.mesh
+    model = load_model(plan.checkpoint, config, mesh)
+    blocks = RankBlocks(
+        plan.stream,
+        seq_len=config.seq_len or 0,
+        batch=config.batch_size,
+        rank=mesh.data_rank(rank),
+        size=mesh.data_size,
+        seed=config.seed,
+    )
+    counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
+    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS)
+
+
+def _save(model: Any, plan: Plan, rank: int) -> None:
+    """Write `final/`: whole float32 weights in the checkpoint's own layout, configuration and tokenizer."""
+    unfinished = plan.out / f"{FINAL}.unfinished"
+    model.save_pretrained(unfinished, is_main_process=rank == 0)
+    if rank == 0:
+        plan.tokenizer.save_pretrained(unfinished)
+        unfinished.rename(plan.out / FINAL)
+    _barrier()

@@ -1,0 +1,155 @@
+"""Files become a stream of raw documents, in an order that depends on the seed alone.
+
+Two kinds of file: JSON lines (one document a line, `text` or `messages`) and anything else that is text (one
+document a file). Files are shuffled by name, then documents pass through a buffer of bounded size that mixes
+them: memory holds the list of file names and one buffer, never the data.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trimtab.errors import InputError
+
+JSON_LINES = (".jsonl", ".ndjson")
+SNIFF_BYTES = 4096
+BUFFER_DOCUMENTS = 1024
+BUFFER_CHARS = 16 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: a whole text file (`line` is None, read lazily) or one line of a JSON lines file."""
+
+    path: Path
+    line: str | None = None
+    number: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where the document lies, as `file` or `file:line`."""
+        return str(self.path) if self.line is None else f"{self.path}:{self.number}"
+
+    def record(self) -> dict[str, Any]:
+        """Parse a JSON line. Raises InputError unless it is an object with `messages` or a string `text`."""
+        try:
+            record = json.loads(self.line or "")
+        except ValueError as error:
+            raise InputError(f"{self.place} is not JSON ({error}); expected one object per line") from None
+        if not isinstance(record, dict) or not ("messages" in record or isinstance(record.get("text"), str)):
+            keys = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+            raise InputError(f"{self.place} has {keys}; expected a string `text` or a list `messages`")
+        return record
+
+
+def standard_library() -> list[Path]:
+    """The source files of the running Python's standard library: the default training text."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(p for p in root.rglob("*.py") if not skipped.intersection(p.relative_to(root).parts))
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """List the data files under `paths` (the standard library when none is given), sorted.
+
+    A directory gives every text file below it that is not hidden; a .json file there is plain text, as in any
+    source tree, but named by itself it is refused, for it is likely meant as records.
+
+    Raises InputError for a path that does not exist, cannot be read or is not text, and when no file is left.
+    """
+    if not paths:
+        return standard_library()
+    files: list[Path] = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            below = (p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(path)))
+            files += [p for p in below if _is_text(p)]
+        elif not path.exists():
+            raise InputError(f"--data {name}: no such file or directory")
+        elif path.suffix == ".json":
+            raise InputError(f"--data {name}: a .json file; write one object per line and name it .jsonl")
+        elif not _is_text(path):
+            raise InputError(f"--data {name}: not a text file (it holds NUL bytes)")
+        else:
+            files.append(path)
+    if not files:
+        raise InputError(f"--data {' '.join(paths)}: no text file found there")
+    return files
+
+
+def check_documents(files: Sequence[Path], seed: int) -> None:
+    """Look for the first document with anything in it. Raises InputError if it is malformed or there is none."""
+    for document in documents(files, seed, epoch=0):
+        if document.line is None and document.path.stat().st_size:
+            return
+        if document.line is not None and (record := document.record()) and (record.get("text") or "messages" in record):
+            return
+    raise InputError(f"the data is empty: no text in {len(files)} file(s), {files[0]} …")
+
+
+def documents(files: Sequence[Path], seed: int, epoch: int) -> Iterator[Document]:
+    """All documents of `files` once, in the order that (seed, epoch) gives."""
+    rng = random.Random(f"{seed}/{epoch}")
+    order = list(files)
+    rng.shuffle(order)
+    return mix(_in_order(order), rng, items=BUFFER_DOCUMENTS, size=lambda d: len(d.line or ""), most=BUFFER_CHARS)
+
+
+def mix(
+    stream: Iterable[T],
+    rng: random.Random,
+    *,
+    items: int,
+    size: Callable[[T], int] = lambda _: 0,
+    most: int = 0,
+) -> Iterator[T]:
+    """Shuffle a stream through a buffer of `items` items, and of the total size `most`, whichever is less."""
+    held: list[T] = []
+    total = 0
+    for item in stream:
+        held.append(item)
+        total += size(item)
+        while len(held) >= items or total > most:
+            chosen = _take(held, rng)
+            total -= size(chosen)
+            yield chosen
+    while held:
+        yield _take(held, rng)
+
+
+def _take(held: list[T], rng: random.Random) -> T:
+    index = rng.randrange(len(held))
+    held[index], held[-1] = held[-1], held[index]
+    return held.pop()
+
+
+def _in_order(files: Iterable[Path]) -> Iterator[Document]:
+    for path in files:
+        if path.suffix not in JSON_LINES:
+            yield Document(path)
+            continue
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Document(path, line, number)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(SNIFF_BYTES)
+    except OSError as error:
+        raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None

@@ -1,0 +1,104 @@
+"""What a user can get wrong ends in one line and a non-zero exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.commands import run_cli, run_python
+from trimtab.train.presets import PRESETS
+
+
+def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
+    """The exit code, one line on stderr that holds all parts, and no traceback."""
+    out, err, returned = result.stdout, result.stderr, result.returncode  # type: ignore[attr-defined]
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert returned == code, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("trimtab: ")
+    assert "Traceback" not in out + err
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with every kind of unusable data."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "keys.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "list.json").write_text("[]")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--data", "missing.txt"], ["missing.txt", "no such file"]),
+        (["--data", "empty.txt"], ["empty"]),
+        (["--data", "keys.jsonl"], ["keys.jsonl:1", "`text`", "`messages`", "prompt"]),
+        (["--data", "broken.jsonl"], ["broken.jsonl:1", "not JSON"]),
+        (["--data", "list.json"], ["list.json", ".jsonl"]),
+        (["--model", "missing"], ["missing", "qwen3_moe"]),
+        (["--model", "full"], ["config.json"]),
+        (["--nproc", "4", "--fsdp", "3"], ["3 ranks, but there are 4"]),
+        (["--nproc", "4", "--ep", "3"], ["--ep 3", "4 ranks"]),
+        (["--tp", "2"], ["2 ranks, but there are 1"]),
+        (["--nproc", "0"], ["--nproc 0"]),
+        (["--dtype", "int8"], ["int8", "bfloat16"]),
+        (["--lr", "fast"], ["--lr", "fast"]),
+        (["--max-steps", "0"], ["--max-steps 0"]),
+        (["--out", "empty.txt/run"], ["empty.txt", "not a folder"]),
+        (["--out", "full"], ["full", "in use"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], parts: list[str]) -> None:
+    monkeypatch.chdir(folder)
+    assert_one_message(run_cli("train", *options), *parts)
+    assert not (folder / "runs").exists()
+
+
+def test_the_folder_of_the_model_is_not_overwritten(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "final").symlink_to(checkpoint)
+    options = ["--model", tmp_path / "final", "--out", checkpoint.parent, "--data", text]
+    result = run_cli("train", *options)
+    assert result.returncode == 2
+    assert (checkpoint / "config.json").exists()
+
+
+def test_experts_that_do_not_divide(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    options = ["--model", checkpoint, "--data", text, "--out", tmp_path / "run", "--nproc", 8, "--ep", 8]
+    assert_one_message(run_cli("train", *options), "--ep 8", "4 experts", "4 = 0 x 8 + 4")
+
+
+def test_a_model_without_experts(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "llama")
+    result = run_cli("train", "--model", tmp_path / "llama", "--out", tmp_path / "run")
+    assert_one_message(result, "LlamaForCausalLM", "no experts")
+
+
+def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in checkpoint.iterdir():
+        if path.name != "chat_template.jinja":
+            (model / path.name).symlink_to(path)
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    result = run_cli("train", "--model", model, "--data", chat, "--out", tmp_path / "run")
+    assert_one_message(result, "chat.jsonl:1", "chat template")
+
+
+def test_help_names_the_presets_and_imports_little() -> None:
+    result = run_cli("train", "--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in PRESETS)
+    script = "import sys, trimtab.cli.main; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert run_python("-c", script).stdout.strip() == "[]"

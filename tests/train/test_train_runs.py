@@ -1,0 +1,187 @@
+"""Real runs, as a user starts them: two ranks, one process, torchrun, and runs that end early."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from train.commands import finish, first_step_done, ranks_of, run_cli, run_python, start_cli, wait_for
+
+OPEN_WITHOUT_TRIMTAB = """
+import sys
+sys.modules["trimtab"] = None  # any import of it raises
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+loss = model(**tokenizer("The quick brown fox", return_tensors="pt"), labels=tokenizer(
+    "The quick brown fox", return_tensors="pt")["input_ids"]).loss
+print(loss.item())
+"""
+
+
+def metrics(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def options(checkpoint: Path, text: Path) -> list[object]:
+    """Three steps of four sequences; the last one with clipped gradients, for the norm is above 1."""
+    return ["train", "--model", checkpoint, "--data", text, "--seq-len", 32, "--max-steps", 3, "--lr", 0.01]
+
+
+@pytest.fixture(scope="module")
+def alone(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    out = tmp_path_factory.mktemp("alone")
+    result = run_cli(*options, "--batch-size", 4, "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same global batch on two ranks that share the experts."""
+    out = tmp_path_factory.mktemp("pair")
+    result = run_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2)
+    assert result.returncode == 0, result.stderr
+    for part in ("metrics.jsonl", "load.png", "final", "nats per token in 3 steps"):
+        assert part in result.stdout
+    return out
+
+
+def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
+    for one, two in zip(metrics(alone), metrics(pair), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert two["lr"] == one["lr"]
+        assert two["layers"] == one["layers"]
+
+
+def test_two_ranks_save_the_weights_of_one_process(alone: Path, pair: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    one, two = (load_file(out / "final" / "model.safetensors") for out in (alone, pair))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        # Adam divides by the gradient's size: rounding shows where a gradient is near zero.
+        assert (two[name] - weight).abs().max() < 1e-3, name
+        assert torch.nn.functional.cosine_similarity(two[name].flatten(), weight.flatten(), dim=0) > 0.99999, name
+
+
+def test_metrics_have_every_number(pair: Path) -> None:
+    records = metrics(pair)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert all(math.isfinite(record[key]) for key in ("loss", "grad_norm", "lr", "tokens_per_second"))  # type: ignore
+        layers = record["layers"]
+        assert len(layers) == 2  # type: ignore[arg-type]
+        for layer in layers.values():  # type: ignore[attr-defined]
+            loads = layer["tokens_per_expert"]
+            assert sum(loads) == 4 * 32 * 2  # sequences x tokens x choices, of both ranks
+            assert layer["max_vio"] == pytest.approx(max(loads) / (sum(loads) / 4) - 1)
+            assert layer["dead_experts"] == loads.count(0)
+
+
+def test_picture_and_model_stand_alone(pair: Path) -> None:
+    assert (pair / "load.png").read_bytes()[:4] == b"\x89PNG"
+    for path in (pair / "final").iterdir():
+        if path.suffix != ".safetensors":
+            assert "trimtab" not in path.read_text()
+            assert "distributed_config" not in path.read_text()
+    result = run_python("-c", OPEN_WITHOUT_TRIMTAB, pair / "final")
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(result.stdout) < 10
+
+
+def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -> None:
+    chat = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well. " * 9}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    out = tmp_path / "run"
+    options = ["--model", checkpoint, "--data", chat, "--seq-len", 64, "--max-steps", 2, "--out", out]
+    script = "import sys; sys.modules['matplotlib.figure'] = None; from trimtab.cli.main import main; sys.exit(main())"
+    result = run_python("-c", script, "train", *options, "--dtype", "bfloat16", "--grad-accum", 2)
+    assert result.returncode == 0, result.stderr
+    assert "matplotlib is missing" in result.stdout
+    assert not (out / "load.png").exists()
+    assert len(metrics(out)) == 2
+
+
+def test_joins_torchrun(options: list[object], pair: Path, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "trimtab"]
+    result = run_python(*launcher, *options, "--batch-size", 2, "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    ours = [{**record, "tokens_per_second": 0} for record in metrics(tmp_path / "run")]
+    assert ours == [{**record, "tokens_per_second": 0} for record in metrics(pair)]
+
+
+def assert_ended(process: subprocess.Popen[str], out: Path, code: int, words: str) -> None:
+    """The command's last line, its exit code, no traceback, no rank left and no model that looks finished."""
+    result = finish(process)
+    assert result.returncode == code, result.stderr
+    last = [line for line in result.stderr.replace("\r", "\n").splitlines() if line.strip()][-1]
+    assert words in last
+    assert "Traceback" not in result.stderr + result.stdout
+    assert ranks_of(out) == []
+    assert not (out / "final").exists()
+
+
+def two_ranks_started(out: Path) -> Callable[[], bool]:
+    return lambda: len(ranks_of(out)) == 2
+
+
+@pytest.fixture
+def endless(options: list[object], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts runs that only end when they are made to."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*more: object) -> subprocess.Popen[str]:
+        started.append(start_cli(*options, "--max-steps", 100_000, "--out", tmp_path / "run", *more))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+    for rank in ranks_of(tmp_path / "run"):
+        os.kill(rank, signal.SIGKILL)
+    for process in started:
+        process.communicate()
+
+
+def test_a_killed_rank_is_named(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = endless("--nproc", 2)
+    wait_for(first_step_done(tmp_path / "run"))
+    os.kill(ranks_of(tmp_path / "run")[1], signal.SIGKILL)
+    assert_ended(process, tmp_path / "run", 1, "rank 1 was ended by SIGKILL")
+
+
+def test_ctrl_c_stops_all_ranks(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = endless("--nproc", 2)
+    wait_for(two_ranks_started(tmp_path / "run"))
+    process.send_signal(signal.SIGINT)
+    assert_ended(process, tmp_path / "run", 130, "interrupted by SIGINT")
+
+
+def test_a_terminated_process_says_how_far_it_came(
+    endless: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = endless()
+    wait_for(first_step_done(tmp_path / "run"))
+    process.terminate()
+    assert_ended(process, tmp_path / "run", 143, "interrupted by SIGTERM after")
+
+
+def test_ranks_follow_a_killed_launcher(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = endless("--nproc", 2)
+    wait_for(two_ranks_started(tmp_path / "run"))
+    process.kill()
+    wait_for(lambda: not ranks_of(tmp_path / "run"))

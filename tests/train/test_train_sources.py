@@ -1,0 +1,94 @@
+"""Files to documents: kinds, order, messages."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.errors import InputError
+from trimtab.train.sources import check_documents, documents, find_files, mix
+
+
+def test_directory_gives_text_files_only(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {
+        "a.txt": b"a", "sub/b.py": b"b", "c.bin": b"\0\1", ".hidden": b"h", ".git/x": b"x",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    assert [p.name for p in find_files([str(tmp_path)])] == ["a.txt", "b.py"]
+
+
+def test_default_is_the_standard_library() -> None:
+    names = {p.name for p in find_files([])}
+    assert {"argparse.py", "os.py"} <= names
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "empty"])
+def test_refuses_unusable_paths(tmp_path: Path, name: str) -> None:
+    (tmp_path / "binary.txt").write_bytes(b"\0")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=name):
+        find_files([str(tmp_path / name)])
+
+
+def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(str(i))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(f'{{"text": "{i}"}}\n\n' for i in range(50)))
+    files = find_files([str(tmp_path)])
+
+    def order(seed: int, epoch: int) -> list[str]:
+        return [document.place for document in documents(files, seed, epoch)]
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(*key)) for key in [(1, 0), (1, 1), (2, 0)]}) == 3
+    assert len(set(order(1, 0))) == 70
+    assert sorted(order(1, 0)) == sorted(order(2, 5))
+
+
+@given(st.lists(st.integers(0, 50), max_size=200), st.integers(1, 20), st.integers(0, 200))
+def test_mixing_loses_nothing_and_holds_little(sizes: list[int], items: int, most: int) -> None:
+    drawn = 0
+
+    def stream() -> object:
+        nonlocal drawn
+        for size in sizes:
+            drawn += 1
+            yield drawn, size
+
+    given_back: list[tuple[int, int]] = []
+    for item in mix(stream(), random.Random(0), items=items, size=lambda item: item[1], most=most):  # type: ignore
+        given_back.append(item)
+        assert drawn - len(given_back) < max(items, 1)
+    assert sorted(given_back) == list(enumerate(sizes, start=1))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{broken", "is not JSON"),
+        ('{"content": "x"}', "the keys ['content']"),
+        ('{"text": 3}', "the keys ['text']"),
+        ("[1]", "a list"),
+    ],
+)
+def test_bad_records_name_file_and_line(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f"\n{line}\n")
+    with pytest.raises(InputError) as error:
+        check_documents([path], seed=0)
+    assert f"{path}:2" in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_data_without_any_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(InputError, match="empty"):
+        check_documents(find_files([str(tmp_path)]), seed=0)
