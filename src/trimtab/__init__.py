@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from trimtab.dispatch.alltoall import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
     from trimtab.dispatch.dispatcher import Rows as Rows
+    from trimtab.experts.linear import GroupedLinear as GroupedLinear
+    from trimtab.experts.module import ExpertMLP as ExpertMLP
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,8 @@ _HOMES = {
     "AllGather": "trimtab.dispatch.allgather",
     "AllToAll": "trimtab.dispatch.alltoall",
     "Dispatcher": "trimtab.dispatch.dispatcher",
+    "ExpertMLP": "trimtab.experts.module",
+    "GroupedLinear": "trimtab.experts.linear",
     "Rows": "trimtab.dispatch.dispatcher",
 }
 

@@ -29,12 +29,18 @@ def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tupl
     w, bias = torch.randn(E, A, B, generator=g).to(dtype), torch.randn(E, B, generator=g).to(dtype)
     a[used:] = b[used:] = float("nan")
     names = {"mm": (rows, B), "out": (rows, B), "wgrad": (E, A, B), "sum": (E, B), "expand": (rows, B)}
+    names |= {"added": (E, A, B), "added_wide": (E, A, B)}
     ours = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in names.items()}
-    for block in kernels.blocks(plan):
+    ours["added_wide"] = ours["added_wide"].double()
+    for block in kernels.blocks(plan.offsets_e, rows):
         e, r = block.experts, block.rows
         ours["mm"][r] = kernels.grouped_mm(a[r], w[e], block)
         kernels.grouped_mm(a[r], w[e], block, ours["out"][r])
         kernels.grouped_wgrad(a[r], b[r], block, ours["wgrad"][e])
+        ours["added"][e] = 2.0
+        kernels.grouped_wgrad(a[r], b[r], block, ours["added"][e], add=True)
+        ours["added_wide"][e] = 2.0
+        kernels.grouped_wgrad(a[r], b[r], block, ours["added_wide"][e], add=True)
         ours["sum"][e] = kernels.grouped_sum(b[r], block)
         ours["expand"][r] = kernels.expand(bias[e], block)
     truth = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in names.items()}
@@ -43,10 +49,10 @@ def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tupl
         s = slice(start, start + count)
         truth["mm"][s] = truth["out"][s] = a[s].double() @ w[i].double()
         truth["wgrad"][i] = a[s].double().t() @ b[s].double()
+        truth["added"][i] = truth["added_wide"][i] = truth["wgrad"][i] + 2
         truth["sum"][i] = b[s].double().sum(0)
         truth["expand"][s] = bias[i].double()
         start += count
-    ours["expand"] = torch.where(torch.arange(rows)[:, None] < used, ours["expand"], 0)  # padding has no bias
     return ours, truth
 
 
@@ -77,6 +83,18 @@ def test_gather_takes_a_stride_zero_gradient_and_gives_a_dense_one(name: str) ->
     assert torch.equal(got, torch.ones(3, 3))
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["loop", "stock"])
+def test_rows_that_no_block_reaches_are_zero(name: str) -> None:
+    kernels, offsets = get_kernels(name, CPU), torch.tensor([0, 2, 2, 3])
+    x = torch.full((5, 16), float("nan"))
+    x[:3] = 1.0
+    y = kernels.empty_rows(x, 8, torch.float32, offsets)
+    for block in kernels.blocks(offsets, 5):
+        kernels.grouped_mm(x[block.rows], torch.ones(3, 16, 8)[block.experts], block, y[block.rows])
+    assert torch.equal(y, torch.tensor([16.0, 16.0, 16.0, 0.0, 0.0])[:, None].expand(5, 8))
+
+
 def test_gather_of_padding_is_zero_even_from_no_rows() -> None:
     stock = get_kernels("stock", CPU)
     assert torch.equal(stock.gather(torch.empty(0, 3), torch.tensor([-1, -1])), torch.zeros(2, 3))
@@ -101,6 +119,14 @@ def test_many_small_values_are_not_lost_in_a_narrow_sum() -> None:
     rows = torch.cat((torch.full((1, 4), 256.0), torch.full((64, 4), 0.5))).bfloat16()
     got = sum_bags(rows, Bags(index=torch.arange(65), offsets=torch.tensor([0, 65])))
     assert torch.equal(got, torch.full((1, 4), 288.0).bfloat16())  # a bfloat16 sum would stay at 256
+
+
+def test_bags_with_weights() -> None:
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [float("nan"), 0.0]])
+    got = sum_bags(
+        rows, Bags(index=torch.tensor([1, 0]), offsets=torch.tensor([0, 2, 2])), torch.tensor([2.0, 3.0, 5.0])
+    )
+    assert torch.equal(got, torch.tensor([[11.0, 16.0], [0.0, 0.0]]))
 
 
 def test_gather_rows_into_a_buffer() -> None:

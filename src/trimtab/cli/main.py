@@ -49,4 +49,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
     print(f"trimtab: {message}", file=sys.stderr, flush=True)
     return code
-

@@ -137,11 +137,11 @@ class Dispatcher:
                 layer=self.layer, phase="combine",
             )  # fmt: skip
         if rows.slot_row_R is not None:
-            out: Tensor = CollectSlots.apply(rows.route, y, rows.slot_row_R)  # type: ignore[no-untyped-call]
+            out: Tensor = CollectSlots.apply(rows.route, y, rows.x, rows.slot_row_R)  # type: ignore[no-untyped-call]
         elif self.transport is None:
             out = y
         else:
-            out = Collect.apply(rows.route, y)  # type: ignore[no-untyped-call]
+            out = Collect.apply(rows.route, y, rows.x)  # type: ignore[no-untyped-call]
         return out
 
     def _connect(self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor) -> RankRoute:

@@ -3,7 +3,9 @@
     Spread   forward P,   backward P^T     tokens and routing weights -> rows
     Collect  forward P^T, backward P       rows -> tokens
 
-Neither saves a tensor, and neither can be differentiated twice (it raises).
+Neither saves a tensor, and neither can be differentiated twice (it raises). Collect also takes the rows that Spread
+gave out, without reading them: so Spread's backward follows its own on every rank, even where the experts in between
+returned rows that depend on nothing (a loop over experts does, where none has a row).
 
 Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -38,17 +40,17 @@ class Spread(Function):
 
 
 class Collect(Function):
-    """Rows [M', D] -> tokens [T, D]."""
+    """Rows [M', D] -> tokens [T, D]. `sent` is what Spread gave out."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
         ctx.route = route
         return route.collect([rows])[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.route.spread([dy_TD])[0]
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.route.spread([dy_TD])[0], None
 
 
 class SpreadSlots(Function):
@@ -72,12 +74,12 @@ class CollectSlots(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, route: Route, rows_RD: Tensor, row_R: Tensor) -> Tensor:
+    def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
         ctx.route, ctx.row_R = route, row_R
         return route.collect_slots(rows_RD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
         (dy,) = ctx.route.spread([dy_TD])
-        return None, gather_rows(dy, ctx.row_R), None
+        return None, gather_rows(dy, ctx.row_R), None, None

@@ -1,7 +1,11 @@
 """Activations between the two GEMMs of an expert, with the backward taken from the pre-activations alone.
 
-    SwiGLU        silu(gate) * up of [gate | up]                                    (Shazeer 2020, arXiv 2002.05202)
-    Recomputed    any differentiable function, and its parameters' gradients, by running it again
+    SwiGLU          silu(gate) * up of [gate | up]                                  (Shazeer 2020, arXiv 2002.05202)
+    GeGLU           gelu(gate) * up of [gate | up]                                  (the same)
+    ClampedSwiGLU   (up + 1) * gate * sigmoid(alpha * gate), interleaved, clamped   (gpt-oss)
+    ReluSquared     relu(x)^2                                                       (So et al. 2021, arXiv 2109.08668)
+    GELU            gelu(x)                                                         (Hendrycks 2016, arXiv 1606.08415)
+    Recomputed      any differentiable function, and its parameters' gradients, by running it again
 
 Legend: n rows, I width of the pre-activations (2F with a gate, else F), F expert hidden dim.
 """
@@ -9,10 +13,12 @@ Legend: n rows, I width of the pre-activations (2F with a gate, else F), F exper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+Approximate = Literal["none", "tanh"]
 
 
 class Activation(Protocol):
@@ -29,9 +35,16 @@ class Activation(Protocol):
         ...
 
 
+class BuiltIn(Activation, Protocol):
+    """One that is known by a name. gated: whether I is 2F."""
+
+    gated: ClassVar[bool]
+
+
 class SwiGLU:
     """silu(gate) * up, gate first."""
 
+    gated: ClassVar[bool] = True
     params: tuple[Tensor, ...] = ()
 
     def forward(self, pre_nI: Tensor) -> Tensor:
@@ -45,6 +58,89 @@ class SwiGLU:
         torch.mul(torch.nn.functional.silu(gate), dh_nF, out=d_up)
         torch.ops.aten.silu_backward.grad_input(dh_nF * up, gate, grad_input=d_gate)
         return d_pre, ()
+
+
+class GeGLU:
+    """gelu(gate) * up, gate first. `approximate` as in `torch.nn.functional.gelu`."""
+
+    gated: ClassVar[bool] = True
+    params: tuple[Tensor, ...] = ()
+
+    def __init__(self, approximate: Approximate = "none") -> None:
+        self.approximate = approximate
+
+    def forward(self, pre_nI: Tensor) -> Tensor:
+        gate, up = pre_nI.chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate, approximate=self.approximate).mul_(up)
+
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        gate, up = pre_nI.chunk(2, dim=-1)
+        d_pre = torch.empty_like(pre_nI)
+        d_gate, d_up = d_pre.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.gelu(gate, approximate=self.approximate), dh_nF, out=d_up)
+        torch.ops.aten.gelu_backward.grad_input(dh_nF * up, gate, approximate=self.approximate, grad_input=d_gate)
+        return d_pre, ()
+
+
+class ClampedSwiGLU:
+    """gpt-oss's gate: gate and up interleaved, both cut at `limit` (the gate from above only), up shifted by one."""
+
+    gated: ClassVar[bool] = True
+    params: tuple[Tensor, ...] = ()
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, pre_nI: Tensor) -> Tensor:
+        gate, up = self._cut(pre_nI)
+        return (self.alpha * gate).sigmoid_().mul_(gate).mul_(up.add_(1))
+
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        gate, up = self._cut(pre_nI)
+        sigmoid = (self.alpha * gate).sigmoid_()
+        d_pre = torch.empty_like(pre_nI)
+        d_gate, d_up = d_pre[..., ::2], d_pre[..., 1::2]
+        torch.mul(gate, sigmoid, out=d_up).mul_(dh_nF)
+        # d/dgate of gate * sigmoid(alpha * gate) is sigmoid * (1 + alpha * gate * (1 - sigmoid))
+        gate.mul_(self.alpha).addcmul_(gate, sigmoid, value=-1).add_(1).mul_(sigmoid)
+        torch.mul(gate, up.add_(1), out=d_gate).mul_(dh_nF)
+        del gate, up, sigmoid
+        # What was cut has no slope; what lies at the limit has.
+        d_gate.masked_fill_(pre_nI[..., ::2] > self.limit, 0)
+        d_up.masked_fill_(pre_nI[..., 1::2].abs() > self.limit, 0)
+        return d_pre, ()
+
+    def _cut(self, pre_nI: Tensor) -> tuple[Tensor, Tensor]:
+        return pre_nI[..., ::2].clamp(max=self.limit), pre_nI[..., 1::2].clamp(-self.limit, self.limit)
+
+
+class ReluSquared:
+    """relu(x)^2, no gate."""
+
+    gated: ClassVar[bool] = False
+    params: tuple[Tensor, ...] = ()
+
+    def forward(self, pre_nI: Tensor) -> Tensor:
+        return torch.relu(pre_nI).square_()
+
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return torch.relu(pre_nI).mul_(2).mul_(dh_nF), ()
+
+
+class GELU:
+    """gelu(x), no gate. `approximate` as in `torch.nn.functional.gelu`."""
+
+    gated: ClassVar[bool] = False
+    params: tuple[Tensor, ...] = ()
+
+    def __init__(self, approximate: Approximate = "none") -> None:
+        self.approximate = approximate
+
+    def forward(self, pre_nI: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(pre_nI, approximate=self.approximate)
+
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return torch.ops.aten.gelu_backward(dh_nF, pre_nI, approximate=self.approximate), ()
 
 
 class Recomputed:
@@ -70,3 +166,12 @@ class Recomputed:
         d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
+
+
+BY_NAME: dict[str, Callable[[], BuiltIn]] = {
+    "swiglu": SwiGLU,
+    "geglu": GeGLU,
+    "clamped_swiglu": ClampedSwiGLU,
+    "relu_squared": ReluSquared,
+    "gelu": GELU,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,9 @@ def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
         raise BackendError(f"trimtab.hf needs transformers >= 5.23 (pip install 'trimtab[hf]'): {error}") from error
     from trimtab.hf.expert_parallel import TrimtabEP
     from trimtab.hf.experts import experts_forward
+    from trimtab.kernels.selftest import KernelChoice
 
-    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
-    EPImplementationInterface.register(
-        name, type("TrimtabEP", (TrimtabEP,), {"experts_name": name, "combine": combine, "built": count()})
-    )
+    kernels = KernelChoice("auto")  # one for all layers: tested once
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=kernels))
+    own = {"experts_name": name, "combine": combine, "kernels": kernels, "built": count()}
+    EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

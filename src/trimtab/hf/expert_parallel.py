@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
@@ -22,7 +24,23 @@ from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
 from trimtab.dispatch.shard import shard, unshard
 from trimtab.hf.experts import experts_forward
+from trimtab.kernels.selftest import KernelChoice
 from trimtab.layout import SequenceLayout
+
+
+class _Trained(Function):
+    """Identity on `y` that puts parameters into its graph, with gradients of zero: what a loop over experts leaves
+    out because no row of this rank needs it still gets a gradient, as FSDP's collectives expect on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = [(p.shape, p.dtype, p.device) for p in params]
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)
 
 
 class TrimtabEP(EPImplementation):  # type: ignore[misc]
@@ -36,6 +54,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     # Filled in by `trimtab.hf.register` in a class of its own for each name.
     experts_name: str
     combine: Combine
+    kernels: KernelChoice
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
 
@@ -65,9 +84,14 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     def _run_experts(self, rows: Rows) -> Tensor:
         implementation = self.experts.config._experts_implementation
         if implementation == self.experts_name:
-            return experts_forward(self.experts, rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+            return experts_forward(
+                self.experts, rows.x, rows.ids, rows.weights, kernels=self.kernels, num_slots=rows.num_slots
+            )
         # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
         absent = rows.ids < 0
         ids = rows.ids.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
-        y: Tensor = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
-        return y
+        if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
+            self.experts.post_expert_norm(rows.x[:0])
+        y = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
+        trained: Tensor = _Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
+        return trained

@@ -18,7 +18,7 @@ from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import Recomputed, SwiGLU
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.selftest import KernelChoice
 
 
 def experts_forward(
@@ -27,6 +27,7 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
+    kernels: KernelChoice,
     num_slots: int | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
@@ -36,10 +37,12 @@ def experts_forward(
         hidden_states: [T, D] rows, T >= 0.
         top_k_index: [T, K] int ids; any id outside 0..num_experts - 1 drops its slot.
         top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
+        kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, where it is known.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise.
+        BackendError: the kernels fail their self-test on the device.
     """
     weights, math = weights_of(module), math_of(module)
     plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots)
@@ -49,7 +52,7 @@ def experts_forward(
         plan,
         weights,
         math,
-        get_kernels("auto", hidden_states.device),
+        kernels.on(hidden_states.device, weights.up.dtype),
     )
 
 

@@ -1,7 +1,7 @@
 """Grouped GEMMs: one matrix per expert, each over its own segment of rows. An empty segment is a segment.
 
     grouped_mm      y[segment i] = x[segment i] @ w[i]
-    grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       zeros where the segment is empty
+    grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       or +=; zeros where the segment is empty
     grouped_sum     db[i]        = sum of the rows of segment i
 
 Two sets of kernels with these names:
@@ -25,9 +25,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import Bags, ExpertPlan
+from trimtab.dispatch.plan import Bags
 from trimtab.errors import BackendError
-from trimtab.kernels.rows import gather_rows, sum_bags
+from trimtab.kernels.rows import gather_padded, gather_rows, sum_bags
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ class Block:
 
 
 class Kernels(Protocol):
-    """What an expert MLP needs."""
+    """What grouped layers and expert MLPs need. The results belong to the caller, who may change them in place."""
 
     name: str
 
-    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
-        """The blocks of a plan; together they hold each expert and each row once, in order."""
+    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
+        """The blocks of the segments at `offsets_e` [e + 1] of `rows` rows.
+
+        In order; together they hold each expert once and each row of a segment once. Rows behind the last segment
+        may or may not be in a block.
+        """
         ...
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +60,16 @@ class Kernels(Protocol):
         """x[index] for the rows of one block; zeros where the index is -1."""
         ...
 
-    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        """[R, B]."""
+    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        """[R, width] of `dtype` for the blocks' results: not initialised, but zero where no block reaches."""
         ...
 
-    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
-        """Into `out_eAB`, of any strides and dtype, whatever it held."""
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        """[R, B]. Rows of the block behind its last segment come out zero, whatever `x_RA` holds there."""
+        ...
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        """Into `out_eAB`, of any strides and dtype, whatever it held; with `add` on top of what it held."""
         ...
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
@@ -69,7 +77,7 @@ class Kernels(Protocol):
         ...
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        """Each expert's row of values for each of its rows: broadcastable to [R, A]."""
+        """Each expert's row of values for each of its rows, zero behind the last segment: broadcastable to [R, A]."""
         ...
 
 
@@ -78,10 +86,10 @@ class LoopKernels:
 
     name = "loop"
 
-    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
-        cuts = plan.offsets_e.tolist()
+    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
+        cuts = offsets_e.tolist()
         for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            yield Block(slice(i, i + 1), slice(start, end), plan.offsets_e)
+            yield Block(slice(i, i + 1), slice(start, end), offsets_e)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
@@ -94,14 +102,20 @@ class LoopKernels:
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         return gather_rows(x, index_R)
 
+    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        rows = rows_RA.new_empty(rows_RA.shape[0], width, dtype=dtype)
+        rows[int(offsets_e[-1]) :] = 0
+        return rows
+
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         return torch.mm(x_RA, w_eAB[0], out=out)
 
-    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         if out_eAB.dtype == a_RA.dtype:
-            torch.mm(a_RA.t(), b_RB, out=out_eAB[0])
+            target = out_eAB[0]
+            torch.addmm(target, a_RA.t(), b_RB, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
         else:
-            out_eAB[0].copy_(torch.mm(a_RA.t(), b_RB))
+            put(out_eAB[0], torch.mm(a_RA.t(), b_RB), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         return rows_RA.sum(0, keepdim=True)
@@ -115,8 +129,8 @@ class StockKernels:
 
     name = "stock"
 
-    def blocks(self, plan: ExpertPlan) -> Iterator[Block]:
-        yield Block(slice(0, plan.counts_e.shape[0]), slice(0, plan.row_R.shape[0]), plan.offsets_e)
+    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
+        yield Block(slice(0, offsets_e.shape[0] - 1), slice(0, rows), offsets_e)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -124,20 +138,21 @@ class StockKernels:
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        # A zero row at the end serves padding, also where x has no rows at all.
-        padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
-        return gather_rows(padded, torch.where(index_R < 0, x.shape[0], index_R))
+        return gather_padded(x, index_R)
+
+    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        return rows_RA.new_empty(rows_RA.shape[0], width, dtype=dtype)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        y = torch.nn.functional.grouped_mm(x_RA, w_eAB, offs=block.offsets_e[1:].int())
-        y = y.masked_fill(self._tail(y, block), 0)
+        y = torch.nn.functional.grouped_mm(x_RA.contiguous(), w_eAB, offs=block.offsets_e[1:].int())
+        y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
 
-    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor) -> None:
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         offs = block.offsets_e[1:].int()
         dw = torch.nn.functional.grouped_mm(a_RA.contiguous().t(), b_RB.contiguous(), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
-        out_eAB.copy_(dw.masked_fill(empty_e[:, None, None], 0))
+        put(out_eAB, dw.masked_fill_(empty_e[:, None, None], 0), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
@@ -145,11 +160,19 @@ class StockKernels:
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
         rows = torch.arange(block.rows.stop, device=values_eA.device)
-        expert_R = torch.searchsorted(block.offsets_e[1:], rows, right=True).clamp_(max=values_eA.shape[0] - 1)
-        return values_eA.index_select(0, expert_R)
+        expert_R = torch.searchsorted(block.offsets_e[1:], rows, right=True)
+        return torch.cat((values_eA, values_eA.new_zeros(1, values_eA.shape[1]))).index_select(0, expert_R)
 
     def _tail(self, rows: Tensor, block: Block) -> Tensor:
         return (torch.arange(rows.shape[0], device=rows.device) >= block.offsets_e[-1])[:, None]
+
+
+def put(target: Tensor, value: Tensor, add: bool) -> None:
+    """Write `value` into `target`, or add it, in the target's dtype."""
+    if add:
+        target.add_(value)
+    else:
+        target.copy_(value)
 
 
 KERNELS: dict[str, type[Kernels]] = {"loop": LoopKernels, "stock": StockKernels}

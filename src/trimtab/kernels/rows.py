@@ -18,11 +18,20 @@ def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tenso
     return torch.index_select(x_nD, 0, index, out=out)
 
 
-def sum_bags(rows_nD: Tensor, bags: Bags) -> Tensor:
+def gather_padded(x_nD: Tensor, index: Tensor) -> Tensor:
+    """x[index], and a row of zeros where the index is -1: [len(index), D]."""
+    # A zero row at the end serves padding, also where x has no rows at all.
+    padded = torch.cat((x_nD, x_nD.new_zeros(1, x_nD.shape[1])))
+    return gather_rows(padded, torch.where(index < 0, x_nD.shape[0], index))
+
+
+def sum_bags(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -> Tensor:
     """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [bags, D].
 
-    An empty bag sums to zero; rows that no bag names are not read.
+    With `weights_n` [n] in the rows' dtype, row i counts weights_n[i] times. An empty bag sums to zero; rows that
+    no bag names are not read.
     """
+    each = None if weights_n is None else weights_n[bags.index]
     # The last offset opens one bag more, for what lies behind it; some kernels would add that to the last real bag.
-    summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, bags.offsets, mode="sum")
+    summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, bags.offsets, mode="sum", per_sample_weights=each)
     return summed[:-1]

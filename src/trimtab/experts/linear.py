@@ -1,0 +1,189 @@
+"""A linear layer per group of rows. A group without rows is a group; where the sizes live does not matter.
+
+    x [R, in], sizes (3, 0, 2)          y [R, out]
+      rows 0-2   --- W_0, b_0 --->      rows 0-2
+      (none)         W_1, b_1           (none; their gradients are zeros)
+      rows 3-4   --- W_2, b_2 --->      rows 3-4
+      rows 5-..  (any values)           zeros
+
+Legend: R rows, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.linear_function import LinearCall, WgradJob, align, grouped_linear
+from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.per_group import convert_state
+from trimtab.experts.recipes.amax_history import AmaxHistory
+from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.sizes import GroupSizes, offsets_of
+from trimtab.kernels.selftest import KernelChoice
+
+
+class GroupedLinear(nn.Module):
+    """y = x W_g^T + b_g, g the group of the row.
+
+    Args:
+        num_groups: G.
+        in_features, out_features: widths; on a GPU multiples of 16 bytes.
+        bias: whether each group has one.
+        single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
+            either form load into either.
+        main_grad: "accumulate" or "overwrite": weight gradients go into `weight.main_grad`, whose shape is the
+            weight's and whose dtype is the owner's choice; see `trimtab.experts.main_grad`. Biases are small and
+            always have ordinary gradients.
+        delay_wgrad: weight and bias gradients are computed by `backward_dw()`, not by the backward.
+        save_original_input: keep x as it came instead of what the weight gradient multiplies (cast, quantised).
+            Saves memory where x is kept by somebody else anyway.
+        recipe: low precision, see `trimtab.experts.recipes`. Gradients keep the activations' dtype.
+        kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
+
+    Raises:
+        ConfigError: sizes or options that do not fit together.
+        BackendError: the recipe cannot run on the device.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        single_parameter: bool = True,
+        main_grad: MainGradMode = "off",
+        delay_wgrad: bool = False,
+        save_original_input: bool = False,
+        recipe: Recipe | None = None,
+        kernels: KernelChoice | str = "auto",
+    ) -> None:
+        super().__init__()
+        if min(num_groups, in_features, out_features) < 1:
+            raise ConfigError(f"{num_groups} groups of {in_features} x {out_features}: all must be at least 1")
+        check_mode(main_grad)
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.single_parameter, self.has_bias = single_parameter, bias
+        self.main_grad, self.delay_wgrad, self.save_original_input = main_grad, delay_wgrad, save_original_input
+        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
+        self._delayed: deque[WgradJob] = deque()
+        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        for name, shape in shapes.items():
+            if single_parameter:
+                new = torch.empty(num_groups, *shape, dtype=dtype, device=device)
+                self.register_parameter(name, nn.Parameter(new))
+                continue
+            for i in range(num_groups):
+                self.register_parameter(f"{name}{i}", nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        self.recipe = recipe
+        self.recipe_state = None
+        if recipe is not None:
+            where = self.weights[0].device
+            recipe.check(where, in_features, out_features)
+            self.recipe_state = recipe.state().to(where)
+            self.recipe_state.reserve(num_groups)
+            if save_original_input and any(isinstance(m, AmaxHistory) for m in self.recipe_state.modules()):
+                raise ConfigError(
+                    f"save_original_input quantises x in the backward, when the scales that recipe {recipe.name!r} "
+                    "takes from earlier steps have moved on: use one of the two"
+                )
+        self.reset_parameters()
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """[G, out, in], or G of [out, in]."""
+        return self._params("weight")
+
+    @property
+    def biases(self) -> tuple[nn.Parameter, ...]:
+        """[G, out], or G of [out], or nothing."""
+        return self._params("bias") if self.has_bias else ()
+
+    def _params(self, name: str) -> tuple[nn.Parameter, ...]:
+        names = [name] if self.single_parameter else [f"{name}{i}" for i in range(self.num_groups)]
+        return tuple(self.get_parameter(n) for n in names)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each group drawn as `nn.Linear` draws itself."""
+        bound = 1 / math.sqrt(self.in_features)
+        for param in (*self.weights, *self.biases):
+            param.uniform_(-bound, bound)
+
+    def forward(self, x_RD: Tensor, group_sizes: GroupSizes) -> Tensor:
+        """[R, out_features] in x's dtype, computed in the weights' dtype.
+
+        Args:
+            x_RD: [R, in_features] floating, R >= 0, grouped. Rows beyond the sum of the sizes may hold anything:
+                their output is zero and so is their gradient.
+            group_sizes: G of them, a list, CPU tensor or tensor on x's device (int32 or int64); the latter is never
+                read by the host.
+
+        Raises:
+            InputError: x or group_sizes do not have the form above, or do not fit each other.
+            BackendError: the kernels fail their self-test, see `KernelChoice`.
+        """
+        if x_RD.ndim != 2 or x_RD.shape[1] != self.in_features or not x_RD.is_floating_point():
+            raise InputError(
+                f"x must be floating [R, {self.in_features}], got {x_RD.dtype} {tuple(x_RD.shape)}", phase="experts"
+            )
+        weights = self.weights
+        if x_RD.device != weights[0].device:
+            raise InputError(f"x is on {x_RD.device}, the weights on {weights[0].device}", phase="experts")
+        offsets = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], x_RD.device)
+        plan = align(offsets, x_RD.shape[0], self.recipe.alignment) if self.recipe is not None else None
+        call = LinearCall(
+            kernels=self.kernels.on(x_RD.device, weights[0].dtype),
+            weights=weights,
+            biases=self.biases,
+            stacked=self.single_parameter,
+            offsets_e=offsets if plan is None else plan.offsets_e,
+            plan=plan,
+            recipe=self.recipe_state,
+            main_grad=self.main_grad,
+            save_original_input=self.save_original_input,
+            keep=torch.is_grad_enabled(),
+            defer=self._delayed.append if self.delay_wgrad else None,
+        )
+        return grouped_linear(x_RD, call)
+
+    def backward_dw(self) -> None:
+        """Weight and bias gradients of the oldest backward that has not had them yet; hooks fire now.
+
+        Does nothing without `delay_wgrad`: the backward has already done it.
+
+        Raises:
+            InputError: no backward is waiting.
+        """
+        if not self.delay_wgrad:
+            return
+        if not self._delayed:
+            raise InputError("backward_dw() without a backward before it", phase="experts")
+        with torch.no_grad():
+            params, gradients = self._delayed.popleft()()
+        torch.autograd.backward(params, gradients)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            convert_state(state_dict, prefix, name, self.num_groups, stacked=self.single_parameter)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        shown = f"{self.num_groups} x ({self.in_features} -> {self.out_features}), bias={self.has_bias}"
+        if not self.single_parameter:
+            shown += ", single_parameter=False"
+        if self.main_grad != "off":
+            shown += f", main_grad={self.main_grad!r}"
+        if self.delay_wgrad:
+            shown += ", delay_wgrad=True"
+        return shown if self.recipe is None else f"{shown}, recipe={self.recipe.name}"

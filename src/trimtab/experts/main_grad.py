@@ -1,0 +1,99 @@
+"""Where one parameter's gradient goes, once per microbatch: to autograd, or into the parameter's `main_grad`.
+
+    WAITING --open()--> OPEN --close()--> DELIVERED          any other order raises
+
+    mode        open() gives       kernels then     close() gives autograd       and sets
+    off         a new buffer       overwrite it     that buffer
+    accumulate  param.main_grad    add to it        a dummy of the full shape    param.grad_added_to_main_grad = True
+    overwrite   param.main_grad    overwrite it     a dummy of the full shape    param.grad_added_to_main_grad = True
+
+The dummy is there so that autograd's post-accumulate hooks fire as they would for a real gradient. Its memory is
+not set: the hook's owner reads the flag and drops it. If the parameter has a true `zero_out_wgrad`, the dummy is
+zeros, for owners that add it to something else; `main_grad` is never zeroed by that. A true `overwrite_main_grad`
+on the parameter turns accumulate into overwrite for that parameter. These attribute names are Megatron-LM's.
+
+An expert without tokens is in no row of the table: the kernels write zeros for it, or add zeros.
+
+`accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError, InputError
+
+MainGradMode = Literal["off", "accumulate", "overwrite"]
+MODES = ("off", "accumulate", "overwrite")
+
+
+def check_mode(mode: str) -> None:
+    """Raises:
+    ConfigError: no such mode.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"main_grad={mode!r} is not one of {MODES}")
+
+
+class _State(Enum):
+    WAITING = auto()
+    OPEN = auto()
+    DELIVERED = auto()
+
+
+class WeightGradient:
+    """One parameter's gradient of one microbatch.
+
+    Args:
+        param: the parameter; with a `main_grad` of its shape unless the mode is "off".
+        mode: see the table above.
+        name: what error messages call it.
+    """
+
+    def __init__(self, param: Tensor, mode: MainGradMode, name: str = "weight") -> None:
+        self.param, self.name = param, name
+        self.fused = mode != "off"
+        self.adds = mode == "accumulate" and not getattr(param, "overwrite_main_grad", False)
+        self._state = _State.WAITING
+        self._buffer: Tensor | None = None
+
+    def open(self) -> Tensor:
+        """The tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
+
+        Raises:
+            InputError: the mode needs a `main_grad` and the parameter has none of its shape.
+        """
+        self._move(_State.WAITING, _State.OPEN)
+        self._buffer = self._main_grad() if self.fused else torch.empty_like(self.param)
+        return self._buffer
+
+    def close(self) -> Tensor:
+        """What autograd gets: full shape, the parameter's dtype."""
+        self._move(_State.OPEN, _State.DELIVERED)
+        assert self._buffer is not None
+        buffer, self._buffer = self._buffer, None
+        if not self.fused:
+            return buffer
+        self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        dummy = torch.zeros_like if getattr(self.param, "zero_out_wgrad", False) else torch.empty_like
+        return dummy(self.param)
+
+    def _main_grad(self) -> Tensor:
+        main_grad = getattr(self.param, "main_grad", None)
+        if not isinstance(main_grad, Tensor) or main_grad.shape != self.param.shape:
+            found = tuple(main_grad.shape) if isinstance(main_grad, Tensor) else main_grad
+            raise InputError(
+                f"{self.name}.main_grad is {found}, expected a tensor {tuple(self.param.shape)}: "
+                "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off'",
+                phase="experts",
+            )
+        return main_grad
+
+    def _move(self, expected: _State, to: _State) -> None:
+        if self._state is not expected:
+            raise RuntimeError(f"gradient of {self.name} is {self._state.name}, expected {expected.name}")
+        self._state = to

@@ -1,0 +1,138 @@
+"""The experts of one rank as a module: up (and gate), activation, down.
+
+Legend: M rows, K slots per row, R kept slots, r those of the busiest expert, E experts, D model dim, F hidden dim,
+I = 2F with a gate, else F.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.dispatch.plan import plan_experts
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.activations import BY_NAME
+from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.kernels.selftest import KernelChoice
+
+WEIGHTS = ("experts", "combine")
+
+
+class ExpertMLP(nn.Module):
+    """E expert MLPs over the rows of this rank.
+
+    Memory, in bytes at s bytes per value, beyond the parameters, their gradients, x, y and dy:
+
+        kept for the backward   s R I                                       the pre-activations
+        peak of the forward     s (R (I + D) + max(M D, r D, a r F))
+        peak of the backward    s (R (I + D) + max(M D, r (3 F + D), b r F))
+
+        a = 3 for clamped_swiglu, else 2 with weights="experts" and 1 with "combine"
+        b = 6 for clamped_swiglu, 4 for the other gates, 2 without a gate
+
+    and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
+    machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
+    forward's maximum. Gathered rows and activations are never kept.
+
+    Args:
+        num_experts: E.
+        dim, hidden: D and F; on a GPU multiples of 16 bytes.
+        activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (gpt-oss: interleaved) with a gate;
+            "relu_squared", "gelu" without.
+        bias: whether up and down have biases.
+        weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
+            they are summed). The same numbers up to rounding; "experts" moves less where F < D.
+        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`.
+        kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
+
+    Parameters: up [E, I, D], down [E, D, F], with biases up_bias [E, I] and down_bias [E, D].
+
+    Raises:
+        ConfigError: sizes or names that do not fit.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        weights: Literal["experts", "combine"] = "experts",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        main_grad: MainGradMode = "off",
+        kernels: KernelChoice | str = "auto",
+    ) -> None:
+        super().__init__()
+        if min(num_experts, dim, hidden) < 1:
+            raise ConfigError(f"{num_experts} experts of {dim} x {hidden}: all must be at least 1")
+        if activation not in BY_NAME:
+            raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
+        if weights not in WEIGHTS:
+            raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
+        check_mode(main_grad)
+        self.num_experts, self.dim, self.hidden = num_experts, dim, hidden
+        self.activation, self.weights, self.main_grad = activation, weights, main_grad
+        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
+        made = BY_NAME[activation]()
+        self.math = ExpertMath(activation=made, weights=weights)
+        width = 2 * hidden if made.gated else hidden
+
+        def param(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
+
+        self.up, self.down = param(width, dim), param(dim, hidden)
+        self.up_bias = param(width) if bias else None
+        self.down_bias = param(dim) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each expert drawn as two `nn.Linear` draw themselves."""
+        for weight, bias, fan_in in ((self.up, self.up_bias, self.dim), (self.down, self.down_bias, self.hidden)):
+            bound = 1 / math.sqrt(fan_in)
+            weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+
+    def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
+        """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype.
+
+        Args:
+            x_MD: floating, M >= 0.
+            ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
+            w_MK: floating routing weights; their gradient comes back in their dtype.
+            num_slots: how many slots are kept, where it is known.
+
+        Raises:
+            InputError: shapes or dtypes other than these.
+            BackendError: the kernels fail their self-test, see `KernelChoice`.
+        """
+        legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
+        if not legal or x_MD.shape[1] != self.dim or ids_MK.is_floating_point() or not w_MK.is_floating_point():
+            raise InputError(
+                f"expected x [M, {self.dim}], int ids [M, K] and floating weights [M, K], got {x_MD.dtype} "
+                f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
+                phase="experts",
+            )
+        return expert_mlp(
+            x_MD,
+            w_MK,
+            plan_experts(ids_MK, self.num_experts, num_slots=num_slots),
+            ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias),
+            self.math,
+            self.kernels.on(x_MD.device, self.up.dtype),
+            main_grad=self.main_grad,
+        )
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"
+        shown += f", bias={self.up_bias is not None}, weights={self.weights!r}"
+        return shown if self.main_grad == "off" else f"{shown}, main_grad={self.main_grad!r}"

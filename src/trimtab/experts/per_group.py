@@ -1,0 +1,95 @@
+"""One tensor per group, held as one stacked parameter or as one parameter per group; the kernels see no difference.
+
+    stacked     weight [e, B, A]
+    separate    weight0 .. weight{e-1}, each [B, A]
+
+Legend: e groups, A in features, B out features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.experts.main_grad import MainGradMode, WeightGradient
+from trimtab.kernels.grouped import put
+
+
+def take(tensors: Sequence[Tensor], stacked: bool, e: slice) -> Tensor:
+    """The tensors of the groups `e`, stacked. A copy only where several separate ones are asked for."""
+    if stacked:
+        return tensors[0][e]
+    return tensors[e][0][None] if e.stop - e.start == 1 else torch.stack(list(tensors[e]))
+
+
+class Gradients:
+    """The gradients of all groups' parameters for one microbatch, written block by block.
+
+    A frozen one has no `main_grad` to be written; its gradient is the caller's to drop.
+
+    Args:
+        params: one stacked parameter, or one per group.
+        stacked: which of the two.
+        mode: what becomes of the gradients, see `main_grad`.
+        name: what error messages call the parameters.
+    """
+
+    def __init__(self, params: Sequence[Tensor], stacked: bool, mode: MainGradMode, name: str) -> None:
+        names = [name] if stacked else [f"{name}{i}" for i in range(len(params))]
+        self._stacked = stacked
+        self._each = [
+            WeightGradient(p, mode if p.requires_grad else "off", n) for p, n in zip(params, names, strict=True)
+        ]
+        self._buffers = [gradient.open() for gradient in self._each]
+
+    @contextmanager
+    def block(self, e: slice) -> Iterator[tuple[Tensor, bool]]:
+        """Where to write the groups `e`, [e, ...] of a parameter's shape, and whether to add to what is there."""
+        if self._stacked:
+            yield self._buffers[0][e], self._each[0].adds
+        elif e.stop - e.start == 1:
+            yield self._buffers[e.start][None], self._each[e.start].adds
+        else:
+            first = self._buffers[e.start]
+            fresh = first.new_empty(e.stop - e.start, *first.shape)
+            yield fresh, False
+            for buffer, gradient, value in zip(self._buffers[e], self._each[e], fresh.unbind(), strict=True):
+                put(buffer, value, gradient.adds)
+
+    def close(self) -> list[Tensor]:
+        """What autograd gets for each parameter."""
+        return [gradient.close() for gradient in self._each]
+
+
+def convert_state(state: MutableMapping[str, Any], prefix: str, name: str, num_groups: int, *, stacked: bool) -> None:
+    """Bring the entries of one parameter to the form asked for, in place: stacked, or separate.
+
+    Entries that have the form already, or are not there at all, stay as they are.
+
+    Raises:
+        InputError: both forms at once, or not exactly `num_groups` groups.
+    """
+    whole = prefix + name
+    part = re.compile(re.escape(whole) + r"(\d+)")
+    found = sorted(int(match[1]) for key in state if (match := part.fullmatch(key)))
+    if whole in state and found:
+        raise InputError(f"state dict has both {whole} and {whole}{found[0]}: which one is meant?")
+    if found and found != list(range(num_groups)):
+        missing = sorted(set(range(num_groups)) - set(found))
+        extra = sorted(set(found) - set(range(num_groups)))
+        raise InputError(
+            f"state dict has {len(found)} of {whole}*, expected {whole}0 .. {whole}{num_groups - 1}: "
+            f"missing {missing}, unexpected {extra}"
+        )
+    if whole in state and state[whole].shape[:1] != (num_groups,):
+        raise InputError(f"state dict has {whole} {tuple(state[whole].shape)}, expected {num_groups} groups")
+    if stacked and found:
+        state[whole] = torch.stack([state.pop(f"{whole}{i}") for i in found])
+    if not stacked and whole in state:
+        state.update({f"{whole}{i}": value for i, value in enumerate(state.pop(whole).unbind())})

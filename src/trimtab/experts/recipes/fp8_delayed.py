@@ -1,0 +1,111 @@
+"""FP8 with delayed scaling: the scale comes from the magnitudes of earlier steps, one per expert and operand.
+
+"FP8 Formats for Deep Learning" (arXiv 2209.05433) and TransformerEngine's DelayedScaling: E4M3 forward, E5M2 for
+gradients; what has grown beyond the history and the margin saturates. How the history moves: `amax_history.py`.
+
+Legend: R expert rows, e experts, A in features, B out features, C either width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from trimtab.errors import ConfigError
+from trimtab.experts.recipes.amax_history import AmaxHistory
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.blocks import Segments
+from trimtab.experts.recipes.describe import ElementBound, ErrorBound
+from trimtab.experts.recipes.formats import E4M3, ElementFormat
+from trimtab.experts.recipes.fp8_current import FP8Current, float_scaled, gradient_format
+from trimtab.experts.recipes.quantised import (
+    Quantised,
+    QuantisedState,
+    RowsRole,
+    by_broadcast,
+    by_segment,
+    whole_amax,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Delayed(FP8Current):
+    """As FP8Current, with scales from the past.
+
+    history: steps remembered. margin: powers of two of headroom above the largest of them.
+    algorithm: the "max" of the history, or the "latest" step.
+    """
+
+    history: int = 1024
+    margin: int = 0
+    algorithm: Literal["max", "latest"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 1 or not 0 <= self.margin <= 32 or self.algorithm not in ("max", "latest"):
+            raise ConfigError(
+                f"history {self.history}, margin {self.margin}, algorithm {self.algorithm!r}: need history >= 1, "
+                "margin from 0 to 32, and 'max' or 'latest'"
+            )
+
+    @property
+    def name(self) -> str:
+        return "fp8_delayed"
+
+    def error_bound(self) -> ErrorBound:
+        """As long as magnitudes stay within a factor of 2 ** margin of the history; beyond, values saturate.
+
+        block_floor is of the magnitude that gave the scale.
+        """
+        bound, wide = super().error_bound(), 2.0**self.margin
+
+        def element(form: ElementFormat) -> ElementBound:
+            return float_scaled(form, headroom=wide)
+
+        forward, gradient = element(E4M3), element(gradient_format(self.hybrid))
+        return replace(bound, activation=forward, weight=forward, gradient=gradient)
+
+    def emulation(self) -> RecipeState:
+        return FP8DelayedState(self)
+
+
+class FP8DelayedState(QuantisedState):
+    """Three histories: activation, weight, gradient."""
+
+    def __init__(self, recipe: FP8Delayed) -> None:
+        super().__init__(recipe.alignment)
+
+        def history(form: ElementFormat) -> AmaxHistory:
+            return AmaxHistory(recipe.history, form, recipe.margin, recipe.algorithm)
+
+        self.activation_amax = history(E4M3)
+        self.weight_amax = history(E4M3)
+        self.gradient_amax = history(gradient_format(recipe.hybrid))
+
+    def reserve(self, num_groups: int) -> None:
+        for history in self._histories():
+            history.reserve(num_groups)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """For activation recompute: see `AmaxHistory.replay`."""
+        with ExitStack() as stack:
+            for history in self._histories():
+                stack.enter_context(history.replay())
+            yield
+
+    def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
+        history = self.activation_amax if role == "activation" else self.gradient_amax
+        scale = history.scale(segments.amax(x_RC)[:, 0], along)
+        return by_segment(x_RC, segments, history.form, scale.view(-1, 1))
+
+    def stacked(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
+        scale = self.weight_amax.scale(whole_amax(w_eAB)[:, 0, 0], along)
+        return by_broadcast(w_eAB, E4M3, scale.view(-1, 1, 1))
+
+    def _histories(self) -> tuple[AmaxHistory, AmaxHistory, AmaxHistory]:
+        return self.activation_amax, self.weight_amax, self.gradient_amax

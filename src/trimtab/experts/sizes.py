@@ -1,0 +1,73 @@
+"""Group sizes, from wherever they are, to the offsets that the kernels take. Values on a device stay there.
+
+Legend: R rows, e groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.layout import segment_offsets
+
+GroupSizes = Sequence[int] | Tensor
+
+
+def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torch.device) -> Tensor:
+    """[e + 1] int64 on `device`: the start of each group's segment, and the end of the last.
+
+    Sizes on the host are checked here. Sizes on `device` are never read by the host; wrong ones trip a device-side
+    assertion there, before a kernel could read outside of the rows.
+
+    Args:
+        group_sizes: list, CPU tensor or tensor on `device`, `num_groups` of int32 or int64.
+        rows: how many rows there are; the sizes may sum to fewer.
+
+    Raises:
+        InputError: wrong length, dtype or device; on the host also a negative size or a sum beyond the rows.
+    """
+    if not isinstance(group_sizes, Tensor):
+        wrong = [size for size in group_sizes if isinstance(size, bool) or not isinstance(size, int)]
+        if wrong:
+            raise _bad(f"must hold ints, found {wrong[0]!r}")
+        return _from_host(list(group_sizes), num_groups, rows).to(device, non_blocking=True)
+    if group_sizes.dtype not in (torch.int32, torch.int64):
+        raise _bad(f"must be int32 or int64, got {group_sizes.dtype}")
+    if group_sizes.ndim != 1:
+        raise _bad(f"must be one-dimensional, got the shape {tuple(group_sizes.shape)}")
+    if group_sizes.device.type == "cpu":
+        return _from_host(group_sizes.tolist(), num_groups, rows).to(device, non_blocking=True)
+    if group_sizes.device != device:
+        raise _bad(f"are on {group_sizes.device} and the rows on {device}: put them on the CPU or on {device}")
+    return _on_device(group_sizes, num_groups, rows)
+
+
+def _from_host(sizes: list[int], num_groups: int, rows: int) -> Tensor:
+    _check_length(len(sizes), num_groups)
+    negative = [i for i, size in enumerate(sizes) if size < 0]
+    if negative:
+        raise _bad(f"must not be negative, but group {negative[0]} has {sizes[negative[0]]}")
+    offsets = segment_offsets(sizes)
+    if offsets[-1] > rows:
+        raise _bad(f"sum to {offsets[-1]}, but there are only {rows} rows")
+    return torch.tensor(offsets, dtype=torch.int64)
+
+
+def _on_device(sizes_e: Tensor, num_groups: int, rows: int) -> Tensor:
+    _check_length(sizes_e.shape[0], num_groups)
+    offsets_e = torch.nn.functional.pad(sizes_e.cumsum(0, dtype=torch.int64), (1, 0))
+    legal = (sizes_e >= 0).all() & (offsets_e[-1] <= rows)
+    torch._assert_async(legal, "trimtab: group_sizes are negative or sum to more than there are rows")
+    return offsets_e
+
+
+def _check_length(found: int, num_groups: int) -> None:
+    if found != num_groups:
+        raise _bad(f"have {found} entries for {num_groups} groups")
+
+
+def _bad(what: str) -> InputError:
+    return InputError(f"group_sizes {what}", phase="experts")

@@ -1,0 +1,168 @@
+"""Kernels that have shown on this device that they do what is needed, before the first real row goes through them.
+
+`KernelChoice.on(device, dtype)` runs a problem of a few rows through the chosen kernels the first time it is asked:
+empty groups at the start, in the middle and at the end, rows behind the last segment that hold NaN, results written
+over NaN, and a gradient of stride 0. All values are small integers, exact in every dtype, so results must be equal.
+The answer is kept in the choice itself; layers may share one. It costs some milliseconds, once: see `reports`.
+
+Legend: R rows, e groups, A and B the widths of a GEMM.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import BackendError
+from trimtab.kernels.grouped import Kernels, get_kernels
+
+NAN = float("nan")
+A, B, TAIL = 16, 32, 3
+SIZES = (0, 3, 0, 5, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """What a self-test found. `fault` is None where the kernels passed."""
+
+    kernels: str
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float
+    fault: str | None
+
+
+class KernelChoice:
+    """Kernels by name, tested at first use on a device.
+
+    Args:
+        kernels: "auto", a name that `get_kernels` knows, or kernels of one's own.
+        fallback: what may be taken instead where these fail, in order. Nothing unless asked for.
+    """
+
+    def __init__(self, kernels: str | Kernels = "auto", *, fallback: Sequence[str | Kernels] = ()) -> None:
+        self.candidates = (kernels, *fallback)
+        self.reports: list[SelfTest] = []
+        self._chosen: dict[tuple[torch.device, torch.dtype], Kernels] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Kernels:
+        """The kernels for `device` and parameters of `dtype`.
+
+        The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture.
+
+        Raises:
+            BackendError: none of the candidates passed; names each and says why.
+        """
+        key = (device, dtype)
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(device, dtype)
+        return self._chosen[key]
+
+    def _choose(self, device: torch.device, dtype: torch.dtype) -> Kernels:
+        refused: list[str] = []
+        for candidate in self.candidates:
+            try:
+                kernels = get_kernels(candidate, device) if isinstance(candidate, str) else candidate
+                report = self_test(kernels, device, kernels.compute_dtype(dtype))
+            except BackendError as error:
+                refused.append(str(error))
+                continue
+            self.reports.append(report)
+            if report.fault is not None:
+                refused.append(f"kernels {kernels.name!r} failed their self-test on {device} ({dtype}): {report.fault}")
+                continue
+            if refused:
+                warnings.warn(f"{'; '.join(refused)}. Kernels {kernels.name!r} are used instead", stacklevel=3)
+            return kernels
+        advice = "" if len(self.candidates) > 1 else ". Name others in `fallback` to allow them instead"
+        raise BackendError("; ".join(refused) + advice, phase="experts")
+
+
+def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:
+    """Run all checks on `device`. The meta device has no values, so there is nothing to find."""
+    start = time.perf_counter()
+    fault = None if device.type == "meta" else _first_fault(kernels, device, dtype)
+    seconds = time.perf_counter() - start
+    return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
+
+
+class _Problem:
+    """Operands on a device, and the true results on the host in float64."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        def integers(*shape: int, step: int) -> Tensor:
+            return ((torch.arange(torch.Size(shape).numel()) * step) % 5 - 2).double().view(shape)
+
+        rows, groups = sum(SIZES) + TAIL, len(sizes)
+        x, dy, w = integers(rows, A, step=7), integers(rows, B, step=11), integers(groups, A, B, step=13)
+        ends = torch.tensor(sizes).cumsum(0)
+        self.truth = {"y": x.new_zeros(rows, B), "dx": x.new_zeros(rows, A), "dx_ones": x.new_zeros(rows, A)}
+        self.truth |= {"dw": torch.zeros_like(w), "dw_ones": torch.zeros_like(w)}
+        for i, end in enumerate(ends.tolist()):
+            s = slice(end - sizes[i], end)
+            self.truth["y"][s] = x[s] @ w[i]
+            self.truth["dx"][s] = dy[s] @ w[i].t()
+            self.truth["dx_ones"][s] = w[i].sum(1)
+            self.truth["dw"][i] = x[s].t() @ dy[s]
+            self.truth["dw_ones"][i] = x[s].sum(0)[:, None]
+        x[sum(sizes) :] = dy[sum(sizes) :] = NAN
+        self.x, self.dy, self.w = (t.to(device, dtype) for t in (x, dy, w))
+        self.ones = torch.ones((), device=device, dtype=dtype).expand(rows, B)
+        self.offsets = torch.nn.functional.pad(ends, (1, 0)).to(device)
+
+
+def _first_fault(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
+    checks: dict[str, tuple[str, Callable[[_Problem], Tensor]]] = {
+        "output with a NaN tail": ("y", lambda p: _mm(kernels, p, p.x, p.w)),
+        "input gradient with a NaN tail": ("dx", lambda p: _mm(kernels, p, p.dy, p.w.transpose(1, 2))),
+        "weight gradient over stale values": ("dw", lambda p: _wgrad(kernels, p, p.dy, stale=NAN)),
+        "weight gradient added to": ("dw", lambda p: _wgrad(kernels, p, p.dy, stale=1.0, add=True) - 1),
+        "input gradient from a stride-0 gradient": ("dx_ones", lambda p: _mm(kernels, p, p.ones, p.w.transpose(1, 2))),
+        "weight gradient from a stride-0 gradient": ("dw_ones", lambda p: _wgrad(kernels, p, p.ones, stale=NAN)),
+    }
+    for sizes in (SIZES, (0,) * len(SIZES)):
+        problem = _Problem(device, dtype, sizes)
+        for name, (truth, run) in checks.items():
+            try:
+                got = run(problem).double().cpu()
+            except Exception as error:  # whatever a backend throws, it is the backend that is named
+                return f"{name}, group sizes {sizes}: {type(error).__name__}: {error}"
+            if not torch.equal(got, problem.truth[truth]):
+                return f"{name}, group sizes {sizes}: wrong values"
+    return None
+
+
+def _mm(kernels: Kernels, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
+    """Into rows that hold NaN, and into fresh memory; the two must agree."""
+    width = w_eAB.shape[2]
+    _leave_nan(x_RA, width)
+    given = kernels.empty_rows(x_RA, width, x_RA.dtype, p.offsets)
+    made = given.clone()
+    for block in kernels.blocks(p.offsets, x_RA.shape[0]):
+        e, r = block.experts, block.rows
+        given[r] = NAN
+        kernels.grouped_mm(x_RA[r], w_eAB[e], block, given[r])
+        _leave_nan(x_RA[r], width)
+        made[r] = kernels.grouped_mm(x_RA[r], w_eAB[e], block)
+    return torch.where(given == made, given, NAN)
+
+
+def _wgrad(kernels: Kernels, p: _Problem, dy_RB: Tensor, *, stale: float, add: bool = False) -> Tensor:
+    """Through the transposed view of a parameter's layout, which is what layers hand in."""
+    dw_eBA = p.w.transpose(1, 2).contiguous().fill_(stale)
+    for block in kernels.blocks(p.offsets, dy_RB.shape[0]):
+        e, r = block.experts, block.rows
+        _leave_nan(p.w[e].flatten(1), A * B)
+        kernels.grouped_wgrad(p.x[r], dy_RB[r], block, dw_eBA[e].transpose(1, 2), add=add)
+    return dw_eBA.transpose(1, 2)
+
+
+def _leave_nan(rows: Tensor, width: int) -> None:
+    """Free memory of the size that a result will take, full of NaN: an allocator hands it out again."""
+    for _ in range(2):
+        rows.new_full((rows.shape[0], width), NAN)

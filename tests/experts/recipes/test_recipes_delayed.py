@@ -1,0 +1,170 @@
+"""Delayed scaling: what the first step does, how the history moves, what saturates, what is saved and loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipe_cases import normal
+from torch import Tensor
+
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.recipes import FP8Current, FP8Delayed
+from trimtab.experts.recipes.amax_history import AmaxHistory
+from trimtab.experts.recipes.formats import E4M3, E5M2
+
+CUTS = torch.tensor([0, 16, 16, 48])
+
+
+def history(length: int = 3, margin: int = 0, latest: bool = False) -> AmaxHistory:
+    return AmaxHistory(length, E4M3, margin, "latest" if latest else "max")
+
+
+def step(h: AmaxHistory, *amax: float, along: str = "row") -> list[float]:
+    """Magnitudes that the scale in use stands for."""
+    scale = h.scale(torch.tensor(amax), along)
+    return (scale.decode * 448 * 2.0**-h.margin).tolist()
+
+
+def test_a_scale_comes_from_the_steps_before() -> None:
+    h = history()
+    assert step(h, 8.0, 1.0) == [8, 1]  # nothing is known: from the data
+    assert step(h, 2.0, 4.0) == [8, 1]
+    assert step(h, 1.0, 1.0) == [8, 4]
+    assert step(h, 1.0, 1.0) == [8, 4]
+    assert h.history_He.tolist() == [[1, 1], [1, 1], [2, 4]]
+    assert step(h, 1.0, 1.0) == [2, 4]  # 8 is forgotten
+
+
+def test_latest_looks_one_step_back() -> None:
+    h = history(latest=True)
+    assert [step(h, x) for x in (8.0, 2.0, 1.0, 4.0)] == [[8], [8], [2], [1]]
+
+
+def test_the_second_product_of_a_step_uses_the_same_scale_and_moves_nothing() -> None:
+    h = history()
+    assert step(h, 8.0, along="row") == step(h, 8.0, along="column") == [8]
+    assert step(h, 2.0, along="row") == step(h, 2.0, along="column") == [8]
+    assert h.history_He[:, 0].tolist() == [2, 8, 0]
+
+
+@pytest.mark.parametrize("along", ["row", "column"])
+def test_a_layer_that_asks_for_one_product_only_moves_on(along: str) -> None:
+    h = history()
+    assert [step(h, x, along=along) for x in (8.0, 2.0, 1.0, 1.0, 1.0)] == [[8], [8], [8], [8], [2]]
+
+
+def test_an_expert_without_history_takes_its_scale_from_the_data() -> None:
+    h = history(length=2)
+    step(h, 4.0, 0.0)
+    assert step(h, 2.0, 16.0) == [4, 16]
+    assert step(h, 0.0, 0.0) == [4, 16]
+    assert step(h, 0.0, 0.0) == [2, 16]
+    assert step(h, 64.0, 0.0) == [64, 448]  # all forgotten: from the data, scale 1 where that is zero
+    assert h.scale(torch.zeros(2), "row").encode.tolist() == [7, 1]
+
+
+def test_eval_uses_the_history_and_leaves_it() -> None:
+    h = history()
+    step(h, 8.0)
+    h.eval()
+    assert step(h, 2.0) == step(h, 1.0) == [8]
+    assert h.history_He[:, 0].tolist() == [8, 0, 0]
+    h.train()
+    assert step(h, 1.0) == [8]
+
+
+def test_a_recomputed_forward_has_the_scale_of_the_forward() -> None:
+    h = history(latest=True)
+    step(h, 8.0)
+    assert step(h, 2.0) == [8]
+    with h.replay():
+        assert step(h, 2.0) == [8]
+    assert step(h, 2.0, along="column") == [8]
+    assert step(h, 2.0) == [2]
+
+
+def test_margin_is_headroom_and_what_is_beyond_it_saturates() -> None:
+    x = torch.full((16, 4), 3.0)
+    for margin, growth, wanted in ((0, 1.0, 3), (0, 2.0, 3), (1, 2.0, 6), (1, 4.0, 6), (3, 4.0, 12)):
+        state = FP8Delayed(backend="emulated", margin=margin, hybrid=False).state()
+        cuts = torch.tensor([0, 16])
+        state.gradient(x, cuts, along="row")
+        torch.testing.assert_close(state.gradient(x * growth, cuts, along="row"), torch.full_like(x, wanted))
+        torch.testing.assert_close(state.gradient(x * growth, cuts, along="row"), x * growth)  # it has been seen
+
+
+def test_with_steady_data_it_is_current_scaling() -> None:
+    delayed, current = FP8Delayed(backend="emulated").state(), FP8Current(backend="emulated").state()
+    x, w = normal(48, 24), normal(3, 24, 8)
+    for _ in range(3):
+        for along in ("row", "column"):
+            assert torch.equal(delayed.activation(x, CUTS, along=along), current.activation(x, CUTS, along=along))
+            assert torch.equal(delayed.gradient(x, CUTS, along=along), current.gradient(x, CUTS, along=along))
+        for along in ("in", "out"):
+            assert torch.equal(delayed.weight(w, along=along), current.weight(w, along=along))
+
+
+def test_operands_have_histories_of_their_own_and_nothing_odd_enters_them() -> None:
+    state = FP8Delayed(backend="emulated", history=2).state()
+    x = torch.ones(50, 24)
+    x[48:] = torch.nan  # padding
+    x[0, 0], x[1, 0] = torch.nan, torch.inf
+    state.activation(x, CUTS, along="row")
+    state.gradient(2 * x, CUTS, along="row")
+    state.weight(4 * torch.ones(3, 24, 8), along="in")
+    assert state.activation_amax.history_He.tolist() == [[1, 0, 1], [0, 0, 0]]
+    assert state.gradient_amax.history_He.tolist() == [[2, 0, 2], [0, 0, 0]]
+    assert state.weight_amax.history_He.tolist() == [[4, 4, 4], [0, 0, 0]]
+    assert (state.activation_amax.form, state.gradient_amax.form) == (E4M3, E5M2)
+
+
+def run(state: torch.nn.Module, steps: range) -> list[Tensor]:
+    out = []
+    for i in steps:
+        x = normal(48, 24, seed=i) * 2.0 ** (i % 3)
+        for along in ("row", "column"):
+            out += [state.activation(x, CUTS, along=along), state.gradient(x, CUTS, along=along)]
+        out.append(state.weight(normal(3, 24, 8, seed=i), along="in"))
+    return out
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_saved_state_goes_on_with_the_same_bits(reserved: bool) -> None:
+    recipe = FP8Delayed(backend="emulated", history=4)
+    state = recipe.state()
+    run(state, range(3))
+    saved = {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    wanted = run(state, range(3, 7))
+    other = recipe.state()
+    if reserved:
+        other.reserve(3)
+    assert not other.load_state_dict(saved).missing_keys
+    assert all(torch.equal(a, b) for a, b in zip(run(other, range(3, 7)), wanted, strict=True))
+    other.load_state_dict(recipe.state().state_dict())  # saved before a first step
+    assert all(torch.equal(a, b) for a, b in zip(run(other, range(3)), run(recipe.state(), range(3)), strict=True))
+
+
+def test_a_module_cast_to_a_narrow_dtype_keeps_its_history() -> None:
+    state = FP8Delayed(backend="emulated", history=2).state()
+    run(state, range(2))
+    kept = state.activation_amax.history_He.clone()
+    state.bfloat16()
+    assert state.activation_amax.history_He.dtype == torch.float32
+    assert torch.equal(state.activation_amax.history_He, kept)
+
+
+def test_another_number_of_experts_is_refused() -> None:
+    state = FP8Delayed(backend="emulated").state()
+    state.weight(normal(3, 8, 8), along="in")
+    with pytest.raises(InputError, match="3 experts cannot scale 4"):
+        state.weight(normal(4, 8, 8), along="in")
+    other = FP8Delayed(backend="emulated").state()
+    other.reserve(4)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.weight_amax.load_state_dict(state.weight_amax.state_dict())
+
+
+@pytest.mark.parametrize("wrong", [{"history": 0}, {"margin": -1}, {"algorithm": "mean"}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="need history >= 1"):
+        FP8Delayed(backend="emulated", **wrong)  # type: ignore[arg-type]

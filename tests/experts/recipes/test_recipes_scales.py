@@ -1,0 +1,111 @@
+"""Block scales exactly as specified, against scalar arithmetic in Python; which elements share one; what is stored."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
+from trimtab.experts.recipes.formats import E2M1, E4M3, E5M2, ElementFormat, round_to
+from trimtab.experts.recipes.scales import e4m3_scale, e8m0_scale, float_scale, tensor_scale
+
+POSITIVE = st.floats(2.0**-126, 2.0**127, width=32)
+EIGHT_BITS = st.sampled_from([E4M3, E5M2])
+EMAX = {"E4M3": 8, "E5M2": 15}  # OCP MX v1.0, section 5.3
+
+
+@settings(deadline=None)
+@given(POSITIVE, EIGHT_BITS)
+def test_mx_floor_is_the_specification(amax: float, form: ElementFormat) -> None:
+    exponent = math.frexp(amax)[1] - 1 - EMAX[form.name]
+    scale = e8m0_scale(torch.tensor(amax), form)
+    assert scale.decode.item() == 2.0 ** max(exponent, -127)
+    assert scale.decode.to(torch.float8_e8m0fnu).float().item() == scale.decode.item()  # one byte holds it
+    assert scale.decode.double() * scale.encode.double() == 1
+
+
+@settings(deadline=None)
+@given(POSITIVE, EIGHT_BITS)
+def test_mx_ceil_is_the_least_power_of_two_that_does_not_saturate(amax: float, form: ElementFormat) -> None:
+    decode = Fraction(e8m0_scale(torch.tensor(amax), form, ceil=True).decode.item())
+    assert Fraction(amax) <= decode * Fraction(form.largest)
+    assert decode == Fraction(2) ** -127 or Fraction(amax) > decode / 2 * Fraction(form.largest)
+
+
+@settings(deadline=None)
+@given(POSITIVE, EIGHT_BITS, st.integers(0, 8))
+def test_float_scale_puts_amax_at_the_largest_value(amax: float, form: ElementFormat, margin: int) -> None:
+    scale = float_scale(torch.tensor(amax), form, margin=margin)
+    exact = form.largest * 2.0**-margin / amax
+    assert scale.encode.item() == pytest.approx(min(exact, 2.0**126), rel=2**-22)
+    assert scale.decode.item() == pytest.approx(1 / scale.encode.item(), rel=2**-23)
+    power = float_scale(torch.tensor(amax), form, margin=margin, exact=True).encode.item()
+    assert math.frexp(power)[0] == 0.5
+    assert power <= scale.encode.item() < 2 * power
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+def test_all_zero_blocks_have_a_finite_scale(form: ElementFormat) -> None:
+    zero = torch.zeros(3)
+    for scale, wanted in ((float_scale(zero, form), 1.0), (e8m0_scale(zero, form), 2.0**-127)):
+        assert torch.equal(scale.decode, torch.full((3,), wanted))
+        assert torch.equal(zero * scale.encode, zero)
+    assert torch.equal(tensor_scale(zero), torch.ones(3))
+    stored, scale = e4m3_scale(zero, torch.ones(3))
+    assert not stored.any()
+    assert not scale.encode.any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e4, width=32), min_size=1, max_size=8))
+def test_nvfp4_scales_are_the_two_levels_of_its_paper(amaxes: list[float]) -> None:
+    amax = torch.tensor(amaxes)
+    g = tensor_scale(amax.max())
+    stored, scale = e4m3_scale(amax, g)
+    assert torch.equal(stored.to(torch.float8_e4m3fn).float(), stored)
+    assert (stored <= 448).all()
+    if amax.max() > 1e-30:
+        wanted = (amax.double() / 6) / (amax.max().double() / (6 * 448))
+        assert ((stored - wanted).abs() <= wanted / 17 * (1 + 1e-6) + 2.0**-10).all()
+        assert stored[amax.argmax()] == 448
+    assert torch.equal(scale.decode, stored * g)
+    reached = round_to(amax * scale.encode, E2M1)
+    assert (reached <= 6).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4), (4, 1), (4, 4), (1, 7), (5, 7), (16, 1)])
+def test_blocks_are_rectangles_from_the_first_corner(rows: int, columns: int) -> None:
+    x = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    amax = block_amax(x, rows, columns)
+    for i in range(amax.shape[1]):
+        for j in range(amax.shape[2]):
+            part = x[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            assert torch.equal(amax[:, i, j], part.abs().amax((1, 2)))
+    spread = spread_blocks(amax, rows, columns, x)
+    assert spread.shape == x.shape
+    assert (spread >= x.abs()).all()
+    assert torch.equal(spread[:, 4, 6], amax[:, 4 // rows, 6 // columns])
+
+
+@pytest.mark.parametrize("cuts", [(0, 16, 48), (0, 0, 32), (0, 32, 32), (0, 0, 0), (0, 16, 16, 16, 80), (0, 80)])
+def test_segments_against_a_loop(cuts: tuple[int, ...]) -> None:
+    x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1))
+    x[cuts[-1] :] = torch.nan
+    segments = Segments(80, torch.tensor(cuts), 16)
+    clean = segments.clean(x)
+    parts = [clean[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def largest(part: Tensor) -> Tensor:
+        return part.abs().amax(0) if len(part) else torch.zeros(3)
+
+    assert not clean[cuts[-1] :].any()
+    assert torch.equal(segments.column_amax(clean), torch.stack([largest(p) for p in parts]))
+    assert torch.equal(segments.amax(clean)[:, 0], torch.stack([largest(p).max() for p in parts]))
+    spread = segments.spread(torch.arange(len(parts))[:, None])[: cuts[-1], 0].tolist()
+    assert spread == [i for i, p in enumerate(parts) for _ in p]

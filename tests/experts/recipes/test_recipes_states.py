@@ -1,0 +1,227 @@
+"""What every recipe promises of its state: shapes, segments, padding, what is not finite, devices, invariances."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipe_cases import KINDS, METHODS, NAMES, RECIPES, WEIGHTS, normal, offsets, rows_of
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.experts.recipes.blocks import block_amax, spread_blocks
+from trimtab.experts.recipes.describe import ElementBound
+
+C = 40  # not a multiple of any block
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("method", METHODS, ids="-".join)
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_is_zero_and_influences_nothing(name: str, method: tuple[str, str]) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 0, 2)
+    used = int(cuts[-1])
+    x = normal(used + 37, C)
+    plain = rows_of(recipe, x[:used], cuts, method)
+    for poison in (torch.nan, torch.inf, 1e30):
+        x[used:] = poison
+        out = rows_of(recipe, x, cuts, method)
+        assert out.dtype == torch.float32
+        assert out.shape == x.shape
+        assert not out[used:].any()
+        assert torch.equal(out[:used], plain)
+
+
+@pytest.mark.parametrize("method", METHODS, ids="-".join)
+@pytest.mark.parametrize("name", KINDS)
+def test_one_segment_never_changes_another(name: str, method: tuple[str, str]) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 2, 0, 1)
+    a, b = int(cuts[1]), int(cuts[2])
+    x = normal(int(cuts[-1]), C)
+    before = rows_of(recipe, x, cuts, method)
+    for change in (1000.0, torch.nan, 0.0):
+        y = x.clone()
+        y[a:b] *= change
+        after = rows_of(recipe, y, cuts, method)
+        assert torch.equal(before[:a], after[:a])
+        assert torch.equal(before[b:], after[b:])
+        assert not torch.equal(before[a:b], after[a:b])
+
+
+@pytest.mark.parametrize("method", METHODS, ids="-".join)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_segment_is_what_it_would_be_alone(name: str, method: tuple[str, str]) -> None:
+    recipe = RECIPES[name]
+    if name.startswith("nvfp4") and name != "nvfp4_nearest" and method[0] == "gradient":
+        recipe = RECIPES["nvfp4_nearest"]  # the noise of an element depends on its place
+    cuts = offsets(recipe, 0, 1, 0, 2, 0)
+    x = normal(int(cuts[-1]), C)
+    whole = rows_of(recipe, x, cuts, method)
+    for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        alone = rows_of(recipe, x[start:end], torch.tensor([0, end - start]), method)
+        assert torch.equal(whole[start:end], alone)
+
+
+@pytest.mark.parametrize("method", METHODS, ids="-".join)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("rows", [0, 5])
+def test_no_rows_at_all(name: str, method: tuple[str, str], rows: int) -> None:
+    out = rows_of(RECIPES[name], torch.full((rows, C), torch.nan), torch.zeros(4, dtype=torch.int32), method)
+    assert out.shape == (rows, C)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_zeros_give_zeros(name: str) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 1)
+    for method in METHODS:
+        assert not rows_of(recipe, torch.zeros(int(cuts[-1]), C), cuts, method).any()
+    for along in WEIGHTS:
+        assert not recipe.state().weight(torch.zeros(2, C, 24), along=along).any()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_its_place_and_nowhere_else(name: str, odd: float) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 1)
+    x = normal(int(cuts[-1]), C)
+    x[3, 5] = 0
+    y = x.clone()
+    y[3, 5] = odd
+    for method in METHODS:
+        clean, shown = rows_of(recipe, x, cuts, method), rows_of(recipe, y, cuts, method)
+        assert not shown[3, 5].isfinite()
+        shown[3, 5] = 0
+        assert torch.equal(clean, shown)
+    w = normal(2, C, 24)
+    w[1, 2, 3] = odd
+    for along in WEIGHTS:
+        bad = ~recipe.state().weight(w, along=along).isfinite()
+        assert bad.nonzero().tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_runs_on_the_meta_device_with_a_state_from_anywhere(name: str) -> None:
+    recipe = RECIPES[name]
+    cuts = torch.empty(4, dtype=torch.int64, device="meta")
+    state = recipe.state()
+    for (method, along), weight_along in zip(METHODS[::3], WEIGHTS, strict=True):
+        x = torch.empty(300, C, device="meta", dtype=torch.bfloat16)
+        out = getattr(state, method)(x, cuts, along=along)
+        assert (out.shape, out.dtype, out.device.type) == (x.shape, torch.float32, "meta")
+        assert state.weight(torch.empty(3, C, 24, device="meta"), along=weight_along).shape == (3, C, 24)
+        state = state.to("meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", KINDS)
+def test_narrow_inputs_are_quantised_from_their_exact_values(name: str, dtype: torch.dtype) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 2, 1)
+    x, w = normal(int(cuts[-1]), C, dtype=dtype), normal(2, C, 24, dtype=dtype)
+    for method in METHODS:
+        assert torch.equal(rows_of(recipe, x, cuts, method), rows_of(recipe, x.float(), cuts.int(), method))
+    for along in WEIGHTS:
+        state = recipe.state()
+        strided = w.mT.contiguous().mT
+        assert torch.equal(state.weight(strided, along=along), recipe.state().weight(w.float(), along=along))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(NAMES), st.sampled_from(METHODS), st.integers(-30, 30), st.integers(0, 99))
+def test_powers_of_two_pass_through(name: str, method: tuple[str, str], exponent: int, seed: int) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 0, 1)
+    x = normal(int(cuts[-1]), C, seed=seed)
+    scaled = rows_of(recipe, x * 2.0**exponent, cuts, method)
+    assert torch.equal(scaled, rows_of(recipe, x, cuts, method) * 2.0**exponent)
+
+
+POWER_OF_TWO = [n for n in NAMES if n in ("fp8_rowwise_pow2", "fp8_blockwise") or n.startswith("mxfp8")]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(POWER_OF_TWO), st.sampled_from(METHODS), st.integers(0, 99), st.floats(0.5, 2.0, width=32))
+def test_quantising_twice_changes_nothing_where_scales_are_powers_of_two(
+    name: str, method: tuple[str, str], seed: int, factor: float
+) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 2)
+    x = normal(int(cuts[-1]), C, seed=seed) * factor
+    x *= torch.logspace(-6, 6, C, 2.0)
+    once = rows_of(recipe, x, cuts, method)
+    assert torch.equal(rows_of(recipe, once, cuts, method), once)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(NAMES), st.sampled_from(METHODS), st.integers(0, 99))
+def test_quantising_twice_is_within_rounding_elsewhere(name: str, method: tuple[str, str], seed: int) -> None:
+    recipe = RECIPES["nvfp4_nearest" if name.startswith("nvfp4") else name]
+    cuts = offsets(recipe, 1)
+    once = rows_of(recipe, normal(int(cuts[-1]), C, seed=seed), cuts, method)
+    torch.testing.assert_close(rows_of(recipe, once, cuts, method), once, rtol=2**-21, atol=0)
+
+
+def largest_per_block(x: Tensor, block: tuple[int, int], along: str) -> Tensor:
+    """max |x| over what each element of one segment shares its scale with, by slicing."""
+    rows, columns = block
+    if rows == 0:  # the whole segment
+        return x.abs().max().expand_as(x)
+    axis = 1 if along == "row" else 0
+    parts = x.split(columns or max(x.shape), axis)
+    return torch.cat([part.abs().amax(axis, keepdim=True).expand_as(part) for part in parts], axis)
+
+
+@pytest.mark.parametrize("method", METHODS, ids="-".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_element_is_within_its_bound(name: str, method: tuple[str, str]) -> None:
+    recipe = RECIPES[name]
+    bound: ElementBound = getattr(recipe.error_bound(), method[0])
+    rows = 2 * recipe.alignment
+    x = normal(rows, 200, seed=4) * torch.logspace(-40, 40, 200, 2.0 if method[1] == "row" else 1.1)
+    x *= torch.logspace(-8, 8, rows, 2.0)[:, None]
+    q = rows_of(recipe, x, torch.tensor([0, rows]), method)
+    amax = largest_per_block(x, getattr(recipe.formats(), method[0]).block, method[1])
+    allowed = torch.maximum(bound.relative * x.abs(), bound.block_floor * amax) + bound.tensor_floor * x.abs().max()
+    worst = ((q - x).abs() / (allowed * (1 + 1e-6))).max().item()
+    assert worst <= 1
+    assert worst > 0.8  # and the bound is no more than it has to be
+
+
+@pytest.mark.parametrize("along", WEIGHTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_weight_is_within_its_bound(name: str, along: Literal["in", "out"]) -> None:
+    recipe = RECIPES[name]
+    bound, block = recipe.error_bound().weight, recipe.formats().weight.block
+    w = normal(2, 200, 144, seed=5) * torch.logspace(-12, 12, 144, 2.0) * torch.logspace(-8, 8, 200, 2.0)[:, None]
+    q = recipe.state().weight(w, along=along)
+    rows, columns = (size or whole for size, whole in zip(block, (200, 200), strict=True))
+    if along == "out":
+        rows, columns = columns, rows
+    amax = spread_blocks(block_amax(w, rows, columns), rows, columns, w)
+    tensor = w.abs().amax((1, 2), keepdim=True)
+    allowed = torch.maximum(bound.relative * w.abs(), bound.block_floor * amax) + bound.tensor_floor * tensor
+    worst = ((q - w).abs() / (allowed * (1 + 1e-6))).max().item()
+    assert 0.8 < worst <= 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    state = RECIPES["mxfp8"].state()
+    x, cuts = normal(64, C), torch.tensor([0, 64])
+    with pytest.raises(InputError, match="along='rows': choose one of"):
+        state.activation(x, cuts, along="rows")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="along='row': choose one of"):
+        state.weight(normal(1, 8, 8), along="row")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"expected \[experts, in, out\]"):
+        state.weight(x, along="in")
+    with pytest.raises(InputError, match="experts \\+ 1"):
+        state.activation(x, torch.tensor([0]), along="row")
+    with pytest.raises(InputError, match=r"expected \[2, width\]"):
+        state.activation(normal(2, 3, 4), cuts, along="row")

@@ -1,0 +1,55 @@
+"""Each hand-written backward against autograd in float64, at the places where a clamp decides as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts.test_expert_module import TRUTH
+from trimtab.experts.activations import BY_NAME, GELU, Activation, GeGLU
+
+
+def geglu_tanh(pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+CASES: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
+    name: (make(), TRUTH[name]) for name, make in BY_NAME.items()
+} | {
+    "geglu_tanh": (GeGLU("tanh"), geglu_tanh),
+    "gelu_tanh": (GELU("tanh"), lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_backward_equals_autograd(name: str, rows: int) -> None:
+    ours, truth = CASES[name]
+    g = torch.Generator().manual_seed(0)
+    pre = (5 * torch.randn(rows, 20, generator=g, dtype=torch.float64)).requires_grad_()
+    with torch.no_grad():
+        pre[:1, :6] = torch.tensor([7.0, 7.0, -7.0, -7.0, 0.0, 0.0])  # at the limits and at the kink
+    before = pre.detach().clone()
+    h = ours.forward(pre.detach())
+    dh = torch.randn(h.shape, generator=g, dtype=torch.float64)
+    d_pre, d_params = ours.backward(pre.detach(), dh)
+    true = truth(pre)
+    (d_true,) = torch.autograd.grad(true, pre, dh)
+    torch.testing.assert_close(h, true.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(d_pre, d_true, rtol=1e-12, atol=1e-12)
+    assert list(d_params) == []
+    assert torch.equal(pre.detach(), before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nan_is_never_hidden(name: str) -> None:
+    ours, _ = CASES[name]
+    pre = torch.full((1, 4), float("nan"))
+    h = ours.forward(pre)
+    assert h.isnan().all()
+    assert ours.backward(pre, torch.ones_like(h))[0].isnan().all()

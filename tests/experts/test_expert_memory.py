@@ -1,0 +1,60 @@
+"""The memory that ExpertMLP's docstring promises, measured: storages counted as they come and go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from live_bytes import LiveBytes
+from trimtab.experts.activations import BY_NAME
+from trimtab.experts.module import ExpertMLP
+
+M, K, D, F, SIZE = 128, 4, 64, 96, 4
+INDICES = 48  # bytes per kept slot
+
+
+def measured(activation: str, weights: str, kernels: str, ids: torch.Tensor, experts: int) -> tuple[int, int, int]:
+    """Bytes kept for the backward, at the peak of the forward and at that of the backward."""
+    mlp = ExpertMLP(experts, D, F, activation=activation, weights=weights, kernels=kernels, dtype=torch.float32)
+    x, w = torch.randn(M, D, requires_grad=True), torch.rand(M, K, requires_grad=True)
+    dy = torch.randn(M, D)
+    mlp(x, ids, w)  # the self-test is not part of it
+    params = sum(p.numel() for p in mlp.parameters()) * SIZE
+    result = M * D * SIZE
+    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+        y = mlp(x, ids, w)
+        forward, kept, live.peak = live.peak, live.now - result, live.now
+        y.backward(dy)
+    return kept, forward, live.peak - params - result
+
+
+def promised(activation: str, weights: str, rows: int, busiest: int, stock: bool) -> tuple[int, int, int]:
+    """ExpertMLP's formulas."""
+    gated, clamped = BY_NAME[activation]().gated, activation == "clamped_swiglu"
+    width = 2 * F if gated else F
+    a = 3 if clamped else 2 if weights == "experts" else 1
+    b = 6 if clamped else 4 if gated else 2
+    base = rows * (width + D)
+    copied = busiest * (F + D) if stock else 0
+    forward = base + max(M * D, busiest * D, a * busiest * F, copied)
+    backward = base + max(M * D, busiest * (3 * F + D), b * busiest * F)
+    return SIZE * rows * width, SIZE * forward, SIZE * backward
+
+
+@pytest.mark.parametrize("activation", BY_NAME)
+@pytest.mark.parametrize("weights", ["experts", "combine"])
+@pytest.mark.parametrize("routing", ["even", "one_expert", "last_is_busiest", "stock"])
+def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routing: str) -> None:
+    ids = torch.arange(M * K).view(M, K) % 4
+    if routing == "one_expert":
+        ids = torch.full_like(ids, 2)
+    if routing == "last_is_busiest":
+        ids = torch.where(torch.arange(M)[:, None] < M // 2, 3, ids)
+    kernels = "stock" if routing == "stock" else "loop"
+    busiest = M * K if routing == "stock" else int(torch.bincount(ids.flatten()).max())
+    got = measured(activation, weights, kernels, ids, 4)
+    bounds = promised(activation, weights, M * K, busiest, routing == "stock")
+    for name, value, bound in zip(("kept", "forward", "backward"), got, bounds, strict=True):
+        indices = INDICES * M * K
+        assert value <= bound + indices, f"{name}: {value} bytes, promised {bound} + {indices}"
+        assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"

@@ -1,0 +1,158 @@
+"""ExpertMLP: every activation, with and without bias, weighted on either side, against the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from comparing import assert_close
+from trimtab import oracle
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.main_grad import MODES
+from trimtab.experts.module import ExpertMLP
+
+T, D, F, E, K = 13, 16, 24, 6, 3
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def geglu(pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return torch.nn.functional.gelu(gate) * up
+
+
+def clamped_swiglu(pre: Tensor) -> Tensor:
+    gate, up = pre[..., ::2].clamp(max=7.0), pre[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+TRUTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": oracle.swiglu,
+    "geglu": geglu,
+    "clamped_swiglu": clamped_swiglu,
+    "relu_squared": lambda pre: torch.relu(pre).square(),
+    "gelu": torch.nn.functional.gelu,
+}
+
+
+def experts(activation: str, dtype: torch.dtype = torch.float32, **options: object) -> ExpertMLP:
+    torch.manual_seed(0)
+    mlp = ExpertMLP(E, D, F, activation=activation, dtype=dtype, **options)
+    with torch.no_grad():
+        mlp.up.mul_(6.0)  # so that gpt-oss's limit of 7 cuts some
+    return mlp
+
+
+def slots(routing: str, tokens: int = T) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, E - 1, (tokens, K), generator=g)  # the last expert is empty
+    return torch.full_like(ids, -1) if routing == "none" else ids
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("activation", TRUTH)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weights", ["experts", "combine"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        ("loop", torch.float64), ("loop", torch.float32), ("loop", torch.bfloat16), ("loop", torch.float16),
+        ("stock", torch.float32), ("stock", torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_values_of_every_variant(activation: str, bias: bool, weights: str, kernels: str, dtype: torch.dtype) -> None:
+    for routing in ("random", "none"):
+        for main_grad in MODES:
+            compare(activation, bias, weights, kernels, dtype, routing, main_grad)
+
+
+def compare(
+    activation: str, bias: bool, weights: str, kernels: str, dtype: torch.dtype, routing: str, main_grad: str
+) -> None:
+    mlp = experts(activation, dtype, bias=bias, weights=weights, kernels=kernels, main_grad=main_grad)
+    for param in (mlp.up, mlp.down):
+        param.main_grad = torch.full_like(param, 3.0, dtype=torch.promote_types(dtype, torch.float32))
+    g = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(T, D, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    w = torch.rand(T, K, generator=g).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    ids = slots(routing)
+    y = mlp(x, ids, w)
+    y.backward(dy)
+
+    def rounded(pre: Tensor) -> Tensor:
+        # A cut is decided by the rounded value: round as the experts do, let the gradient through.
+        return TRUTH[activation](pre + (pre.to(dtype).double() - pre).detach())
+
+    truth = oracle.moe(
+        x, ids, w, mlp.up, mlp.down, up_bias_EI=mlp.up_bias, down_bias_ED=mlp.down_bias, activation=rounded
+    )
+    leaves = {"x": x, "w": w, **dict(mlp.named_parameters())}
+    wanted = [torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves.values()]
+    if truth.requires_grad:
+        wanted = list(torch.autograd.grad(truth, list(leaves.values()), dy.double(), materialize_grads=True))
+    assert y.dtype == dtype
+    assert_close(y, truth, BOUNDS[dtype], "output")
+    for (name, leaf), true in zip(leaves.items(), wanted, strict=True):
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype)
+        fused = main_grad != "off" and name in ("up", "down")
+        got = leaf.main_grad if fused else leaf.grad
+        start = 3.0 if fused and main_grad == "accumulate" else 0.0
+        assert_close(got, true + start, BOUNDS[dtype], f"gradient of {name}")
+        if fused:
+            assert leaf.grad_added_to_main_grad is True
+
+
+@pytest.mark.parametrize("activation", TRUTH)
+def test_both_sides_of_the_weights_agree(activation: str) -> None:
+    results = []
+    for weights in ("experts", "combine"):
+        mlp = experts(activation, torch.float64, bias=True, weights=weights)
+        x = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        w = torch.rand(T, K, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+        y = mlp(x, slots("random"), w)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, w, *mlp.parameters()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("kernels", ["loop", "stock"])
+def test_no_tokens(tokens: int, kernels: str) -> None:
+    mlp = experts("swiglu", bias=True, kernels=kernels)
+    x = torch.randn(tokens, D, requires_grad=True)
+    mlp(x, slots("random", tokens), torch.rand(tokens, K)).sum().backward()
+    assert x.grad.shape == (tokens, D)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mlp.parameters())
+    assert tokens or all(torch.equal(p.grad, torch.zeros_like(p)) for p in mlp.parameters())
+
+
+@pytest.mark.parametrize("weights", ["experts", "combine"])
+def test_nothing_is_read_on_the_host(weights: str) -> None:
+    mlp = experts("clamped_swiglu", torch.bfloat16, bias=True, weights=weights, device="meta")
+    x = torch.empty(T, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    mlp(x, torch.empty(T, K, device="meta", dtype=torch.int64), torch.empty(T, K, device="meta")).sum().backward()
+    assert all(p.grad.shape == p.shape for p in mlp.parameters())
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="activation 'silu' is not one of"):
+        ExpertMLP(E, D, F, activation="silu")
+    with pytest.raises(ConfigError, match="weights='router' is not one of"):
+        ExpertMLP(E, D, F, weights="router")
+    with pytest.raises(ConfigError, match="at least 1"):
+        ExpertMLP(E, D, 0)
+    mlp, x, ids, w = experts("swiglu"), torch.randn(T, D), slots("random"), torch.rand(T, K)
+    for bad in (
+        (x[:, 1:], ids, w),
+        (x[1:], ids, w),
+        (x, ids[:, 1:], w),
+        (x, ids.float(), w),
+        (x, ids, ids),
+        (x[0], ids, w),
+    ):
+        with pytest.raises(InputError, match=r"expected x \[M, 16\], int ids"):
+            mlp(*bad)
+    assert repr(mlp) == "ExpertMLP(6 x (16 -> 24 -> 16), swiglu, bias=False, weights='experts')"

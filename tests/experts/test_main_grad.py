@@ -1,0 +1,92 @@
+"""The gradient's state machine alone: what is written where, what autograd gets, and which order is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.main_grad import MODES, WeightGradient, check_mode
+from trimtab.kernels.grouped import put
+
+
+def param(main: float | None = 5.0, **attributes: bool) -> nn.Parameter:
+    made = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    if main is not None:
+        made.main_grad = torch.full((2, 3), main)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def deliver(p: nn.Parameter, mode: str, value: float) -> torch.Tensor:
+    gradient = WeightGradient(p, mode)
+    put(gradient.open(), torch.full((2, 3), value), gradient.adds)
+    return gradient.close()
+
+
+def test_off_gives_the_gradient_itself_and_leaves_main_grad_alone() -> None:
+    p = param()
+    assert torch.equal(deliver(p, "off", 2.0), torch.full((2, 3), 2.0).bfloat16())
+    assert torch.equal(p.main_grad, torch.full((2, 3), 5.0))
+    assert not hasattr(p, "grad_added_to_main_grad")
+
+
+@pytest.mark.parametrize("value", [2.0, 0.0])  # zero is what an expert without tokens gives
+def test_accumulate_adds_and_overwrite_replaces_stale_values(value: float) -> None:
+    p = param()
+    deliver(p, "accumulate", value)
+    assert torch.equal(p.main_grad, torch.full((2, 3), 5.0 + value))
+    deliver(p, "overwrite", value)
+    assert torch.equal(p.main_grad, torch.full((2, 3), value))
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
+def test_the_dummy_has_the_parameters_shape_and_dtype_and_is_not_main_grad(mode: str) -> None:
+    p = param()
+    dummy = deliver(p, mode, 2.0)
+    assert p.grad_added_to_main_grad is True
+    assert (dummy.shape, dummy.dtype) == (p.shape, p.dtype)
+    assert dummy.data_ptr() != p.main_grad.data_ptr()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
+def test_zero_out_wgrad_zeroes_the_dummy_and_never_main_grad(mode: str) -> None:
+    p = param(zero_out_wgrad=True)
+    assert torch.equal(deliver(p, mode, 2.0), torch.zeros(2, 3).bfloat16())
+    assert torch.equal(p.main_grad, torch.full((2, 3), 7.0 if mode == "accumulate" else 2.0))
+    plain = param(zero_out_wgrad=False)
+    assert deliver(plain, mode, 2.0).isnan().all()  # unset memory: nobody may use it
+
+
+def test_a_parameter_may_ask_to_be_overwritten() -> None:
+    p = param(overwrite_main_grad=True)
+    deliver(p, "accumulate", 2.0)
+    assert torch.equal(p.main_grad, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_other_order_raises(mode: str) -> None:
+    gradient = WeightGradient(param(), mode, "weight3")
+    with pytest.raises(RuntimeError, match="gradient of weight3 is WAITING, expected OPEN"):
+        gradient.close()
+    gradient.open()
+    with pytest.raises(RuntimeError, match="is OPEN, expected WAITING"):
+        gradient.open()
+    gradient.close()
+    for again in (gradient.open, gradient.close):
+        with pytest.raises(RuntimeError, match="is DELIVERED"):
+            again()
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(InputError, match=r"weight7\.main_grad is None, expected a tensor \(2, 3\)"):
+        WeightGradient(param(main=None), "accumulate", "weight7").open()
+    wrong = param()
+    wrong.main_grad = torch.zeros(6)
+    with pytest.raises(InputError, match=r"main_grad is \(6,\), expected a tensor \(2, 3\)"):
+        WeightGradient(wrong, "overwrite").open()
+    with pytest.raises(ConfigError, match="main_grad='add'"):
+        check_mode("add")

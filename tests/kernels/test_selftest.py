@@ -1,0 +1,131 @@
+"""The self-test passes what is right, names what is broken, and takes another only where that was allowed."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from trimtab.errors import BackendError
+from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
+from trimtab.kernels.selftest import KernelChoice, self_test
+
+CPU = torch.device("cpu")
+
+
+class LeavesTail(StockKernels):
+    """Writes the segments only; rows behind them are what the memory held."""
+
+    name = "leaves_tail"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        y = super().grouped_mm(x_RA, w_eAB, block)
+        if out is None:
+            return y
+        end = int(block.offsets_e[-1])
+        out[:end] = y[:end]
+        return out
+
+
+class LeavesFreshTail(StockKernels):
+    """The same, in fresh memory only."""
+
+    name = "leaves_fresh_tail"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        y = super().grouped_mm(x_RA, w_eAB, block, out)
+        fresh = torch.empty_like(y)
+        end = int(block.offsets_e[-1])
+        fresh[:end] = y[:end]
+        return fresh if out is None else y
+
+
+class StaleEmptyGroups(StockKernels):
+    """Skips groups without rows, so that their gradient stays what it was."""
+
+    name = "stale_groups"
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        before = out_eAB.clone()
+        super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
+        empty = block.offsets_e[1:] == block.offsets_e[:-1]
+        out_eAB.copy_(torch.where(empty[:, None, None], before, out_eAB))
+
+
+class RefusesStrideZero(LoopKernels):
+    """Wants dense operands."""
+
+    name = "refuses_stride_0"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        if 0 in x_RA.stride():
+            raise ValueError("operand has stride 0")
+        return super().grouped_mm(x_RA, w_eAB, block, out)
+
+
+class OffByOneExpert(LoopKernels):
+    """Uses the next expert's weights: right shapes, wrong numbers."""
+
+    name = "off_by_one"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        return super().grouped_mm(x_RA, w_eAB + 1, block, out)
+
+
+BROKEN = (
+    (LeavesTail, "output with a NaN tail"),
+    (LeavesFreshTail, "output with a NaN tail"),
+    (StaleEmptyGroups, "weight gradient over stale values"),
+    (RefusesStrideZero, "stride-0 gradient.*ValueError: operand has stride 0"),
+    (OffByOneExpert, "output with a NaN tail.*wrong values"),
+)
+
+
+@pytest.mark.parametrize("name", ["loop", "stock"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.dtype) -> None:
+    choice = KernelChoice(name)
+    assert choice.reports == []  # nothing runs before the first use
+    kernels = choice.on(CPU, dtype)
+    assert kernels.name == name
+    assert choice.on(CPU, dtype) is kernels
+    (report,) = choice.reports
+    assert report.fault is None
+    assert 0 < report.seconds < 5
+
+
+@pytest.mark.parametrize(("broken", "fault"), BROKEN)
+def test_a_broken_backend_is_refused_by_name(broken: type[Kernels], fault: str) -> None:
+    with pytest.raises(BackendError, match=rf"kernels '{broken.name}' failed.*{fault}"):
+        KernelChoice(broken()).on(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(("broken", "fault"), BROKEN)
+def test_another_is_taken_only_where_it_was_allowed_and_not_in_silence(broken: type[Kernels], fault: str) -> None:
+    choice = KernelChoice(broken(), fallback=["loop"])
+    with pytest.warns(UserWarning, match=rf"'{broken.name}' failed.*Kernels 'loop' are used instead"):
+        assert choice.on(CPU, torch.float32).name == "loop"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choice.on(CPU, torch.float32).name == "loop"  # said once
+    assert [r.kernels for r in choice.reports] == [broken.name, "loop"]
+
+
+def test_all_refused_names_all() -> None:
+    with pytest.raises(BackendError, match=r"'leaves_tail' failed.*'stale_groups' failed"):
+        KernelChoice(LeavesTail(), fallback=[StaleEmptyGroups()]).on(CPU, torch.float32)
+    with pytest.raises(BackendError, match="no kernels named 'fast'"):
+        KernelChoice("fast").on(CPU, torch.float32)
+
+
+def test_a_dtype_that_kernels_do_not_have_is_a_reason_to_fall_back() -> None:
+    with pytest.raises(BackendError, match="float64"):
+        KernelChoice("stock").on(CPU, torch.float64)
+    with pytest.warns(UserWarning, match="float64"):
+        assert KernelChoice("stock", fallback=["loop"]).on(CPU, torch.float64).name == "loop"
+
+
+def test_a_device_without_values_has_nothing_to_test() -> None:
+    assert self_test(StockKernels(), torch.device("meta"), torch.float32).fault is None
