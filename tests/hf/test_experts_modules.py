@@ -1,0 +1,107 @@
+"""The experts module of every family alone, fed what its model feeds it: bfloat16, and slots that are dropped.
+
+The model-level tests compare in the precisions where routing can't flip; here the calls of a bfloat16 model are
+recorded once and replayed, so that rounding stays inside one module.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf.families import build_model, experts_modules, family_names, forward, sample_batch
+from hf.parity import FLOAT32_INSIDE, difference, scale
+
+NAMES = family_names()
+IMPL = "trimtab"
+
+pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An experts module of a model and the tensors that one forward of the model handed to it."""
+
+    module: nn.Module
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+
+
+def first_call(name: str, dtype: torch.dtype) -> Call:
+    """The first call of an experts module in a forward of the family's model."""
+    model = build_model(name, 0, dtype)
+    model.set_experts_implementation("eager")
+    calls: list[Call] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        hidden, index, weights = (a.detach().clone() for a in args)
+        calls.append(Call(module=module, hidden=hidden, index=index, weights=weights))
+
+    for module in experts_modules(model).values():
+        module.register_forward_pre_hook(record)
+    with torch.no_grad():
+        forward(model, sample_batch(model, 2, 12))
+    return calls[0]
+
+
+def replay(call: Call, implementation: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Output and gradients of the call, by name, under an implementation and perhaps in another dtype."""
+    module = copy.deepcopy(call.module)
+    module._forward_pre_hooks.clear()
+    module.config = copy.deepcopy(call.module.config)  # type: ignore[assignment]
+    module.config._experts_implementation = implementation
+    hidden, weights = call.hidden.clone(), call.weights.clone()
+    if dtype is not None:
+        module, hidden, weights = module.to(dtype), hidden.to(dtype), weights.to(dtype)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    output = module(hidden, call.index.clone(), weights)
+    generator = torch.Generator().manual_seed(7)
+    output.backward(torch.randn(output.shape, generator=generator, dtype=torch.float32).bfloat16().to(output))
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    values = {"output": output.detach(), "hidden.grad": hidden.grad, "weights.grad": weights.grad}
+    for key, parameter in module.named_parameters():
+        assert parameter.grad is not None, key
+        values[key] = parameter.grad
+    return values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_rounds_no_worse_than_the_loop(name: str) -> None:
+    call = first_call(name, torch.bfloat16)
+    exact = replay(call, "eager", torch.float64)
+    loop, ours = replay(call, "eager"), replay(call, IMPL)
+    for key, value in exact.items():
+        assert ours[key].dtype == loop[key].dtype, key
+        allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
+        error = difference(ours[key], value)
+        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slot_without_a_local_expert_is_dropped(name: str) -> None:
+    """What expert parallelism marks as not here costs nothing and says nothing, whatever its weight is."""
+    call = first_call(name, torch.float32)
+    num_experts = int(call.module.num_experts)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    dropped = torch.rand(call.index.shape, generator=generator) < 0.4
+    dropped[0] = True  # a token all of whose experts are elsewhere
+    outside = torch.tensor([-1, num_experts, num_experts + 5])[torch.randint(3, dropped.shape, generator=generator)]
+    marked = replace(
+        call,
+        index=torch.where(dropped, outside, call.index),
+        weights=call.weights.masked_fill(dropped, 0.75),
+    )
+    silent = replace(call, weights=call.weights.masked_fill(dropped, 0.0))
+    wanted, ours = replay(silent, "eager", torch.float64), replay(marked, IMPL, torch.float64)
+    wanted["weights.grad"] = wanted["weights.grad"].masked_fill(dropped, 0.0)
+    relative = 4e-6 if name in FLOAT32_INSIDE else 1e-10
+    for key, value in wanted.items():
+        assert difference(ours[key], value) <= relative * scale(value), key
