@@ -1,0 +1,50 @@
+"""What the README shows is what is in the repository, and it runs as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_is_the_file() -> None:
+    shown = re.search(r"<!-- examples/finetune.py -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert shown
+    assert shown[1] == (ROOT / "examples" / "finetune.py").read_text()
+
+
+def test_the_tree_and_the_proofs_name_what_exists() -> None:
+    for path in re.findall(r"`pytest (\S+?)`", README):
+        assert (ROOT / path).exists(), path
+    tree = re.search(r"```\nsrc/trimtab/\n(.*?)```", README, re.DOTALL)
+    assert tree
+    rooms = {p.name for p in (ROOT / "src/trimtab").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert rooms == set(re.findall(r"^    (\w+)/", tree[1], re.MULTILINE))
+
+
+@pytest.mark.xdist_group("ranks2")
+def test_the_example_runs_as_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 64}
+    config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=8, **sizes)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "examples/finetune.py", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(re.findall(r"step 9  loss \d+\.\d+", done.stdout)) == 2
