@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import trimtab
+from gloo import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -28,6 +32,21 @@ def test_the_tree_and_the_proofs_name_what_exists() -> None:
     assert tree
     rooms = {p.name for p in (ROOT / "src/trimtab").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert rooms == set(re.findall(r"^    (\w+)/", tree[1], re.MULTILINE))
+
+
+def exchange_on_rank(snippet: str) -> None:
+    tokens = 5 + dist.get_rank()
+    names = {"trimtab": trimtab, "group": dist.group.WORLD, "x": torch.randn(tokens, 1024, requires_grad=True)}
+    names |= {"expert_ids": torch.randint(0, 64, (tokens, 4)), "weights": torch.rand(tokens, 4)}
+    exec(snippet, names)
+    names["y"].sum().backward()
+    assert names["y"].shape == names["x"].grad.shape == (tokens, 1024)
+
+
+def test_the_exchange_runs_as_written() -> None:
+    snippet = re.search(r"```python\n(experts = .*?)```", README, re.DOTALL)
+    assert snippet
+    run_ranks(exchange_on_rank, 2, snippet[1])
 
 
 @pytest.mark.xdist_group("ranks2")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from comparing import assert_close
-from trimtab.dispatch.plan import Bags, plan_experts
+from trimtab.dispatch.plan import plan_experts
 from trimtab.kernels.grouped import Kernels, get_kernels
-from trimtab.kernels.rows import gather_rows, sum_bags
+from trimtab.kernels.rows import Bags, gather_rows, sum_bags
 
 CPU = torch.device("cpu")
 A, B, E = 16, 24, 5

@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from trimtab.dispatch.plan import Bags
 from trimtab.dispatch.route import Route
-from trimtab.kernels.rows import gather_rows, sum_bags
+from trimtab.kernels.rows import Bags, gather_rows, sum_bags
 
 
 class Spread(Function):

@@ -23,19 +23,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
+from trimtab.kernels.rows import Bags
 from trimtab.layout import ALIGNMENTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bags:
-    """For each of n outputs the rows that are summed into it, in order (CSR).
-
-    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is never read).
-    offsets: [n + 1] int64.
-    """
-
-    index: Tensor
-    offsets: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

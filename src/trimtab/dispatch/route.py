@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.plan import Bags, RankPlan, bags_of
+from trimtab.dispatch.plan import RankPlan, bags_of
 from trimtab.dispatch.transport import Lanes, Transport
-from trimtab.kernels.rows import sum_bags
+from trimtab.kernels.rows import Bags, sum_bags
 
 
 class Route(Protocol):

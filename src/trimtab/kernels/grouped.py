@@ -25,9 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import Bags
 from trimtab.errors import BackendError
-from trimtab.kernels.rows import gather_padded, gather_rows, sum_bags
+from trimtab.kernels.rows import Bags, gather_padded, gather_rows, sum_bags
 
 
 @dataclass(frozen=True)

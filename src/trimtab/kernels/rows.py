@@ -5,10 +5,22 @@ Legend: n rows, D row width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import Bags
+
+@dataclass(frozen=True, kw_only=True)
+class Bags:
+    """For each of n outputs the rows that are summed into it, in order (CSR).
+
+    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is never read).
+    offsets: [n + 1] int64.
+    """
+
+    index: Tensor
+    offsets: Tensor
 
 
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:

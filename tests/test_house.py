@@ -1,0 +1,40 @@
+"""The house keeps its floors: a room imports only from rooms below it, and importing is free of side effects."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import trimtab
+
+ROOMS = ("cli", "train", "hf", "experts", "dispatch", "kernels", "layout", "errors")
+"""From the top floor down. The oracle stands beside the house and imports nothing of it."""
+
+
+def test_rooms_import_only_from_rooms_below() -> None:
+    root = Path(trimtab.__file__).parent
+    wrong = []
+    for file in sorted(root.rglob("*.py")):
+        room = file.relative_to(root).parts[0].removesuffix(".py")
+        if room not in ROOMS:
+            assert room in ("__init__", "__main__", "oracle"), f"{file.name} is in no room"
+            continue
+        imported = re.findall(r"^\s*(?:from|import) trimtab\.(\w+)", file.read_text(), re.MULTILINE)
+        above = [other for other in imported if ROOMS.index(other) < ROOMS.index(room)]
+        wrong += [f"{file.relative_to(root)} imports {other}" for other in above]
+    assert not wrong
+
+
+def test_importing_trimtab_imports_neither_torch_nor_transformers() -> None:
+    script = "import sys, trimtab; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_core_needs_torch_alone() -> None:
+    block = "import sys; sys.modules['transformers'] = sys.modules['matplotlib'] = None; import trimtab; "
+    script = block + "print([getattr(trimtab, n).__name__ for n in trimtab._HOMES])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "GroupedLinear" in done.stdout
