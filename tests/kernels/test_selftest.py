@@ -96,6 +96,7 @@ def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.
     assert 0 < report.seconds < 5
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("broken", "fault"), BROKEN)
 def test_a_broken_backend_is_refused_by_name(broken: type[Kernels], fault: str) -> None:
     with pytest.raises(BackendError, match=rf"kernels '{broken.name}' failed.*{fault}"):
