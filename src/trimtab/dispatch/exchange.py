@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from trimtab.dispatch.route import Route
-from trimtab.kernels.rows import Bags, gather_rows, sum_bags
+from trimtab.kernels.rows import Bags, combine_rows, gather_rows
 
 
 class Spread(Function):
@@ -63,7 +63,7 @@ class SpreadSlots(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None, None]:
-        return sum_bags(d_RD.contiguous(), ctx.bags), None, None
+        return combine_rows(d_RD.contiguous(), ctx.bags), None, None
 
 
 class CollectSlots(Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, bags_of
 from trimtab.dispatch.transport import Lanes, Transport
-from trimtab.kernels.rows import Bags, sum_bags
+from trimtab.kernels.rows import Bags, combine_rows
 
 
 class Route(Protocol):
@@ -59,7 +59,7 @@ class LocalRoute:
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
         kept_N = self.ids_TK.reshape(-1) >= 0
-        return sum_bags(rows_RD, bags_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0]))
+        return combine_rows(rows_RD, bags_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class RankRoute:
     def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         packed = self.transport.move(pack(tensors), self.rows.reversed())
         if len({t.dtype for t in tensors}) == 1:  # one sum over the whole row
-            summed = sum_bags(packed.view(tensors[0].dtype), self.plan.token_bags)
+            summed = combine_rows(packed.view(tensors[0].dtype), self.plan.token_bags)
             return unpack(summed.view(torch.uint8), tensors)
-        return [sum_bags(part, self.plan.token_bags) for part in unpack(packed, tensors)]
+        return [combine_rows(part, self.plan.token_bags) for part in unpack(packed, tensors)]
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
         packed = self.transport.move(pack([rows_RD]), self.slots.reversed())
-        return sum_bags(packed.view(rows_RD.dtype), self.plan.slot_bags)
+        return combine_rows(packed.view(rows_RD.dtype), self.plan.slot_bags)
 
 
 def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Bags]:

@@ -26,7 +26,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients, take
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.kernels.grouped import Kernels
-from trimtab.kernels.rows import gather_padded, sum_bags
+from trimtab.kernels.rows import combine_rows, gather_padded
 
 WgradJob = Callable[[], tuple[list[Tensor], list[Tensor]]]
 
@@ -73,7 +73,7 @@ class LinearCall:
 
     def unspread(self, rows_SA: Tensor) -> Tensor:
         """The transpose of `spread`; zero for rows behind the last segment: [R, A]."""
-        return rows_SA if self.plan is None else sum_bags(rows_SA, self.plan.row_bags)
+        return rows_SA if self.plan is None else combine_rows(rows_SA, self.plan.row_bags)
 
 
 def align(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:

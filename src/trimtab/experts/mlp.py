@@ -34,7 +34,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
-from trimtab.kernels.rows import sum_bags
+from trimtab.kernels.rows import combine_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class _ExpertMLP(Function):
                 out_RD[r] = out
         ctx.call = call
         ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *saved)
-        return sum_bags(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0].to(x.dtype))
+        return combine_rows(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -231,7 +231,7 @@ class _ExpertMLP(Function):
                 if not direct:
                     dx_RD[r] = dx
             del d_pre
-        d_x = None if dx_RD is None else sum_bags(dx_RD, plan.row_bags)
+        d_x = None if dx_RD is None else combine_rows(dx_RD, plan.row_bags)
         d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
         d_weights = (None if d is None else d.close()[0] for d in (d_up, d_down, d_up_bias, d_down_bias))
         d_own = [d.to(p.dtype) for d, p in zip(d_params, math.params, strict=True)]

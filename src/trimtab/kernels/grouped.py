@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.rows import Bags, gather_padded, gather_rows, sum_bags
+from trimtab.kernels.rows import Bags, combine_rows, gather_padded, gather_rows
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class StockKernels:
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
-        return sum_bags(rows_RA, Bags(index=index, offsets=block.offsets_e))
+        return combine_rows(rows_RA, Bags(index=index, offsets=block.offsets_e))
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
         rows = torch.arange(block.rows.stop, device=values_eA.device)

@@ -1,4 +1,4 @@
-"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `sum_bags` its transpose.
+"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `combine_rows` its transpose.
 
 Legend: n rows, D row width.
 """
@@ -37,7 +37,7 @@ def gather_padded(x_nD: Tensor, index: Tensor) -> Tensor:
     return gather_rows(padded, torch.where(index < 0, x_nD.shape[0], index))
 
 
-def sum_bags(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -> Tensor:
+def combine_rows(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -> Tensor:
     """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [bags, D].
 
     With `weights_n` [n] in the rows' dtype, row i counts weights_n[i] times. An empty bag sums to zero; rows that

@@ -1,0 +1,46 @@
+"""The kernels as plain loops: what every backend is tested against. Slow on purpose.
+
+Legend: n rows, A and B the widths of a GEMM, D row width, e groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.rows import Bags
+
+
+def gather_rows(x_nD: Tensor, index: Tensor) -> Tensor:
+    """x[index], a row of zeros where the index is -1: [len(index), D], in float64."""
+    out = torch.zeros(index.shape[0], x_nD.shape[1], dtype=torch.float64)
+    for row, source in enumerate(index.tolist()):
+        if source >= 0:
+            out[row] = x_nD[source].double()
+    return out
+
+
+def combine_rows(rows_nD: Tensor, bags: Bags) -> Tensor:
+    """Sum of each bag's rows: [bags, D], in float64."""
+    cuts = bags.offsets.tolist()
+    out = torch.zeros(len(cuts) - 1, rows_nD.shape[1], dtype=torch.float64)
+    for bag, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for row in bags.index[start:end].tolist():
+            out[bag] += rows_nD[row].double()
+    return out
+
+
+def grouped_mm(x_nA: Tensor, w_eAB: Tensor, offsets_e: Tensor) -> Tensor:
+    """x[segment i] @ w[i], zero behind the last segment: [n, B], in float64."""
+    cuts = offsets_e.tolist()
+    out = torch.zeros(x_nA.shape[0], w_eAB.shape[2], dtype=torch.float64)
+    for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        out[start:end] = x_nA[start:end].double() @ w_eAB[i].double()
+    return out
+
+
+def grouped_wgrad(a_nA: Tensor, b_nB: Tensor, offsets_e: Tensor) -> Tensor:
+    """a[segment i]^T @ b[segment i]: [e, A, B], in float64."""
+    cuts = offsets_e.tolist()
+    parts = [a_nA[i:j].double().t() @ b_nB[i:j].double() for i, j in zip(cuts, cuts[1:], strict=False)]
+    return torch.stack(parts)
