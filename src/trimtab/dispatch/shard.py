@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from trimtab.dispatch.allgather import gather_uneven
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout
 
@@ -32,14 +33,9 @@ def take_shard(x: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
 def join_shards(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
     """Each rank's [B * l, D] -> [B * L, D] on every rank. Collective; sizes come from the layout."""
     longest = max(layout.tokens(rank) for rank in range(layout.ranks))
-    padded = x.new_empty(longest, *x.shape[1:])
-    padded[: x.shape[0]] = x
-    gathered = x.new_empty(layout.ranks * longest, *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    gathered = gather_uneven(x, longest, group)
     shards = [
-        gathered[rank * longest : rank * longest + layout.tokens(rank)].view(
-            layout.batch, layout.shard_length(rank), *x.shape[1:]
-        )
+        gathered[rank, : layout.tokens(rank)].view(layout.batch, layout.shard_length(rank), *x.shape[1:])
         for rank in range(layout.ranks)
     ]
     return torch.cat(shards, dim=1).view(layout.batch * layout.length, *x.shape[1:])
