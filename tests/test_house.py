@@ -9,7 +9,10 @@ from pathlib import Path
 
 import trimtab
 
-ROOMS = ("cli", "train", "hf", "experts", "dispatch", "kernels", "layout", "errors")
+ROOMS = (
+    "cli", "train", "hf", "verify", "parallel", "layer", "experts", "dispatch", "routing", "guard", "kernels", "layout",
+    "errors",
+)  # fmt: skip
 """From the top floor down. The oracle stands beside the house and imports nothing of it."""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import trimtab
-from gloo import run_ranks
+from trimtab.verify.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from dispatch.cases import PATTERNS, case
-from gloo import run_ranks
 from trimtab import oracle
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
@@ -15,6 +14,7 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.kernels.grouped import get_kernels
+from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 12
 TRANSPORTS = {"alltoall": AllToAll, "allgather": AllGather}

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import trimtab
 from dispatch.cases import PATTERNS, case
-from gloo import run_ranks
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
@@ -23,6 +22,7 @@ from trimtab.dispatch.transport import Headers, Lanes
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.kernels.grouped import get_kernels
+from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 16
 COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "all_gather")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from gloo import preload, run_ranks
 from hf.ep_case import NO_TENSOR_PARALLEL, PATTERNS, Case, Mesh
 from hf.ep_check import judge
 from hf.ep_ranks import run_broken, run_cases
 from hf.families import ep_capable, families, family_names
 from hf.parity import FLOAT64_UNSHARDABLE
+from trimtab.verify.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
