@@ -58,3 +58,23 @@ def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routin
         indices = INDICES * M * K
         assert value <= bound + indices, f"{name}: {value} bytes, promised {bound} + {indices}"
         assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
+@pytest.mark.parametrize("kernels", ["loop", "stock"])
+def test_delayed_gradients_keep_what_the_docstring_says_and_then_nothing(activation: str, kernels: str) -> None:
+    """x and the gradient of y are kept as well, but they were there before."""
+    ids = torch.arange(M * K).view(M, K) % 4
+    mlp = ExpertMLP(4, D, F, activation=activation, kernels=kernels, dtype=torch.float32, delay_wgrad=True)
+    x, w = torch.randn(M, D, requires_grad=True), torch.rand(M, K, requires_grad=True)
+    dy = torch.randn(M, D)
+    mlp(x, ids, w)
+    params = sum(p.numel() for p in mlp.parameters()) * SIZE
+    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+        mlp(x, ids, w).backward(dy)
+        waiting = live.now - (x.numel() + w.numel()) * SIZE
+        mlp.backward_dw()
+        after = live.now - (x.numel() + w.numel()) * SIZE - params
+    pre = SIZE * M * K * mlp.up.shape[1]
+    assert 2 * pre <= waiting <= 2 * pre + (INDICES + SIZE) * M * K
+    assert after < SIZE * M  # some odd bytes, none of them rows

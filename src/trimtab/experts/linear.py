@@ -12,23 +12,24 @@ Legend: R rows, G groups.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.linear_function import LinearCall, WgradJob, align, grouped_linear
-from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.grouped_module import GroupedModule
+from trimtab.experts.linear_function import LinearCall, align, grouped_linear
+from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import convert_state
-from trimtab.experts.recipes.amax_history import AmaxHistory
+from trimtab.experts.products import GroupWeights, Plain
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.selftest import KernelChoice
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(GroupedModule):
     """y = x W_g^T + b_g, g the group of the row.
 
     Args:
@@ -43,7 +44,8 @@ class GroupedLinear(nn.Module):
         delay_wgrad: weight and bias gradients are computed by `backward_dw()`, not by the backward.
         save_original_input: keep x as it came instead of what the weight gradient multiplies (cast, quantised).
             Saves memory where x is kept by somebody else anyway.
-        recipe: low precision, see `trimtab.experts.recipes`. Gradients keep the activations' dtype.
+        recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Gradients keep
+            the activations' dtype.
         kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
 
     Raises:
@@ -67,15 +69,12 @@ class GroupedLinear(nn.Module):
         recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         if min(num_groups, in_features, out_features) < 1:
             raise ConfigError(f"{num_groups} groups of {in_features} x {out_features}: all must be at least 1")
-        check_mode(main_grad)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.single_parameter, self.has_bias = single_parameter, bias
-        self.main_grad, self.delay_wgrad, self.save_original_input = main_grad, delay_wgrad, save_original_input
-        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
-        self._delayed: deque[WgradJob] = deque()
+        self.save_original_input = save_original_input
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         for name, shape in shapes.items():
             if single_parameter:
@@ -84,18 +83,7 @@ class GroupedLinear(nn.Module):
                 continue
             for i in range(num_groups):
                 self.register_parameter(f"{name}{i}", nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
-        self.recipe = recipe
-        self.recipe_state = None
-        if recipe is not None:
-            where = self.weights[0].device
-            recipe.check(where, in_features, out_features)
-            self.recipe_state = recipe.state().to(where)
-            self.recipe_state.reserve(num_groups)
-            if save_original_input and any(isinstance(m, AmaxHistory) for m in self.recipe_state.modules()):
-                raise ConfigError(
-                    f"save_original_input quantises x in the backward, when the scales that recipe {recipe.name!r} "
-                    "takes from earlier steps have moved on: use one of the two"
-                )
+        self.recipe_state = self._new_state(num_groups)
         self.reset_parameters()
 
     @property
@@ -136,41 +124,33 @@ class GroupedLinear(nn.Module):
             raise InputError(
                 f"x must be floating [R, {self.in_features}], got {x_RD.dtype} {tuple(x_RD.shape)}", phase="experts"
             )
-        weights = self.weights
-        if x_RD.device != weights[0].device:
-            raise InputError(f"x is on {x_RD.device}, the weights on {weights[0].device}", phase="experts")
-        offsets = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], x_RD.device)
-        plan = align(offsets, x_RD.shape[0], self.recipe.alignment) if self.recipe is not None else None
+        params = GroupWeights(self.weights, self.biases, self.single_parameter)
+        where = params.weights[0].device
+        if x_RD.device != where:
+            raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")
+        offsets, plan = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], where), None
+        kernels, low = self.kernels.on(where, params.dtype), self._lowered()
+        if low is not None:
+            plan = align(offsets, x_RD.shape[0], low.alignment)
+            offsets = plan.offsets_e
         call = LinearCall(
-            kernels=self.kernels.on(x_RD.device, weights[0].dtype),
-            weights=weights,
-            biases=self.biases,
-            stacked=self.single_parameter,
-            offsets_e=offsets if plan is None else plan.offsets_e,
+            kernels=kernels,
+            params=params,
+            products=Plain(kernels, offsets) if low is None else low.products(kernels, offsets, self.recipe_state),
+            offsets_e=offsets,
             plan=plan,
-            recipe=self.recipe_state,
             main_grad=self.main_grad,
             save_original_input=self.save_original_input,
             keep=torch.is_grad_enabled(),
-            defer=self._delayed.append if self.delay_wgrad else None,
+            defer=self._delayed.add if self.delay_wgrad else None,
         )
         return grouped_linear(x_RD, call)
 
-    def backward_dw(self) -> None:
-        """Weight and bias gradients of the oldest backward that has not had them yet; hooks fire now.
+    def _widths(self) -> Sequence[tuple[int, int]]:
+        return [(self.in_features, self.out_features)]
 
-        Does nothing without `delay_wgrad`: the backward has already done it.
-
-        Raises:
-            InputError: no backward is waiting.
-        """
-        if not self.delay_wgrad:
-            return
-        if not self._delayed:
-            raise InputError("backward_dw() without a backward before it", phase="experts")
-        with torch.no_grad():
-            params, gradients = self._delayed.popleft()()
-        torch.autograd.backward(params, gradients)
+    def _device(self) -> torch.device:
+        return self.weights[0].device
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("weight", "bias"):
@@ -182,8 +162,4 @@ class GroupedLinear(nn.Module):
         shown = f"{self.num_groups} x ({self.in_features} -> {self.out_features}), bias={self.has_bias}"
         if not self.single_parameter:
             shown += ", single_parameter=False"
-        if self.main_grad != "off":
-            shown += f", main_grad={self.main_grad!r}"
-        if self.delay_wgrad:
-            shown += ", delay_wgrad=True"
-        return shown if self.recipe is None else f"{shown}, recipe={self.recipe.name}"
+        return shown + self._options()

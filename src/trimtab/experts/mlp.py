@@ -20,53 +20,24 @@ F expert hidden dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from trimtab.dispatch.plan import ExpertPlan
-from trimtab.experts.activations import Activation, SwiGLU
+from trimtab.errors import ConfigError
+from trimtab.experts.delayed import WgradJob
+from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
+from trimtab.experts.expert_call import ExpertMath as ExpertMath
+from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.per_group import Gradients
+from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
 from trimtab.kernels.rows import combine_rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertWeights:
-    """The parameters of all local experts.
-
-    up: [e, I, D] and down: [e, D, F]; with `transposed` [e, D, I] and [e, F, D]. Biases: [e, I] and [e, D].
-    """
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    transposed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertMath:
-    """What an expert computes: its activation, the norm behind it if there is one, and where it is weighted."""
-
-    activation: Activation = field(default_factory=SwiGLU)
-    post_norm: Activation | None = None
-    weights: Literal["experts", "combine"] = "experts"
-
-    @property
-    def folded(self) -> bool:
-        """Whether the routing weight is taken into the hidden rows."""
-        return self.weights == "experts" and self.post_norm is None
-
-    @property
-    def params(self) -> tuple[Tensor, ...]:
-        return self.activation.params + (() if self.post_norm is None else self.post_norm.params)
 
 
 def expert_mlp(
@@ -78,6 +49,8 @@ def expert_mlp(
     kernels: Kernels,
     *,
     main_grad: MainGradMode = "off",
+    defer: Callable[[WgradJob], None] | None = None,
+    products: TwoProducts | None = None,
 ) -> Tensor:
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
@@ -86,61 +59,49 @@ def expert_mlp(
         w_MK: routing weights of the slots that `plan` was built from; those of dropped slots are not read.
         main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`. Biases always have
             ordinary gradients.
+        defer: takes the work of the weight and bias gradients at each backward; until it is done the gradients of
+            the pre-activations and of the result are kept. Nobody is told of them before `DelayedGradients.run`.
+        products: a recipe's, made for this call; the plan's segments are aligned for it. See `mlp_lowered`.
 
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
+
+    Raises:
+        ConfigError: `defer` with a norm behind the experts; `products` with one, with parameters of the activation or
+            with transposed weights.
     """
-    y: Tensor = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        _Call(plan, math, kernels, weights, main_grad, torch.is_grad_enabled()),
+    if defer is not None and math.post_norm is not None:
+        raise ConfigError("weight gradients cannot be delayed where a norm follows the experts")
+    if products is not None and (math.post_norm is not None or math.params or weights.transposed):
+        raise ConfigError(
+            "a recipe takes no norm behind the experts, no activation with parameters, no transposed weights"
+        )
+    call = ExpertCall(
+        plan=plan, math=math, kernels=kernels, weights=weights, main_grad=main_grad, keep=torch.is_grad_enabled(),
+        defer=defer, products=products,
+    )  # fmt: skip
+    function = _ExpertMLP if products is None else LoweredMLP
+    y: Tensor = function.apply(  # type: ignore[no-untyped-call]
+        call,
         x_MD.to(weights.up.dtype),
         w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),
-        weights.up,
-        weights.down,
-        weights.up_bias,
-        weights.down_bias,
+        *call.inputs(x_MD),
         *math.params,
     )
     return y.to(x_MD.dtype)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What is not differentiated. `keep`: whether a backward may come."""
-
-    plan: ExpertPlan
-    math: ExpertMath
-    kernels: Kernels
-    weights: ExpertWeights
-    main_grad: MainGradMode
-    keep: bool
-
-    def blocks(self) -> Iterator[Block]:
-        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0])
-
-    def by_row(self, weight: Tensor) -> Tensor:
-        """A parameter, or a part of one, as [e, in, out]."""
-        return weight if self.weights.transposed else weight.transpose(1, 2)
-
-    def gradients(self, wanted: Sequence[bool]) -> list[Gradients | None]:
-        """For up, down and their biases, where wanted. The parameters themselves say where `main_grad` is."""
-        params = (self.weights.up, self.weights.down, self.weights.up_bias, self.weights.down_bias)
-        modes: tuple[MainGradMode, ...] = (self.main_grad, self.main_grad, "off", "off")
-        return [
-            Gradients([param], True, mode, name) if want and param is not None else None
-            for param, mode, name, want in zip(params, modes, ("up", "down", "", ""), wanted, strict=False)
-        ]
 
 
 class _ExpertMLP(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: ExpertCall,
         x: Tensor,
         w_MK: Tensor,
         up: Tensor,
         down: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
+        anchor: Tensor | None,
         *params: Tensor,
     ) -> Tensor:
         plan, math, kernels = call.plan, call.math, call.kernels
@@ -181,14 +142,15 @@ class _ExpertMLP(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: ExpertCall = ctx.call
         plan, math, kernels = call.plan, call.math, call.kernels
         x, w_MK, up, down, _, down_bias, *saved = ctx.saved_tensors
-        _, need_x, need_w, *need = ctx.needs_input_grad
+        _, need_x, need_w, *needs = ctx.needs_input_grad
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
         w_R1 = slot_weights(w_MK, plan).to(dtype)
-        d_up, d_down, d_up_bias, d_down_bias = call.gradients(need)
+        grads = call.gradients(needs) if call.defer is None else None
+        d_pres: list[Tensor] = []
         d_params = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in math.params]
         dx_RD = x.new_empty(plan.row_R.shape[0], x.shape[1]) if need_x else None
         dw_R = w_MK.new_zeros(plan.row_R.shape[0])
@@ -215,16 +177,18 @@ class _ExpertMLP(Function):
                 hw, bias_rows = h * w, d_out if down_bias is None else d_out * w
                 dh *= w
             del h
-            _wgrad(d_down, call, hw, d_out, block)
-            _bias_grad(d_down_bias, kernels, bias_rows, block)
+            if grads is not None:
+                grads.weight(grads.down, hw, d_out, block)
+                grads.bias(grads.down_bias, bias_rows, block)
             del hw, bias_rows, d_out
             d_pre, d_act = math.activation.backward(pre, dh)
             del pre, dh
             for total, part in zip(d_params, d_act, strict=False):
                 total += part
-            if d_up is not None:
-                _wgrad(d_up, call, kernels.gather(x, plan.row_R[r]).to(dtype), d_pre, block)
-            _bias_grad(d_up_bias, kernels, d_pre, block)
+            if grads is None:
+                d_pres.append(d_pre)
+            else:
+                _up_gradients(grads, call, x, d_pre, block)
             if dx_RD is not None:
                 up_back, direct = up_t[e].to(dtype).transpose(1, 2), dtype == x.dtype
                 dx = kernels.grouped_mm(d_pre, up_back, block, dx_RD[r] if direct else None)
@@ -233,18 +197,31 @@ class _ExpertMLP(Function):
             del d_pre
         d_x = None if dx_RD is None else combine_rows(dx_RD, plan.row_bags)
         d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
-        d_weights = (None if d is None else d.close()[0] for d in (d_up, d_down, d_up_bias, d_down_bias))
         d_own = [d.to(p.dtype) for d, p in zip(d_params, math.params, strict=True)]
-        return (None, d_x, d_w, *d_weights, *d_own)
+        if grads is not None:
+            return (None, d_x, d_w, *grads.close(), None, *d_own)
+        assert call.defer is not None
+        call.defer(lambda: _delayed(call, x, w_R1, dy, saved, d_pres))
+        return (None, d_x, d_w, None, None, None, None, None, *d_own)
 
 
-def _wgrad(gradients: Gradients | None, call: _Call, a_RA: Tensor, b_RB: Tensor, block: Block) -> None:
-    if gradients is not None:
-        with gradients.block(block.experts) as (out, add):
-            call.kernels.grouped_wgrad(a_RA, b_RB, block, call.by_row(out), add=add)
+def _up_gradients(grads: ExpertGradients, call: ExpertCall, x: Tensor, d_pre: Tensor, block: Block) -> None:
+    if grads.up is not None:
+        rows = call.kernels.gather(x, call.plan.row_R[block.rows]).to(d_pre.dtype)
+        grads.weight(grads.up, rows, d_pre, block)
+    grads.bias(grads.up_bias, d_pre, block)
 
 
-def _bias_grad(gradients: Gradients | None, kernels: Kernels, rows_RA: Tensor, block: Block) -> None:
-    if gradients is not None:
-        with gradients.block(block.experts) as (out_eA, _):
-            out_eA.copy_(kernels.grouped_sum(rows_RA, block))
+def _delayed(
+    call: ExpertCall, x: Tensor, w_R1: Tensor, dy: Tensor, pres: list[Tensor], d_pres: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters' gradients by the same operations as in the backward, from what it left."""
+    grads = call.gradients(())
+    for block, pre, d_pre in zip(call.blocks(), pres, d_pres, strict=True):
+        w = w_R1[block.rows]
+        h = call.math.activation.forward(pre.to(d_pre.dtype))
+        d_out = call.kernels.gather(dy, call.plan.row_R[block.rows]).to(d_pre.dtype)
+        grads.weight(grads.down, h * w, d_out, block)
+        grads.bias(grads.down_bias, d_out if call.weights.down_bias is None else d_out * w, block)
+        _up_gradients(grads, call, x, d_pre, block)
+    return grads.deliver()

@@ -7,6 +7,7 @@ I = 2F with a gate, else F.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,14 +16,17 @@ from torch import Tensor, nn
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import BY_NAME
-from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.expert_call import TwoProducts
+from trimtab.experts.grouped_module import GroupedModule
+from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
 
 WEIGHTS = ("experts", "combine")
 
 
-class ExpertMLP(nn.Module):
+class ExpertMLP(GroupedModule):
     """E expert MLPs over the rows of this rank.
 
     Memory, in bytes at s bytes per value, beyond the parameters, their gradients, x, y and dy:
@@ -38,6 +42,10 @@ class ExpertMLP(nn.Module):
     machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
     forward's maximum. Gathered rows and activations are never kept.
 
+    With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
+    product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
+    gradients that are delayed keep their operands quantised instead of what is said at `delay_wgrad`.
+
     Args:
         num_experts: E.
         dim, hidden: D and F; on a GPU multiples of 16 bytes.
@@ -47,12 +55,18 @@ class ExpertMLP(nn.Module):
         weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
             they are summed). The same numbers up to rounding; "experts" moves less where F < D.
         main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`.
+        delay_wgrad: the parameters' gradients are computed by `backward_dw()`, not by the backward. The gradients of
+            the pre-activations and of y are kept until then: s (2 R I + 2 M D) in all, with x and the pre-activations.
+        recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Every operand
+            of a product is quantised, nothing else: pre-activations are saved and gradients come as without.
         kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
 
-    Parameters: up [E, I, D], down [E, D, F], with biases up_bias [E, I] and down_bias [E, D].
+    Parameters: up [E, I, D], down [E, D, F], with biases up_bias [E, I] and down_bias [E, D]. A recipe's states are
+    `up_state` and `down_state`, saved with them.
 
     Raises:
         ConfigError: sizes or names that do not fit.
+        BackendError: the recipe cannot run on the device.
     """
 
     def __init__(
@@ -67,19 +81,19 @@ class ExpertMLP(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         main_grad: MainGradMode = "off",
+        delay_wgrad: bool = False,
+        recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         if min(num_experts, dim, hidden) < 1:
             raise ConfigError(f"{num_experts} experts of {dim} x {hidden}: all must be at least 1")
         if activation not in BY_NAME:
             raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
         if weights not in WEIGHTS:
             raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
-        check_mode(main_grad)
         self.num_experts, self.dim, self.hidden = num_experts, dim, hidden
-        self.activation, self.weights, self.main_grad = activation, weights, main_grad
-        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
+        self.activation, self.weights = activation, weights
         made = BY_NAME[activation]()
         self.math = ExpertMath(activation=made, weights=weights)
         width = 2 * hidden if made.gated else hidden
@@ -90,6 +104,7 @@ class ExpertMLP(nn.Module):
         self.up, self.down = param(width, dim), param(dim, hidden)
         self.up_bias = param(width) if bias else None
         self.down_bias = param(dim) if bias else None
+        self.up_state, self.down_state = self._new_state(num_experts), self._new_state(num_experts)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -121,18 +136,29 @@ class ExpertMLP(nn.Module):
                 f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
                 phase="experts",
             )
+        where, dtype = x_MD.device, self.up.dtype
+        low, kernels = self._lowered(), self.kernels.on(where, dtype)
+        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        defer = self._delayed.add if self.delay_wgrad else None
+        alignment = 1 if low is None else low.alignment
+        plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
+        products = None
+        if low is not None:
+            products = TwoProducts(
+                *(low.products(kernels, plan.offsets_e, state) for state in (self.up_state, self.down_state))
+            )
         return expert_mlp(
-            x_MD,
-            w_MK,
-            plan_experts(ids_MK, self.num_experts, num_slots=num_slots),
-            ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias),
-            self.math,
-            self.kernels.on(x_MD.device, self.up.dtype),
-            main_grad=self.main_grad,
+            x_MD, w_MK, plan, weights, self.math, kernels, main_grad=self.main_grad, defer=defer, products=products
         )
+
+    def _widths(self) -> Sequence[tuple[int, int]]:
+        return [(self.dim, self.up.shape[1]), (self.hidden, self.dim)]
+
+    def _device(self) -> torch.device:
+        return self.up.device
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"
         shown += f", bias={self.up_bias is not None}, weights={self.weights!r}"
-        return shown if self.main_grad == "off" else f"{shown}, main_grad={self.main_grad!r}"
+        return shown + self._options()

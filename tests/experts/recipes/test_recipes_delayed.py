@@ -19,10 +19,17 @@ def history(length: int = 3, margin: int = 0, latest: bool = False) -> AmaxHisto
     return AmaxHistory(length, E4M3, margin, "latest" if latest else "max")
 
 
-def step(h: AmaxHistory, *amax: float, along: str = "row") -> list[float]:
+def magnitudes(h: AmaxHistory, basis: Tensor) -> list[float]:
     """Magnitudes that the scale in use stands for."""
-    scale = h.scale(torch.tensor(amax), along)
-    return (scale.decode * 448 * 2.0**-h.margin).tolist()
+    return (h.scale(basis).decode * 448 * 2.0**-h.margin).tolist()
+
+
+def step(h: AmaxHistory, *amax: float) -> list[float]:
+    return magnitudes(h, h.step(torch.tensor(amax)))
+
+
+def again(h: AmaxHistory, *amax: float) -> list[float]:
+    return magnitudes(h, h.again(torch.tensor(amax)))
 
 
 def test_a_scale_comes_from_the_steps_before() -> None:
@@ -40,17 +47,28 @@ def test_latest_looks_one_step_back() -> None:
     assert [step(h, x) for x in (8.0, 2.0, 1.0, 4.0)] == [[8], [8], [2], [1]]
 
 
-def test_the_second_product_of_a_step_uses_the_same_scale_and_moves_nothing() -> None:
-    h = history()
-    assert step(h, 8.0, along="row") == step(h, 8.0, along="column") == [8]
-    assert step(h, 2.0, along="row") == step(h, 2.0, along="column") == [8]
-    assert h.history_He[:, 0].tolist() == [2, 8, 0]
+def test_the_products_of_a_call_have_one_scale_whatever_other_calls_come_between() -> None:
+    state = FP8Delayed(backend="emulated", history=2, algorithm="latest").state()
+    x = normal(48, 24)
+    state.activation(x, CUTS, along="row")
+    first, second = state.call(), state.call()
+    row = first.quantise_rows(8 * x, CUTS, "row", "activation")
+    other = second.quantise_rows(2 * x, CUTS, "row", "activation")
+    column = first.quantise_rows(8 * x, CUTS, "column", "activation")
+    assert torch.equal(row.scale, column.scale)
+    torch.testing.assert_close(other.scale[[0, 2]], 8 * row.scale[[0, 2]])
+    moved = state.activation_amax.history_He.clone()
+    second.quantise_rows(2 * x, CUTS, "column", "activation")
+    assert torch.equal(state.activation_amax.history_He, moved)
 
 
-@pytest.mark.parametrize("along", ["row", "column"])
-def test_a_layer_that_asks_for_one_product_only_moves_on(along: str) -> None:
-    h = history()
-    assert [step(h, x, along=along) for x in (8.0, 2.0, 1.0, 1.0, 1.0)] == [[8], [8], [8], [8], [2]]
+def test_later_steps_leave_room_for_every_product_of_a_step() -> None:
+    state = FP8Delayed(backend="emulated", history=2).state()
+    x, call = normal(48, 24), state.call()
+    call.activation(x, CUTS, along="row")
+    before = state.activation_amax.history_He[0].clone()
+    call.activation(3 * x, CUTS, along="column")
+    torch.testing.assert_close(state.activation_amax.history_He[0], 3 * before)
 
 
 def test_an_expert_without_history_takes_its_scale_from_the_data() -> None:
@@ -60,7 +78,7 @@ def test_an_expert_without_history_takes_its_scale_from_the_data() -> None:
     assert step(h, 0.0, 0.0) == [4, 16]
     assert step(h, 0.0, 0.0) == [2, 16]
     assert step(h, 64.0, 0.0) == [64, 448]  # all forgotten: from the data, scale 1 where that is zero
-    assert h.scale(torch.zeros(2), "row").encode.tolist() == [7, 1]
+    assert h.scale(h.step(torch.zeros(2))).encode.tolist() == [7, 1]
 
 
 def test_eval_uses_the_history_and_leaves_it() -> None:
@@ -73,14 +91,17 @@ def test_eval_uses_the_history_and_leaves_it() -> None:
     assert step(h, 1.0) == [8]
 
 
-def test_a_recomputed_forward_has_the_scale_of_the_forward() -> None:
-    h = history(latest=True)
-    step(h, 8.0)
-    assert step(h, 2.0) == [8]
-    with h.replay():
-        assert step(h, 2.0) == [8]
-    assert step(h, 2.0, along="column") == [8]
-    assert step(h, 2.0) == [2]
+def test_a_recomputed_forward_finds_its_scale_by_its_magnitudes_and_moves_nothing() -> None:
+    h = history(length=8, latest=True)
+    bases = [step(h, *amax) for amax in ((8.0, 1.0), (2.0, 1.0), (2.0, 4.0), (2.0, 1.0), (5.0, 5.0))]
+    assert bases == [[8, 1], [8, 1], [2, 1], [2, 4], [2, 1]]
+    before = h.history_He.clone()
+    assert again(h, 5.0, 5.0) == [2, 1]
+    assert again(h, 2.0, 4.0) == [2, 1]
+    assert again(h, 8.0, 1.0) == [8, 1]
+    assert again(h, 2.0, 1.0) == [2, 4]  # the latest of two such steps
+    assert again(h, 7.0, 7.0) == [5, 5]  # no such step: as in eval mode
+    assert torch.equal(h.history_He, before)
 
 
 def test_margin_is_headroom_and_what_is_beyond_it_saturates() -> None:

@@ -1,23 +1,24 @@
 """The largest magnitudes of earlier steps, and the scales they give: delayed scaling's state machine.
 
-A step is one pass of one tensor through both of its products. The first product of a step
+A step is one call of a layer, forward and backward. Its first product that takes the tensor
 
     1. takes the scale from the history: the largest magnitude of the last H steps (or the latest),
     2. moves the history on by one and writes this step's magnitude,
 
-and the second product of the step, along the other axis, uses the same scale. A product along an axis that this step
-has already seen begins the next step; so a layer that never asks for one of the two still moves on.
+and every other product of that call uses the same scale, whatever other calls came in between: the call holds it.
 
 An expert whose history is all zeros (its first tokens, or none for H steps) takes its scale from the data, as current
-scaling does. In eval mode scales are used and nothing moves; in `replay()` the scale of the step in progress is.
+scaling does. In eval mode scales are used and nothing moves.
+
+A recomputed forward is the same step again: it moves nothing and finds its scale by its magnitudes, which are those of
+one of the last H steps to the bit. So activation checkpointing needs no help, however many microbatches are in flight.
 
 Legend: H steps of history, e experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from trimtab.experts.recipes.scales import Scale, float_scale
 
 
 class AmaxHistory(nn.Module):
-    """Buffers: history_He [H, e], newest first, and basis_e [e], the magnitude that gave the scale in use.
+    """Buffers: history_He [H, e], newest first; basis_He and first_He [H, e], not saved, for recomputed forwards.
 
     They have no experts until `reserve` or a first call gives them their width, and follow the data to its device.
 
@@ -41,15 +42,14 @@ class AmaxHistory(nn.Module):
     """
 
     history_He: Tensor
-    basis_e: Tensor
+    basis_He: Tensor
+    first_He: Tensor
 
     def __init__(self, length: int, form: ElementFormat, margin: int, algorithm: Literal["max", "latest"]) -> None:
         super().__init__()
         self.form, self.margin, self.algorithm = form, margin, algorithm
-        self.register_buffer("history_He", torch.zeros(length, 0))
-        self.register_buffer("basis_e", torch.zeros(0))
-        self.seen: frozenset[str] = frozenset()
-        self.replaying = False
+        for name in ("history_He", "basis_He", "first_He"):
+            self.register_buffer(name, torch.zeros(length, 0), persistent=name == "history_He")
 
     def reserve(self, num_groups: int) -> None:
         """Zeros for so many experts.
@@ -57,47 +57,56 @@ class AmaxHistory(nn.Module):
         Raises:
             InputError: the history is of another number of experts.
         """
-        length, held = self.history_He.shape
+        held = self.history_He.shape[1]
         if held == num_groups:
             return
         if held:
             raise InputError(f"an amax history of {held} experts cannot scale {num_groups}: make a new state")
-        self.history_He = self.history_He.new_zeros(length, num_groups)
-        self.basis_e = self.basis_e.new_zeros(num_groups)
+        self._widen(num_groups)
 
-    def scale(self, amax_e: Tensor, along: str) -> Scale:
-        """The scale to use for a tensor with these magnitudes, [e]; records them as the module describes."""
+    def step(self, amax_e: Tensor) -> Tensor:
+        """The magnitude that gives a new step its scale, [e]; records this step's own."""
         if amax_e.is_meta:
-            return float_scale(amax_e, self.form, margin=self.margin)
-        self.reserve(amax_e.shape[0])
-        if self.history_He.device != amax_e.device:
-            self.to(amax_e.device)
-        continues = self.replaying or (bool(self.seen) and along not in self.seen)
-        basis_e = self.basis_e if continues else self._past()
-        basis_e = torch.where(basis_e > 0, basis_e, amax_e)
-        if self.training and not self.replaying:
-            self._record(amax_e, basis_e, continues)
-            self.seen = self.seen | {along} if continues else frozenset({along})
+            return amax_e
+        past_e = self._past(amax_e)
+        basis_e = torch.where(past_e > 0, past_e, amax_e)
+        if self.training:
+            for rows_He, newest_e in ((self.history_He, amax_e), (self.first_He, amax_e), (self.basis_He, basis_e)):
+                rows_He.copy_(rows_He.roll(1, 0))
+                rows_He[0].copy_(newest_e)
+        return basis_e
+
+    def again(self, amax_e: Tensor) -> Tensor:
+        """What `step` gave for these magnitudes, [e]; of the latest such step, or as in eval mode if there was none."""
+        if amax_e.is_meta:
+            return amax_e
+        past_e = self._past(amax_e)
+        length = self.first_He.shape[0]
+        number_H = torch.arange(length, device=amax_e.device)
+        found = torch.where((self.first_He == amax_e).all(1), number_H, length).amin()
+        known_e = self.basis_He.index_select(0, found.clamp(max=length - 1).view(1))[0]
+        basis_e = torch.where(found < length, known_e, past_e)
+        return torch.where(basis_e > 0, basis_e, amax_e)
+
+    def also(self, amax_e: Tensor) -> None:
+        """Another product of a step, whose tensor may be larger than the first one's: later steps leave room for it."""
+        if self.training and not amax_e.is_meta:
+            self.history_He[0].copy_(torch.maximum(self.history_He[0], amax_e))
+
+    def scale(self, basis_e: Tensor) -> Scale:
+        """The scale that a magnitude gives."""
         return float_scale(basis_e, self.form, margin=self.margin)
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Within: the scale of the latest step is used again and nothing is recorded. For activation recompute."""
-        before, self.replaying = self.replaying, True
-        try:
-            yield
-        finally:
-            self.replaying = before
+    def _past(self, like_e: Tensor) -> Tensor:
+        self.reserve(like_e.shape[0])
+        if self.history_He.device != like_e.device:
+            self.to(like_e.device)
+        return self.history_He.amax(0) if self.algorithm == "max" else self.history_He[0]
 
-    def _past(self) -> Tensor:
-        return self.history_He.amax(0) if self.algorithm == "max" else self.history_He[0].clone()
-
-    def _record(self, amax_e: Tensor, basis_e: Tensor, continues: bool) -> None:
-        if not continues:
-            self.history_He.copy_(self.history_He.roll(1, 0))
-            self.history_He[0].zero_()
-        self.history_He[0].copy_(torch.maximum(self.history_He[0], amax_e))
-        self.basis_e.copy_(basis_e)
+    def _widen(self, num_groups: int) -> None:
+        for name in ("history_He", "basis_He", "first_He"):
+            held = getattr(self, name)
+            setattr(self, name, held.new_zeros(held.shape[0], num_groups))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
         """Moves between devices only: a module cast to a narrower dtype keeps its history in float32."""
@@ -108,7 +117,5 @@ class AmaxHistory(nn.Module):
         """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved."""
         loaded = state_dict.get(f"{prefix}history_He")
         if loaded is not None and loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
-            self.history_He = self.history_He.new_zeros(self.history_He.shape[0], loaded.shape[1])
-            self.basis_e = self.basis_e.new_zeros(loaded.shape[1])
-        self.seen = frozenset()
+            self._widen(loaded.shape[1])
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from trimtab.errors import BackendError
-from trimtab.experts.recipes.base import Backend, RecipeState
+from trimtab.experts.recipes.base import Backend, RecipeState, Way
 from trimtab.experts.recipes.describe import ErrorBound, Formats
-from trimtab.experts.recipes.machine import Hardware, check_backend_name, require
+from trimtab.experts.recipes.engine import Engine
+from trimtab.experts.recipes.machine import Hardware, check_backend_name, missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +19,17 @@ class RecipeBase:
     """Fields and methods of every recipe.
 
     backend: "emulated" computes the same values with ordinary arithmetic, on any device, slowly; "hardware" is
-        refused by `check` where it cannot run. Neither is a default: nobody emulates without having said so.
+        refused by `check` where it cannot run; "auto" is hardware where it can run and emulation elsewhere, and the
+        layer says which. None is a default: nobody emulates without having said so.
     """
+
+    name: ClassVar[str]
+    alignment: ClassVar[int]
 
     backend: Backend
 
     def __post_init__(self) -> None:
         check_backend_name(self.backend)
-
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def alignment(self) -> int:
-        raise NotImplementedError
 
     def hardware(self) -> Hardware:
         """The real kernel that computes these products, and what it runs on."""
@@ -45,24 +43,21 @@ class RecipeBase:
         """How far elements and products can be off. Formulas in `describe`."""
         raise NotImplementedError
 
-    def emulation(self) -> RecipeState:
-        """A fresh state that emulates, whatever the backend."""
+    def state(self) -> RecipeState:
+        """See `Recipe.state`."""
         raise NotImplementedError
 
-    def check(self, device: torch.device, in_features: int, out_features: int) -> None:
+    def engine(self) -> Engine | None:
+        """The kernel that multiplies quantised operands as they are stored; None where trimtab calls none."""
+        return None
+
+    def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
         """See `Recipe.check`. Emulation takes every device and every width: blocks at an edge may be cut short."""
-        if self.backend == "hardware":
-            require(self.name, self.hardware(), device, in_features, out_features)
-
-    def state(self) -> RecipeState:
-        """See `Recipe.state`.
-
-        Raises:
-            BackendError: backend is "hardware": a state that dequantises would emulate silently.
-        """
-        if self.backend == "hardware":
-            raise BackendError(
-                f"recipe {self.name!r} with backend='hardware' has no dequantising state: "
-                "call its grouped GEMM (trimtab.experts.recipes.hardware) or use backend='emulated'"
-            )
-        return self.emulation()
+        if self.backend == "emulated":
+            return "emulated"
+        fault = missing(self.name, self.hardware(), device, in_features, out_features)
+        if fault is None:
+            return "hardware"
+        if self.backend == "auto":
+            return "emulated"
+        raise BackendError(f"{fault}: use backend='emulated' or 'auto' for the same numbers on any device")

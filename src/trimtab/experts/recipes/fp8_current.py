@@ -10,11 +10,12 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments
 from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound, rms_error
@@ -23,7 +24,6 @@ from trimtab.experts.recipes.machine import Hardware
 from trimtab.experts.recipes.quantised import (
     Quantised,
     QuantisedState,
-    RowsRole,
     by_broadcast,
     by_segment,
     whole_amax,
@@ -56,13 +56,8 @@ class FP8Current(RecipeBase):
 
     hybrid: bool = True
 
-    @property
-    def name(self) -> str:
-        return "fp8_current"
-
-    @property
-    def alignment(self) -> int:
-        return 16  # bytes to which the contracted axis of an FP8 operand is aligned: wgrad contracts the rows
+    name: ClassVar[str] = "fp8_current"
+    alignment: ClassVar[int] = 16  # bytes, of the contracted axis of an FP8 operand: wgrad contracts the rows
 
     def hardware(self) -> Hardware:
         return Hardware(
@@ -86,7 +81,7 @@ class FP8Current(RecipeBase):
             backward=product_bound(rms_error(E4M3.mantissa), rms_error(backward.mantissa)),
         )
 
-    def emulation(self) -> RecipeState:
+    def state(self) -> RecipeState:
         return FP8CurrentState(self)
 
 

@@ -8,16 +8,15 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.experts.recipes.amax_history import AmaxHistory
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound
 from trimtab.experts.recipes.formats import E4M3, ElementFormat
@@ -25,11 +24,12 @@ from trimtab.experts.recipes.fp8_current import FP8Current, float_scaled, gradie
 from trimtab.experts.recipes.quantised import (
     Quantised,
     QuantisedState,
-    RowsRole,
+    Quantiser,
     by_broadcast,
     by_segment,
     whole_amax,
 )
+from trimtab.experts.recipes.scales import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,7 @@ class FP8Delayed(FP8Current):
                 "margin from 0 to 32, and 'max' or 'latest'"
             )
 
-    @property
-    def name(self) -> str:
-        return "fp8_delayed"
+    name: ClassVar[str] = "fp8_delayed"
 
     def error_bound(self) -> ErrorBound:
         """As long as magnitudes stay within a factor of 2 ** margin of the history; beyond, values saturate.
@@ -69,7 +67,7 @@ class FP8Delayed(FP8Current):
         forward, gradient = element(E4M3), element(gradient_format(self.hybrid))
         return replace(bound, activation=forward, weight=forward, gradient=gradient)
 
-    def emulation(self) -> RecipeState:
+    def state(self) -> RecipeState:
         return FP8DelayedState(self)
 
 
@@ -87,25 +85,40 @@ class FP8DelayedState(QuantisedState):
         self.gradient_amax = history(gradient_format(recipe.hybrid))
 
     def reserve(self, num_groups: int) -> None:
-        for history in self._histories():
+        for history in (self.activation_amax, self.weight_amax, self.gradient_amax):
             history.reserve(num_groups)
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """For activation recompute: see `AmaxHistory.replay`."""
-        with ExitStack() as stack:
-            for history in self._histories():
-                stack.enter_context(history.replay())
-            yield
+    def call(self) -> Quantiser:
+        return FP8DelayedCall(self)
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
-        history = self.activation_amax if role == "activation" else self.gradient_amax
-        scale = history.scale(segments.amax(x_RC)[:, 0], along)
+        return self.call().rows(x_RC, segments, along, role)
+
+    def stacked(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
+        return self.call().stacked(w_eAB, along)
+
+
+class FP8DelayedCall(Quantiser):
+    """One step of each history. Inside a backward, activation and weight are those of a step that has been."""
+
+    def __init__(self, state: FP8DelayedState) -> None:
+        self.alignment, self.state = state.alignment, state
+        self.recomputed = torch._C._current_graph_task_id() != -1  # no public function says this
+        self.basis: dict[AmaxHistory, Tensor] = {}
+
+    def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
+        history = self.state.activation_amax if role == "activation" else self.state.gradient_amax
+        scale = self._scale(history, segments.amax(x_RC)[:, 0])
         return by_segment(x_RC, segments, history.form, scale.view(-1, 1))
 
     def stacked(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
-        scale = self.weight_amax.scale(whole_amax(w_eAB)[:, 0, 0], along)
+        scale = self._scale(self.state.weight_amax, whole_amax(w_eAB)[:, 0, 0])
         return by_broadcast(w_eAB, E4M3, scale.view(-1, 1, 1))
 
-    def _histories(self) -> tuple[AmaxHistory, AmaxHistory, AmaxHistory]:
-        return self.activation_amax, self.weight_amax, self.gradient_amax
+    def _scale(self, history: AmaxHistory, amax_e: Tensor) -> Scale:
+        if history in self.basis:
+            history.also(amax_e)
+            return history.scale(self.basis[history])
+        again = self.recomputed and history is not self.state.gradient_amax
+        self.basis[history] = history.again(amax_e) if again else history.step(amax_e)
+        return history.scale(self.basis[history])

@@ -4,7 +4,7 @@
     dgrad     dy: per row             w: per (expert, in feature)
     wgrad     x, dy: per (expert, feature), over the expert's rows
 
-All in E4M3, as torch.nn.functional.scaled_grouped_mm takes it on Hopper. Real products: `hardware.py`.
+All in E4M3, as torch.nn.functional.scaled_grouped_mm takes it on Hopper: `rowwise_kernel.py`.
 
 Legend: R expert rows, e experts, A in features, B out features, C either width.
 """
@@ -12,23 +12,24 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax
-from trimtab.experts.recipes.common import RecipeBase
-from trimtab.experts.recipes.describe import ErrorBound, Formats, Stored, product_bound, rms_error
+from trimtab.experts.recipes.describe import Formats, Stored
+from trimtab.experts.recipes.e4m3 import E4M3Scaled, E4M3ScaledState
+from trimtab.experts.recipes.engine import Engine
 from trimtab.experts.recipes.formats import E4M3
-from trimtab.experts.recipes.fp8_current import float_scaled
 from trimtab.experts.recipes.machine import Hardware
-from trimtab.experts.recipes.quantised import Quantised, QuantisedState, RowsRole, by_broadcast, by_segment
-from trimtab.experts.recipes.scales import float_scale
+from trimtab.experts.recipes.quantised import Quantised, by_broadcast, by_segment
+from trimtab.experts.recipes.rowwise_kernel import RowwiseKernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8Rowwise(RecipeBase):
+class FP8Rowwise(E4M3Scaled):
     """One float32 scale per contracted vector.
 
     power_of_two: scales are powers of two, so that scaling itself loses nothing.
@@ -36,13 +37,8 @@ class FP8Rowwise(RecipeBase):
 
     power_of_two: bool = False
 
-    @property
-    def name(self) -> str:
-        return "fp8_rowwise"
-
-    @property
-    def alignment(self) -> int:
-        return 16  # bytes to which the contracted axis of an FP8 operand is aligned: wgrad contracts the rows
+    name: ClassVar[str] = "fp8_rowwise"
+    alignment: ClassVar[int] = 16  # bytes, of the contracted axis of an FP8 operand: wgrad contracts the rows
 
     def hardware(self) -> Hardware:
         return Hardware(
@@ -50,6 +46,7 @@ class FP8Rowwise(RecipeBase):
             capabilities=((9, 0),),
             multiple=16,
             called=True,
+            functions=("scaled_grouped_mm",),
         )
 
     def formats(self) -> Formats:
@@ -57,30 +54,24 @@ class FP8Rowwise(RecipeBase):
         weight = Stored(values=E4M3.dtype, scales=torch.float32, block=(0, 1), bits=8.0)
         return Formats(activation=rows, weight=weight, gradient=rows)
 
-    def error_bound(self) -> ErrorBound:
-        element = float_scaled(E4M3, headroom=2.0 if self.power_of_two else 1.0)
-        product = product_bound(rms_error(E4M3.mantissa), rms_error(E4M3.mantissa))
-        return ErrorBound(activation=element, weight=element, gradient=element, forward=product, backward=product)
-
-    def emulation(self) -> RecipeState:
+    def state(self) -> RecipeState:
         return FP8RowwiseState(self)
 
+    def engine(self) -> Engine:
+        return Engine(RowwiseKernel())
 
-class FP8RowwiseState(QuantisedState):
+
+class FP8RowwiseState(E4M3ScaledState):
     """No buffers: the scales come from the data. Scales: rows [R, 1] or [e, C], weights [e, 1, B] or [e, A, 1]."""
-
-    def __init__(self, recipe: FP8Rowwise) -> None:
-        super().__init__(recipe.alignment)
-        self.exact = recipe.power_of_two
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
         if along == "row":
             amax_R1 = block_amax(x_RC, 1, x_RC.shape[1])
-            return by_broadcast(x_RC, E4M3, float_scale(amax_R1, E4M3, exact=self.exact))
+            return by_broadcast(x_RC, E4M3, self.scale(amax_R1))
         amax_eC = segments.column_amax(x_RC)
-        return by_segment(x_RC, segments, E4M3, float_scale(amax_eC, E4M3, exact=self.exact))
+        return by_segment(x_RC, segments, E4M3, self.scale(amax_eC))
 
     def stacked(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
         rows, columns = (w_eAB.shape[1], 1) if along == "in" else (1, w_eAB.shape[2])
         amax = block_amax(w_eAB, rows, columns)
-        return by_broadcast(w_eAB, E4M3, float_scale(amax, E4M3, exact=self.exact))
+        return by_broadcast(w_eAB, E4M3, self.scale(amax))

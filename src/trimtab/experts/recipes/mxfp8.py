@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax
 from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound, rms_error
+from trimtab.experts.recipes.engine import Engine
 from trimtab.experts.recipes.formats import E4M3, ElementFormat
 from trimtab.experts.recipes.fp8_current import gradient_format
 from trimtab.experts.recipes.machine import Hardware
-from trimtab.experts.recipes.quantised import Quantised, QuantisedState, RowsRole, by_block
+from trimtab.experts.recipes.mxfp8_kernel import MXFP8Kernel
+from trimtab.experts.recipes.quantised import Quantised, QuantisedState, by_block
 from trimtab.experts.recipes.scales import e8m0_scale
 
 BLOCK = 32
@@ -50,19 +52,16 @@ class MXFP8(RecipeBase):
         if self.scale_rounding not in ("floor", "ceil"):
             raise ConfigError(f"scale_rounding {self.scale_rounding!r}: choose 'floor' or 'ceil'")
 
-    @property
-    def name(self) -> str:
-        return "mxfp8"
-
-    @property
-    def alignment(self) -> int:
-        return BLOCK  # wgrad's blocks lie along the rows
+    name: ClassVar[str] = "mxfp8"
+    alignment: ClassVar[int] = BLOCK  # wgrad's blocks lie along the rows
 
     def hardware(self) -> Hardware:
         return Hardware(
             kernel="torch.nn.functional.scaled_grouped_mm with 1x32 E8M0 scales",
             capabilities=((10, 0),),
             multiple=BLOCK,
+            called=not self.hybrid,  # the kernel takes E4M3 only
+            functions=("scaled_grouped_mm",),
         )
 
     def formats(self) -> Formats:
@@ -94,8 +93,11 @@ class MXFP8(RecipeBase):
             backward=product_bound(self._rms(E4M3), self._rms(backward)),
         )
 
-    def emulation(self) -> RecipeState:
+    def state(self) -> RecipeState:
         return MXFP8State(self)
+
+    def engine(self) -> Engine | None:
+        return None if self.hybrid else Engine(MXFP8Kernel())
 
 
 class MXFP8State(QuantisedState):

@@ -13,17 +13,18 @@ Legend: R expert rows, e experts, A in features, B out features, C either width,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
 from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound
 from trimtab.experts.recipes.formats import E2M1, E4M3, encode
 from trimtab.experts.recipes.machine import Hardware
 from trimtab.experts.recipes.noise import Noise
-from trimtab.experts.recipes.quantised import Quantised, QuantisedState, RowsRole, whole_amax
+from trimtab.experts.recipes.quantised import Quantised, QuantisedState, whole_amax
 from trimtab.experts.recipes.scales import e4m3_scale, tensor_scale
 
 BLOCK = 16
@@ -46,13 +47,8 @@ class NVFP4(RecipeBase):
     stochastic_gradients: bool = True
     seed: int | None = None
 
-    @property
-    def name(self) -> str:
-        return "nvfp4"
-
-    @property
-    def alignment(self) -> int:
-        return 32  # 16 bytes of the contracted axis, two values to a byte; a multiple of BLOCK
+    name: ClassVar[str] = "nvfp4"
+    alignment: ClassVar[int] = 32  # 16 bytes of the contracted axis, two values to a byte; a multiple of BLOCK
 
     def hardware(self) -> Hardware:
         return Hardware(
@@ -91,7 +87,7 @@ class NVFP4(RecipeBase):
             backward=product_bound(gradient, weight),
         )
 
-    def emulation(self) -> RecipeState:
+    def state(self) -> RecipeState:
         return NVFP4State(self)
 
 

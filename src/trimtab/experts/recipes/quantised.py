@@ -1,4 +1,4 @@
-"""A quantised tensor, and the state from which all recipes derive: pad out, quantise, multiply the scales back.
+"""A quantised tensor, and the operands from which all recipes derive: pad out, quantise, multiply the scales back.
 
 Legend: R expert rows, e experts, A in features, B out features, C either width.
 """
@@ -6,18 +6,15 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, WeightAlong
+from trimtab.experts.recipes.base import Operands, RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
 from trimtab.experts.recipes.formats import ElementFormat, encode
 from trimtab.experts.recipes.scales import Scale
-
-RowsRole = Literal["activation", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -36,16 +33,10 @@ class Quantised:
         return self.values * self.factor
 
 
-class QuantisedState(RecipeState):
-    """Implements the three methods on `rows` and `stacked`, which a recipe's state defines.
+class Quantiser(Operands):
+    """Implements the three methods on `rows` and `stacked`, which a recipe defines. alignment: the recipe's."""
 
-    Args:
-        alignment: the recipe's.
-    """
-
-    def __init__(self, alignment: int) -> None:
-        super().__init__()
-        self.alignment = alignment
+    alignment: int
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
         """Quantise clean float32 rows [R, C]."""
@@ -78,6 +69,21 @@ class QuantisedState(RecipeState):
 
     def gradient(self, dy_RB: Tensor, offsets_e: Tensor, along: RowsAlong) -> Tensor:
         return self.quantise_rows(dy_RB, offsets_e, along, "gradient").dequantised()
+
+
+class QuantisedState(Quantiser, RecipeState):
+    """A state that quantises.
+
+    Args:
+        alignment: the recipe's.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        super().__init__()
+        self.alignment = alignment
+
+    def call(self) -> Quantiser:
+        return self
 
 
 def by_block(x: Tensor, rows: int, columns: int, form: ElementFormat, scale: Scale) -> Quantised:

@@ -1,0 +1,142 @@
+"""One call of an expert MLP: what goes in that is not differentiated, and where its weight gradients go.
+
+Legend: e local experts, D model dim, I width of the pre-activations, F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from trimtab.dispatch.plan import ExpertPlan
+from trimtab.experts.activations import Activation, SwiGLU
+from trimtab.experts.delayed import WgradJob, anchor
+from trimtab.experts.main_grad import MainGradMode
+from trimtab.experts.per_group import Gradients
+from trimtab.experts.products import Products
+from trimtab.kernels.grouped import Block, Kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The parameters of all local experts.
+
+    up: [e, I, D] and down: [e, D, F]; with `transposed` [e, D, I] and [e, F, D]. Biases: [e, I] and [e, D].
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.up, self.down, self.up_bias, self.down_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMath:
+    """What an expert computes: its activation, the norm behind it if there is one, and where it is weighted."""
+
+    activation: Activation = field(default_factory=SwiGLU)
+    post_norm: Activation | None = None
+    weights: Literal["experts", "combine"] = "experts"
+
+    @property
+    def folded(self) -> bool:
+        """Whether the routing weight is taken into the hidden rows."""
+        return self.weights == "experts" and self.post_norm is None
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        return self.activation.params + (() if self.post_norm is None else self.post_norm.params)
+
+
+@dataclass(frozen=True)
+class TwoProducts:
+    """A recipe's products of one call with up, and with down."""
+
+    up: Products
+    down: Products
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCall:
+    """What is not differentiated.
+
+    keep: whether a backward may come. defer: takes delayed weight gradients. products: of a recipe, if there is one.
+    """
+
+    plan: ExpertPlan
+    math: ExpertMath
+    kernels: Kernels
+    weights: ExpertWeights
+    main_grad: MainGradMode
+    keep: bool
+    defer: Callable[[WgradJob], None] | None = None
+    products: TwoProducts | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0])
+
+    def by_row(self, weight: Tensor) -> Tensor:
+        """A parameter, or a part of one, as [e, in, out]."""
+        return weight if self.weights.transposed else weight.transpose(1, 2)
+
+    def inputs(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """The parameters as autograd may meet them, and what stands in for those it may not."""
+        if self.defer is None:
+            return (*self.weights.each, None)
+        wanted = any(p is not None and p.requires_grad for p in self.weights.each)
+        return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, wanted))
+
+    def wanted(self, needs: Sequence[bool]) -> Sequence[bool]:
+        """Whether up, down and their biases get gradients: as autograd needs them, or all that may where delayed."""
+        return needs if self.defer is None else [p is not None and p.requires_grad for p in self.weights.each]
+
+    def gradients(self, needs: Sequence[bool]) -> ExpertGradients:
+        """For those that are wanted."""
+        return ExpertGradients(self, self.wanted(needs))
+
+
+class ExpertGradients:
+    """The gradients of up, down and their biases for one microbatch; None where nobody wants one.
+
+    The parameters themselves say where `main_grad` is; biases always have ordinary gradients.
+    """
+
+    def __init__(self, call: ExpertCall, wanted: Sequence[bool]) -> None:
+        modes: tuple[MainGradMode, ...] = (call.main_grad, call.main_grad, "off", "off")
+        names = ("up", "down", "up_bias", "down_bias")
+        self._call = call
+        self.up, self.down, self.up_bias, self.down_bias = (
+            Gradients([param], True, mode, name) if want and param is not None else None
+            for param, mode, name, want in zip(call.weights.each, modes, names, wanted, strict=False)
+        )
+
+    def weight(self, into: Gradients | None, a_RA: Tensor, b_RB: Tensor, block: Block) -> None:
+        """a^T b of one block."""
+        if into is not None:
+            with into.block(block.experts) as (out, add):
+                self._call.kernels.grouped_wgrad(a_RA, b_RB, block, self._call.by_row(out), add=add)
+
+    def bias(self, into: Gradients | None, rows_RA: Tensor, block: Block) -> None:
+        """The sum of one block's rows."""
+        if into is not None:
+            with into.block(block.experts) as (out_eA, _):
+                out_eA.copy_(self._call.kernels.grouped_sum(rows_RA, block))
+
+    def close(self) -> list[Tensor | None]:
+        """What autograd gets for up, down and their biases."""
+        each = (self.up, self.down, self.up_bias, self.down_bias)
+        return [None if gradient is None else gradient.close()[0] for gradient in each]
+
+    def deliver(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that have one, and what autograd gets for each."""
+        pairs = zip(self._call.weights.each, self.close(), strict=True)
+        found = [(param, value) for param, value in pairs if param is not None and value is not None]
+        return [param for param, _ in found], [value for _, value in found]

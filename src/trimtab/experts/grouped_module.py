@@ -1,0 +1,78 @@
+"""What `GroupedLinear` and `ExpertMLP` have in common: weight gradients that may wait, and a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trimtab.experts.delayed import DelayedGradients
+from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.products import Lowered, lower
+from trimtab.experts.recipes.base import Recipe, RecipeState, Way
+from trimtab.kernels.selftest import KernelChoice
+
+
+class GroupedModule(nn.Module):
+    """Args are those of the modules that derive from it, which describe them."""
+
+    def __init__(
+        self, *, main_grad: MainGradMode, delay_wgrad: bool, recipe: Recipe | None, kernels: KernelChoice | str
+    ) -> None:
+        super().__init__()
+        check_mode(main_grad)
+        self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
+        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
+        self._delayed = DelayedGradients()
+
+    def _widths(self) -> Sequence[tuple[int, int]]:
+        """(in, out) features of each product."""
+        raise NotImplementedError
+
+    def _device(self) -> torch.device:
+        """Where the parameters are."""
+        raise NotImplementedError
+
+    def backward_dw(self) -> None:
+        """Weight and bias gradients of the oldest backward that has not had them yet; hooks fire now.
+
+        Does nothing without `delay_wgrad`: the backward has already done it.
+
+        Raises:
+            InputError: no backward is waiting.
+        """
+        if self.delay_wgrad:
+            self._delayed.run()
+
+    @property
+    def recipe_way(self) -> Way | None:
+        """How the recipe's products are computed where the parameters are: "hardware" or "emulated"."""
+        low = self._lowered()
+        return None if low is None else low.way
+
+    def _lowered(self) -> Lowered | None:
+        """The recipe as it works where the parameters are, None without one.
+
+        Raises:
+            BackendError: it cannot work there.
+        """
+        return None if self.recipe is None else lower(self.recipe, self._device(), self._widths())
+
+    def _new_state(self, num_groups: int) -> RecipeState | None:
+        """A fresh state of the recipe, for one weight.
+
+        Raises:
+            BackendError: the recipe cannot work where the parameters are.
+        """
+        if self.recipe is None or self._lowered() is None:
+            return None
+        state = self.recipe.state().to(self._device())
+        state.reserve(num_groups)
+        return state
+
+    def _options(self) -> str:
+        """For `extra_repr`, what is not as by default."""
+        shown = "" if self.main_grad == "off" else f", main_grad={self.main_grad!r}"
+        shown += ", delay_wgrad=True" if self.delay_wgrad else ""
+        return shown if self.recipe is None else f"{shown}, recipe={self.recipe.name} ({self.recipe_way})"

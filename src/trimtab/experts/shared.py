@@ -1,0 +1,83 @@
+"""What every token passes: shared experts, gated or not, and projections. Ordinary linear layers, sharded like any.
+
+Legend: T tokens, D model dim, I = 2F with a gate in the activation, else F, F hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from trimtab.errors import ConfigError
+from trimtab.experts.activations import BY_NAME, Activation
+
+
+class _Activate(Function):
+    """h = f(pre), with `pre` alone saved."""
+
+    @staticmethod
+    def forward(ctx: Any, pre_TI: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(pre_TI)
+        ctx.activation = activation
+        return activation.forward(pre_TI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor, None]:
+        return ctx.activation.backward(*ctx.saved_tensors, dh_TF)[0], None
+
+
+class Projection(nn.Linear):
+    """x W^T without a bias, computed in the parameter's dtype, given back in x's."""
+
+    def __init__(
+        self, inputs: int, outputs: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        if min(inputs, outputs) < 1:
+            raise ConfigError(f"a projection of {inputs} to {outputs} dims: both must be at least 1")
+        super().__init__(inputs, outputs, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class SharedExperts(nn.Module):
+    """sigmoid(x w) * down(activation(up(x))); without the first factor where `gated` is false.
+
+    Args:
+        dim, hidden: D and F, F summed over the shared experts.
+        activation: as in `ExpertMLP`; with a gate of its own, `up` has 2F outputs.
+        gated: one gate per token, from `gate` [1, D] (Qwen2-MoE).
+
+    Several shared experts of hidden dim f are one of F = n f. There are no biases, so a zero token stays zero.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        activation: str = "swiglu",
+        gated: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if min(dim, hidden) < 1 or activation not in BY_NAME:
+            raise ConfigError(f"shared experts of {dim} x {hidden} with {activation!r}: not one of {tuple(BY_NAME)}")
+        self.activation = BY_NAME[activation]()
+        width = 2 * hidden if self.activation.gated else hidden
+        self.up = nn.Linear(dim, width, bias=False, dtype=dtype, device=device)
+        self.down = nn.Linear(hidden, dim, bias=False, dtype=dtype, device=device)
+        self.gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if gated else None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] in x's dtype, computed in the parameters' dtype."""
+        x = x_TD.to(self.up.weight.dtype)
+        h_TF: Tensor = _Activate.apply(self.up(x), self.activation)  # type: ignore[no-untyped-call]
+        y: Tensor = self.down(h_TF)
+        return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)
