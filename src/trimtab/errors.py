@@ -9,15 +9,25 @@ class TrimtabError(Exception):
     Args:
         message: what is wrong, what was expected and what to do about it.
         rank: the rank within the expert group that is at fault, if one is known.
+        ranks: the same where there may be several.
         layer: the name of the MoE layer, if one is known.
         phase: route, count, dispatch, experts or combine, if one applies.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, layer: str | None = None, phase: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        layer: str | None = None,
+        phase: str | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
-        self.rank, self.layer, self.phase = rank, layer, phase
-        places = [f"{name} {value}" for name, value in (("rank", rank), ("phase", phase)) if value is not None]
+        self.ranks: tuple[int, ...] = ranks if rank is None else (rank,)
+        self.rank = self.ranks[0] if len(self.ranks) == 1 else None
+        self.layer, self.phase, self.message = layer, phase, message
+        who = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        places = [part for part in (who, f"phase {phase}" if phase is not None else "") if part]
         if layer:
             places.insert(0, f"layer {layer}")
         super().__init__(f"[{', '.join(places)}] {message}" if places else message)
@@ -37,3 +47,14 @@ class BackendError(TrimtabError, RuntimeError):
 
 class DesyncError(TrimtabError, RuntimeError):
     """The ranks of one expert group are not in the same call: other layer, other step or other configuration."""
+
+
+class PeerLost(TrimtabError, RuntimeError):
+    """A rank of the expert group is dead, frozen or cut off. `ranks` names it; `layer` and `phase` say where it was.
+
+    Where no trace of it could be read, `layer` and `phase` are those in which this rank waited for it.
+    """
+
+
+class PhaseTimeout(TrimtabError, RuntimeError):
+    """A rank of the expert group is alive, but did not come to where the others waited for it within the deadline."""

@@ -16,6 +16,7 @@ import trimtab
 from dispatch.cases import PATTERNS, case
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.control import COLUMNS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.dispatch.plan import plan_experts
 from trimtab.dispatch.transport import Headers, Lanes
@@ -60,8 +61,8 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     return dispatcher.combine(y, rows)
 
 
-def schedule_on_rank(transport: type, combine: Combine) -> dict[str, tuple[list[str], list[str]]]:
-    dispatcher = Dispatcher(E, transport(dist.group.WORLD), combine=combine)
+def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str, tuple[list[str], list[str]]]:
+    dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
     found = {}
     for pattern in PATTERNS:
         x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, torch.float32)
@@ -76,14 +77,18 @@ def schedule_on_rank(transport: type, combine: Combine) -> dict[str, tuple[list[
 
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize("guard", [True, False])
 @pytest.mark.parametrize(("transport", "spread"), [(AllToAll, 1), (AllGather, 2)])
 def test_every_rank_issues_the_same_collectives_whatever_the_routing(
-    transport: type, spread: int, combine: Combine
+    transport: type, spread: int, guard: bool, combine: Combine
 ) -> None:
-    """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index."""
+    """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index.
+
+    With a guard each movement but the first, which has its headers, is announced by one more.
+    """
     name = "all_to_all_single" if transport is AllToAll else "all_gather_into_tensor"
-    expected = ([name] * (2 + spread), [name] * (1 + spread))
-    for found in run_ranks(schedule_on_rank, 4, transport, combine):
+    expected = ([name] * (2 + spread + guard), [name] * (1 + spread + 2 * guard))
+    for found in run_ranks(schedule_on_rank, 4, transport, combine, guard):
         assert found == dict.fromkeys(PATTERNS, expected)
 
 
@@ -97,8 +102,8 @@ class OneSync:
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
         self.syncs += 1
-        told = [[7, 8, 7, 0, 0, 0], [5, 6, 7, 0, 0, 0]]
-        assert headers_PC.shape == (2, 6)
+        told = [[7, 8, 7, 0, *[0] * (COLUMNS - 4)], [5, 6, 7, 0, *[0] * (COLUMNS - 4)]]
+        assert headers_PC.shape == (2, COLUMNS)
         return Headers(sent=told, received=told, everyone=[])
 
     def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:

@@ -11,39 +11,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.transport import Headers, Lanes
+from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
+from trimtab.guard.guard import Guard
 
 
-def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
+def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: Guard | None = None) -> Tensor:
     """Each rank's rows, padded to `longest`: [P, longest, …]. Collective."""
     padded = rows.new_empty(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     ranks = dist.get_world_size(group)
     gathered = rows.new_empty(ranks * longest, *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    watched(guard, dist.all_gather_into_tensor, gathered, padded, group=group)
     return gathered.view(ranks, longest, *rows.shape[1:])
 
 
 class AllGather:
-    """Transport over `torch.distributed.all_gather_into_tensor`. Same results as `AllToAll`, bit for bit."""
+    """Transport over `torch.distributed.all_gather_into_tensor`. Same results as `AllToAll`, bit for bit.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `group` and `guard` as for `AllToAll`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
         self.group = group
+        self.guard = guard_for(group, guard)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        everyone = gather_uneven(headers_PC, self.size, self.group).tolist()
+        everyone = gather_uneven(headers_PC, self.size, self.group, self.guard).tolist()
         return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
     def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        tables = gather_uneven(table_TB, max(tokens), self.group)
-        indices = gather_uneven(row_token_M, max(sum(row) for row in lanes.everyone), self.group)
+        tables = gather_uneven(table_TB, max(tokens), self.group, self.guard)
+        indices = gather_uneven(row_token_M, max(sum(row) for row in lanes.everyone), self.group, self.guard)
         mine = [indices[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
         return torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)])
 
     def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        rows = gather_uneven(rows_MB, max(sum(row) for row in lanes.everyone), self.group)
+        rows = gather_uneven(rows_MB, max(sum(row) for row in lanes.everyone), self.group, self.guard)
         return torch.cat([rows[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))])
 
     def _segments(self, lanes: Lanes) -> list[tuple[int, int]]:

@@ -6,20 +6,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.transport import Headers, Lanes
+from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
+from trimtab.guard.guard import Guard
 
 
 class AllToAll:
-    """Transport over `torch.distributed.all_to_all_single`, for any backend that has it (NCCL, Gloo, MPI …)."""
+    """Transport over `torch.distributed.all_to_all_single`, for any backend that has it (NCCL, Gloo, MPI …).
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the expert group.
+        guard: True for a guard of its own, False for none, or the guard that several transports of the group share.
+            The same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
         self.group = group
+        self.guard = guard_for(group, guard)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
         received_PC = torch.empty_like(headers_PC)
-        dist.all_to_all_single(received_PC, headers_PC, group=self.group)
+        watched(self.guard, dist.all_to_all_single, received_PC, headers_PC, group=self.group)
         sent, received = torch.stack((headers_PC, received_PC)).tolist()
         return Headers(sent=sent, received=received, everyone=[])
 
@@ -28,5 +36,6 @@ class AllToAll:
 
     def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
         received = rows_MB.new_empty(sum(lanes.incoming), rows_MB.shape[1])
-        dist.all_to_all_single(received, rows_MB, list(lanes.incoming), list(lanes.outgoing), group=self.group)
+        splits = (list(lanes.incoming), list(lanes.outgoing))
+        watched(self.guard, dist.all_to_all_single, received, rows_MB, *splits, group=self.group)
         return received

@@ -11,25 +11,34 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.checks import bad_slots, shape_problems
+from trimtab.dispatch.control import (
+    BAD,
+    ROWS,
+    SLOTS,
+    TOKENS,
+    UNUSABLE,
+    Tag,
+    fill,
+    guard_of,
+    raise_if_desynced,
+    raise_if_unusable,
+)
 from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
-from trimtab.dispatch.transport import Headers, Transport
+from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.layout import experts_per_rank
 
 Combine = Literal["sum", "ordered"]
 COMBINES: tuple[Combine, ...] = ("sum", "ordered")
-
-ROWS, SLOTS, TOKENS, BAD, CONFIG, CALL = range(6)
-"""Columns of the header that each rank sends to each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +68,9 @@ class Dispatcher:
         combine: "sum" takes the weighted sum over a rank's experts there and sends one row back; "ordered"
             sends every slot back and sums at home in the order of k, so that a token's bits do not depend on
             the number of ranks.
-        layer: the layer's name, for errors.
+        layer: the layer's name, for errors and to tell layers apart; without one they are told apart by the order
+            in which they were built on their guard.
+        facts: anything else that must be the same on every rank, such as "hidden 512 swiglu".
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class Dispatcher:
         *,
         combine: Combine = "sum",
         layer: str = "",
+        facts: str = "",
     ) -> None:
         if combine not in COMBINES:
             raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
@@ -78,7 +90,16 @@ class Dispatcher:
         self.experts_per_rank = experts_per_rank(num_experts, self.ranks)
         self.combine_mode = combine
         self.layer = layer
+        self.facts = facts
         self.calls = 0
+        self.guard = guard_of(transport)
+        if self.guard is not None:
+            self.layer = layer or f"(unnamed {self.guard.layers})"
+            self.guard.layers += 1
+
+    def begin(self) -> None:
+        """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
+        self._at("route")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Rows:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
@@ -92,13 +113,15 @@ class Dispatcher:
         Raises:
             InputError: shapes, dtypes, ids out of range or weights not finite, on every rank of the group.
             DesyncError: the ranks of the group are not in the same call.
+            PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
         """
-        self._check_shapes(x_TD, ids_TK, w_TK, token_mask_T)
+        self._at("route")
+        self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
         ids = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
         if token_mask_T is not None:
             ids = ids.masked_fill(~token_mask_T[:, None], -1)
         w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
-        bad = self._bad_slots(ids, w)
+        bad = bad_slots(ids, w, self.num_experts)
         if self.transport is None:
             if bad.device.type == "cpu":
                 self._raise_if_bad([int(bad)])
@@ -130,12 +153,18 @@ class Dispatcher:
         )
 
     def combine(self, y: Tensor, rows: Rows) -> Tensor:
-        """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call."""
-        if y.shape[0] != rows.x.shape[0]:
-            raise InputError(
-                f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out",
-                layer=self.layer, phase="combine",
+        """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
+
+        Raises:
+            InputError: another number of rows; on every rank of the group where a guard waits, else here alone.
+            DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
+        """
+        if y.dim() != 2 or y.shape[0] != rows.x.shape[0]:
+            error = InputError(
+                f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out, as {tuple(y.shape)}",
+                rank=None if self.transport is None else self.transport.rank, layer=self.layer, phase="combine",
             )  # fmt: skip
+            rows.route.refuse(error, y)
         if rows.slot_row_R is not None:
             out: Tensor = CollectSlots.apply(rows.route, y, rows.x, rows.slot_row_R)  # type: ignore[no-untyped-call]
         elif self.transport is None:
@@ -147,58 +176,62 @@ class Dispatcher:
     def _connect(self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor) -> RankRoute:
         """Sort, count, tell the peers, and check what they told, before any row moves."""
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
-        config = f"{self.num_experts} {ids_TK.shape[1]} {x_TD.shape[1]} {x_TD.dtype} {self.combine_mode} {self.layer}"
-        facts = (ids_TK.shape[0], bad, zlib.crc32(config.encode()), self.calls)  # TOKENS, BAD, CONFIG, CALL
-        columns = [sort.rows_P, sort.slots_P]
-        columns += [fact + torch.zeros_like(sort.rows_P) for fact in facts]  # filled on the device: no copy, no sync
-        headers = transport.exchange_headers(torch.stack(columns, dim=1))
+        tag = self._tag(x_TD, ids_TK)
+        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, "count", "forward")
+        self._at("count")
+        headers = transport.exchange_headers(message)
         self.calls += 1
-        self._raise_if_desynced(headers, transport.rank, config)
+        raise_if_unusable(headers.received, self.layer, "count")
+        raise_if_desynced(headers, transport.rank, tag, "count")
         self._raise_if_bad([header[BAD] for header in headers.received])
         rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
-        return RankRoute(
-            transport=transport,
-            plan=plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing)),
-            rows=rows,
-            slots=slots,
-            tokens=tuple(header[TOKENS] for header in headers.received),
+        plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing))
+        if plan.row_token_M.shape[0] != sum(rows.outgoing):
+            error = DesyncError(
+                f"rank {transport.rank} has {plan.row_token_M.shape[0]} rows to send and told its peers of "
+                f"{sum(rows.outgoing)}: the transport did not carry what was counted",
+                rank=transport.rank, layer=self.layer, phase="count",
+            )  # fmt: skip
+            if self.guard is not None:
+                self.guard.fail(error)
+            raise error
+        tokens = tuple(header[TOKENS] for header in headers.received)
+        return RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, tag=tag)
+
+    def _tag(self, x: Tensor, ids: Tensor) -> Tag:
+        facts = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
+        return Tag(
+            layer=self.layer,
+            call=self.calls,
+            experts=self.num_experts,
+            top_k=ids.shape[-1] if ids.dim() else 0,
+            width=x.shape[-1] if x.dim() else 0,
+            facts=f"{facts}, {self.facts}" if self.facts else facts,
         )
 
-    def _check_shapes(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> None:
-        problems = []
-        if x.dim() != 2 or not x.is_floating_point():
-            problems.append(f"tokens must be floating [T, D], got {x.dtype} {tuple(x.shape)}")
-        if ids.dim() != 2 or ids.is_floating_point() or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
-            problems.append(f"expert ids must be int [{x.shape[0]}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
-        if w.shape != ids.shape or not w.is_floating_point():
-            problems.append(f"weights must be floating {tuple(ids.shape)} like the ids, got {w.dtype} {tuple(w.shape)}")
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-            problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
-        if problems:
-            raise InputError("; ".join(problems), layer=self.layer, phase="dispatch")
+    def _at(self, phase: str) -> None:
+        """Note where this rank is."""
+        if self.guard is not None:
+            self.guard.at(self.layer, phase, "forward", self.calls)
 
-    def _bad_slots(self, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
-        bad_ids = (ids_TK < -1) | (ids_TK >= self.num_experts)
-        return (bad_ids | ((ids_TK >= 0) & ~w_TK.detach().isfinite())).sum()
+    def _refuse_shapes(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> None:
+        problems = shape_problems(x, ids, w, mask)
+        if not problems:
+            return
+        if self.transport is not None:  # take part all the same, so that the peers raise instead of waiting
+            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=x.device)
+            message = fill(nothing_P, nothing_P, 0, UNUSABLE, self._tag(x, ids), "count", "forward")
+            self._at("count")
+            self.transport.exchange_headers(message)
+            self.calls += 1
+        rank = None if self.transport is None else self.transport.rank
+        raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")
 
     def _raise_if_bad(self, bad_P: list[int]) -> None:
-        guilty = [f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad]
+        guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
         if guilty:
             raise InputError(
-                f"{'; '.join(guilty)} with an expert id outside -1..{self.num_experts - 1} or a weight that is not "
-                "finite. Look at the router's logits there; -1 drops a slot",
-                layer=self.layer, phase="route",
-            )  # fmt: skip
-
-    def _raise_if_desynced(self, headers: Headers, rank: int, config: str) -> None:
-        mine = headers.sent[rank]
-        others = [p for p, h in enumerate(headers.received) if h[CONFIG:] != mine[CONFIG:]]
-        if others:
-            calls = ", ".join(f"{p}: {h[CALL]}" for p, h in enumerate(headers.received))
-            raise DesyncError(
-                f"rank(s) {others} are in another call than rank {rank}, which has (experts, top-k, width, dtype, "
-                f"combine, layer) = ({config}); calls so far by rank: {calls}. Every rank of an expert group must "
-                "run the same layers in the same order with the same configuration",
-                layer=self.layer, phase="count",
+                f"{'; '.join(guilty.values())} with an expert id outside -1..{self.num_experts - 1} or a weight that "
+                "is not finite. Look at the router's logits there; -1 drops a slot",
+                ranks=tuple(guilty) if self.transport is not None else (), layer=self.layer, phase="route",
             )  # fmt: skip

@@ -34,7 +34,7 @@ class Spread(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dw: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor, None]:
-        dx_TD, dw_TK = ctx.route.collect([dx, dw])
+        dx_TD, dw_TK = ctx.route.collect([dx, dw], "backward")
         return None, dx_TD, dw_TK, None
 
 
@@ -49,7 +49,7 @@ class Collect(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.route.spread([dy_TD])[0], None
+        return None, ctx.route.spread([dy_TD], "backward")[0], None
 
 
 class SpreadSlots(Function):
@@ -80,5 +80,5 @@ class CollectSlots(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
-        (dy,) = ctx.route.spread([dy_TD])
+        (dy,) = ctx.route.spread([dy_TD], "backward")
         return None, gather_rows(dy, ctx.row_R), None, None

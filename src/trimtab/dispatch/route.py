@@ -10,37 +10,57 @@ Legend: T local tokens, M' rows received, R kept slots received, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.control import MOVEMENTS, UNUSABLE, Tag, announce, guard_of
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, bags_of
 from trimtab.dispatch.transport import Lanes, Transport
+from trimtab.errors import InputError
 from trimtab.kernels.rows import Bags, combine_rows
+
+Direction = Literal["forward", "backward"]
+
+_AFTER = {
+    ("dispatch", "forward"): ("experts", "forward", "in"),
+    ("combine", "forward"): ("combine", "forward", "past"),
+    ("combine", "backward"): ("experts", "backward", "in"),
+    ("dispatch", "backward"): ("route", "backward", "in"),
+}
+"""Where a rank is once a movement is done."""
 
 
 class Route(Protocol):
-    """One layer call on one rank. Each method is a collective of the group, the same on every rank."""
+    """One layer call on one rank. Each method is a collective of the group, the same on every rank.
+
+    `direction` says whose turn it is: the transpose of the one is the backward of the other.
+    """
 
     @property
     def num_slots(self) -> int | None:
         """Kept slots among the received rows, where the host knows it."""
         ...
 
-    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
         ...
 
-    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
         ...
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
         """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
+        ...
+
+    def refuse(self, error: InputError, like: Tensor) -> NoReturn:
+        """Raise `error` in place of a combine, on every rank that would wait for this one."""
         ...
 
 
@@ -51,45 +71,77 @@ class LocalRoute:
     ids_TK: Tensor
     num_slots: int | None = None
 
-    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         return list(tensors)
 
-    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         return list(tensors)
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
         kept_N = self.ids_TK.reshape(-1) >= 0
         return combine_rows(rows_RD, bags_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0]))
 
+    def refuse(self, error: InputError, like: Tensor) -> NoReturn:
+        raise error
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankRoute:
-    """SpreadRanks and an exchange over `transport`."""
+    """SpreadRanks and an exchange over `transport`. `tag`: the call that every rank must be in."""
 
     transport: Transport
     plan: RankPlan
     rows: Lanes
     slots: Lanes
     tokens: tuple[int, ...]
+    tag: Tag
 
     @property
     def num_slots(self) -> int:
         return sum(self.slots.incoming)
 
-    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        packed = self.transport.spread(pack(tensors), self.plan.row_token_M, self.rows, self.tokens)
+    def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        table = pack(tensors)
+        phase = "dispatch" if direction == "forward" else "combine"
+        with self._movement(phase, direction, self.rows, table):
+            packed = self.transport.spread(table, self.plan.row_token_M, self.rows, self.tokens)
         return unpack(packed, tensors)
 
-    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        packed = self.transport.move(pack(tensors), self.rows.reversed())
+    def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        lanes, rows = self.rows.reversed(), pack(tensors)
+        phase = "combine" if direction == "forward" else "dispatch"
+        with self._movement(phase, direction, lanes, rows):
+            packed = self.transport.move(rows, lanes)
         if len({t.dtype for t in tensors}) == 1:  # one sum over the whole row
             summed = combine_rows(packed.view(tensors[0].dtype), self.plan.token_bags)
             return unpack(summed.view(torch.uint8), tensors)
         return [combine_rows(part, self.plan.token_bags) for part in unpack(packed, tensors)]
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
-        packed = self.transport.move(pack([rows_RD]), self.slots.reversed())
+        lanes, rows = self.slots.reversed(), pack([rows_RD])
+        with self._movement("combine", "forward", lanes, rows):
+            packed = self.transport.move(rows, lanes)
         return combine_rows(packed.view(rows_RD.dtype), self.plan.slot_bags)
+
+    def refuse(self, error: InputError, like: Tensor) -> NoReturn:
+        if guard_of(self.transport) is not None and like.device.type == "cpu":
+            with suppress(InputError):
+                announce(self.transport, self.rows.reversed(), self.tag, "combine", "forward", bad=UNUSABLE)
+        raise error
+
+    @contextmanager
+    def _movement(self, phase: str, direction: Direction, lanes: Lanes, rows: Tensor) -> Iterator[None]:
+        """Say where this rank is and, where the host waits anyway, see that all are there before rows move."""
+        guard, tag = guard_of(self.transport), self.tag
+        if guard is None:
+            yield
+            return
+        guard.at(tag.layer, phase, direction, tag.call)
+        if rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
+            announce(self.transport, lanes, tag, phase, direction, row_bytes=rows.shape[1])
+        yield
+        after, turn, state = _AFTER[phase, direction]
+        guard.at(tag.layer, after, turn, tag.call, state)
 
 
 def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Bags]:

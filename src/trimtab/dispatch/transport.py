@@ -7,10 +7,14 @@ Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+
+from trimtab.guard.guard import Guard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,26 @@ class Headers:
         )
 
 
+def guard_for(group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
+    """The guard of a transport over `group`: the one given, one of its own for True, none for False."""
+    if isinstance(guard, bool):
+        return Guard().join(group) if guard else None
+    return guard.join(group)
+
+
+def watched(guard: Guard | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run a collective of torch.distributed whose first argument is its output. The guard waits where the host does."""
+    if guard is None or not guard.gloo or args[0].device.type != "cpu":
+        collective(*args, **kwargs)
+    else:
+        guard.wait(collective(*args, **kwargs, async_op=True))
+
+
 class Transport(Protocol):
-    """One expert group. Every method is a collective: all ranks of the group call it, in the same order."""
+    """One expert group. Every method is a collective: all ranks of the group call it, in the same order.
+
+    A transport that is guarded has its `Guard` as `guard`.
+    """
 
     rank: int
     size: int

@@ -1,0 +1,149 @@
+"""What ranks tell each other before rows move, in one shape for every movement: who is where, and how much will come.
+
+    count     forward    ROWS and SLOTS that follow, TOKENS held, BAD       every transport, one host sync
+    combine   forward    ROWS that follow, EXPECTED rows, ROW_BYTES, BAD    guarded, where the host waits anyway (CPU)
+    combine   backward   the same
+    dispatch  backward   the same
+
+Whatever two ranks meet at, control meets control of the same shape, so a rank out of step is an error with both sides'
+names on every rank, and never rows of one call taken for those of another.
+
+Legend: P ranks, C columns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.transport import Headers, Lanes, Transport
+from trimtab.errors import DesyncError, InputError
+from trimtab.guard.guard import Guard
+
+NAME_COLUMNS = 4
+ROWS, SLOTS, TOKENS, BAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(11)
+EXPECTED, ROW_BYTES = SLOTS, TOKENS
+COLUMNS = NAME + NAME_COLUMNS
+MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
+UNUSABLE = -1
+"""BAD of a rank that can take no part: what it was given has the wrong shape."""
+
+
+def guard_of(transport: Transport | None) -> Guard | None:
+    """The transport's guard, if it has one."""
+    guard: Guard | None = getattr(transport, "guard", None)
+    return guard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tag:
+    """One layer call, as every rank of the group must have it. `facts`: what else must be equal."""
+
+    layer: str
+    call: int
+    experts: int
+    top_k: int
+    width: int
+    facts: str
+
+    def columns(self, phase: str, direction: str) -> list[int]:
+        """The columns from MOVEMENT on. The name travels as its last 32 bytes, the facts as a checksum."""
+        tail = self.layer.encode()[-8 * NAME_COLUMNS :].rjust(8 * NAME_COLUMNS, b"\0")
+        name = [int.from_bytes(tail[i : i + 8], "little", signed=True) for i in range(0, len(tail), 8)]
+        facts = zlib.crc32(f"{self.layer} {self.facts}".encode())
+        fixed = [self.call, self.experts, self.top_k, self.width, facts]
+        return [MOVEMENTS.index((phase, direction)), *fixed, *name]
+
+
+def fill(
+    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, phase: str, direction: str
+) -> Tensor:
+    """The message [P, C] int64, made on the device of the counts: no copy to it and no sync."""
+    same = [0, 0, tokens, 0, *tag.columns(phase, direction)]
+    if rows_P.device.type == "cpu":
+        message = torch.tensor(same).repeat(rows_P.shape[0], 1)
+    else:
+        message = rows_P.new_empty(rows_P.shape[0], COLUMNS)
+        for column, value in enumerate(same):
+            message[:, column].fill_(value)
+    message[:, ROWS], message[:, SLOTS], message[:, BAD] = rows_P, slots_P, bad
+    return message
+
+
+def announce(
+    transport: Transport, lanes: Lanes, tag: Tag, phase: str, direction: str, *, row_bytes: int = 0, bad: int = 0
+) -> None:
+    """Tell each peer what comes and check what they tell, before rows move on the CPU. Collective.
+
+    Raises:
+        DesyncError: a rank is at another call, or will not send what this rank expects.
+        InputError: a rank was given rows that it cannot send.
+    """
+    tail = [row_bytes, bad, *tag.columns(phase, direction)]
+    pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
+    headers = transport.exchange_headers(torch.tensor([[going, coming, *tail] for going, coming in pairs]))
+    raise_if_unusable(headers.received, tag.layer, phase)
+    raise_if_desynced(headers, transport.rank, tag, phase)
+    widths = [told[ROW_BYTES] for told in headers.received]
+    if len(set(widths)) > 1:
+        raise DesyncError(
+            f"rows of {', '.join(map(str, widths))} bytes come from ranks 0..{len(widths) - 1} ({direction}, call "
+            f"{tag.call}): the width or the dtype of what the experts gave back differs between ranks",
+            ranks=tuple(p for p, width in enumerate(widths) if width != row_bytes), layer=tag.layer, phase=phase,
+        )  # fmt: skip
+    wrong = {
+        p: f"rank {p} will send {told[ROWS]} rows where {coming} are expected, and expects {told[EXPECTED]} where "
+        f"{going} come"
+        for p, (told, going, coming) in enumerate(zip(headers.received, lanes.outgoing, lanes.incoming, strict=True))
+        if (told[ROWS], told[EXPECTED]) != (coming, going)
+    }
+    if wrong:
+        error = DesyncError(
+            f"{'; '.join(wrong.values())} ({direction}, call {tag.call}), as rank {transport.rank} sees it. The "
+            "ranks hold different plans of one call",
+            ranks=tuple(wrong), layer=tag.layer, phase=phase,
+        )  # fmt: skip
+        if (guard := guard_of(transport)) is not None:
+            guard.fail(error)
+        raise error
+
+
+def raise_if_desynced(headers: Headers, rank: int, tag: Tag, phase: str) -> None:
+    """Every rank sees every tag, so either all raise or none."""
+    mine = headers.sent[rank]
+    others = tuple(p for p, h in enumerate(headers.received) if h[MOVEMENT:] != mine[MOVEMENT:])
+    if others:
+        sides = "; ".join(f"rank {p}: {_say(h, mine)}" for p, h in enumerate(headers.received))
+        raise DesyncError(
+            f"rank(s) {', '.join(map(str, others))} are in another call than rank {rank}. {sides}. "
+            f"Rank {rank} also has ({tag.facts}). Every rank of an expert group must run the same layers in the same "
+            "order with the same configuration",
+            ranks=others, layer=tag.layer, phase=phase,
+        )  # fmt: skip
+
+
+def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:
+    """A rank that was given something of the wrong shape says so instead of staying away."""
+    guilty = tuple(p for p, told in enumerate(received) if told[BAD] == UNUSABLE)
+    if guilty:
+        raise InputError(
+            f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype; "
+            "the error there says which",
+            ranks=guilty, layer=layer, phase=phase,
+        )  # fmt: skip
+
+
+def _say(told: Sequence[int], mine: Sequence[int]) -> str:
+    """One rank's tag in words, as far as it came over the wire."""
+    phase, direction = MOVEMENTS[told[MOVEMENT]]
+    tail = b"".join(value.to_bytes(8, "little", signed=True) for value in told[NAME:]).lstrip(b"\0")
+    name = ("…" if len(tail) == 8 * NAME_COLUMNS else "") + tail.decode(errors="replace")
+    text = f"{phase} {direction} of layer {name}, call {told[CALL]}"
+    text += f" ({told[EXPERTS]} experts, top-{told[TOP_K]}, width {told[WIDTH]})"
+    named = (*range(MOVEMENT, FACTS), *range(NAME, COLUMNS))
+    only_facts = told[FACTS] != mine[FACTS] and all(told[i] == mine[i] for i in named)
+    return f"{text}, with another dtype, combine, guard or other facts" if only_facts else text

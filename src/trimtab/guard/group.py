@@ -1,0 +1,37 @@
+"""What the guard must know of a process group that torch.distributed has no public name for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+
+def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the host waits for this group's collectives on CPU tensors through Gloo."""
+    try:
+        return str(group._get_backend(torch.device("cpu")).name()).lower() == "gloo"
+    except RuntimeError:
+        return False
+
+
+def store_host(store: Any, world: Sequence[int]) -> int | None:
+    """The rank of the group whose process serves the store, if one does: not a file, nor torchrun's agent."""
+    served = isinstance(store._underlying_non_prefix_store, TCPStore)
+    if not served or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in world:
+        return None
+    return list(world).index(0)
+
+
+def outlive(group: dist.ProcessGroup | None) -> None:
+    """Leave the group's C++ side behind for good.
+
+    A Gloo group that is destroyed waits for the collectives in flight, up to its own timeout, and it has no abort. A
+    process that has found out that they will never end must be able to end itself.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,0 +1,237 @@
+"""The guard of one expert group: a hang or a death becomes a sentence that says who, where and for how long.
+
+    healthy    each rank writes its place into its own memory (a microsecond); nothing is sent, no thread runs on a
+               group that lives on one host
+    trouble    a collective fails, or a wait outlives its deadline: this rank looks at the others' records and at their
+               processes, asks those on other hosts through the store, judges, and tells its verdict to all, so that
+               every rank raises the first cause and none blames the neighbour who raised before it
+
+The host can only watch what the host waits for: collectives over Gloo. With a device backend the record is kept (it is
+told to peers on CPU groups and can be read), nothing waits and nothing is added.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from trimtab.errors import ConfigError, TrimtabError
+from trimtab.guard.group import has_gloo, outlive, store_host
+from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
+from trimtab.guard.peers import Peer
+from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
+from trimtab.guard.watch import Watch
+
+DEADLINE = 300.0
+"""Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
+_SLICE = timedelta(milliseconds=100)
+_NAMES = 120
+
+
+class Guard:
+    """Watches over one process group. Made by a transport, or by hand and given to several transports of one group.
+
+    Args:
+        deadline: seconds that this rank waits in one collective for its peers before it asks who is missing. Never
+            more than 9/10 of the process group's own timeout, which would end the wait without a name.
+        patience: seconds that ranks on other hosts have to answer.
+        look: whether records of ranks on this host are read directly; else all are asked through the store.
+    """
+
+    def __init__(self, *, deadline: float = DEADLINE, patience: float = 1.0, look: bool = True) -> None:
+        if not deadline > 0 or not patience > 0:
+            raise ConfigError(f"deadline {deadline} s and patience {patience} s must be above 0")
+        self.deadline, self.patience, self.look = deadline, patience, look
+        self.layers = 0
+        self._group: dist.ProcessGroup | None = None
+        self._met = False
+        self._peers: dict[int, tuple[Peer, SlateView | None]] = {}
+        self._watch: Watch | None = None
+        self._cause: Cause | None = None
+
+    def join(self, group: dist.ProcessGroup) -> Guard:
+        """Begin to watch `group`. Every rank of it must call, in the same order where it has several guards."""
+        if self._group is not None:
+            if self._group is not group:
+                raise ConfigError("this guard watches another process group: give each group a guard of its own")
+            return self
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.gloo = has_gloo(group)
+        if self.gloo:
+            limit = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            self.deadline = min(self.deadline, 0.9 * limit)
+        self._slate = Slate(self.rank)
+        self._watches: list[Watch] = []
+        self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches)
+        if not self.gloo:
+            return self
+        store = _get_process_group_store(group)
+        number = store.add(f"trimtab/guards/{self.rank}", 1)
+        self._store = PrefixStore(f"trimtab/guard/{number}", store)
+        self._world = dist.get_process_group_ranks(group)
+        self._store_host = store_host(store, self._world)
+        me = Peer.me(self.rank, self._world[self.rank], self._slate.fd if self.look else -1)
+        self._store.set(f"peer/{self.rank}", me.to_json())
+        return self
+
+    def at(self, layer: str, phase: str, direction: str, call: int, state: str = "in") -> None:
+        """This rank is there now. No communication, about two microseconds."""
+        self._slate.write(
+            layer.encode()[-_NAMES:], PHASES.index(phase), DIRECTIONS.index(direction), call, STATES.index(state)
+        )
+
+    def place(self) -> Place | None:
+        """Where this rank is, by its own record."""
+        return self._slate.view().place()
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective over Gloo, in slices, so that this thread stays in charge.
+
+        Raises:
+            PeerLost, PhaseTimeout: the cause, the same on every rank. What else a rank published with `fail`.
+        """
+        start = time.monotonic()
+        self._slate.wait(True)
+        try:
+            while not self._done(work, start):
+                self._raise_known(start)
+                waited = time.monotonic() - start
+                if self._watch is not None and waited > self.deadline - self.patience:
+                    self._watch.ask()
+                if waited >= self.deadline:
+                    raise self._judged(start, "")
+        except BaseException:
+            if not work.is_completed():
+                outlive(self._group)
+            raise
+        self._slate.wait(False)
+        if not self._met:
+            self._meet()
+
+    def fail(self, error: TrimtabError) -> None:
+        """Tell the others of an error that only this rank has seen, so that they raise it too instead of waiting."""
+        self._publish(Cause.of(error))
+
+    def close(self) -> None:
+        """Stop watching. Also done when the guard is collected and when the process ends."""
+        self._finish()
+
+    def _done(self, work: dist.Work, start: float) -> bool:
+        try:
+            work.wait(_SLICE)
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait(_SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
+            return True
+        except RuntimeError as error:
+            failure = str(error).splitlines()[0]
+        raise self._judged(start, failure)
+
+    def _meet(self) -> None:
+        """Learn who the peers are. Those that have come to a first collective have all said it before."""
+        for rank, global_rank in enumerate(self._world):
+            if rank != self.rank:
+                known = self._store.check([f"peer/{rank}"])
+                peer = Peer.from_json(self._store.get(f"peer/{rank}")) if known else Peer.absent(rank, global_rank)
+                self._peers[rank] = (peer, peer.open())
+        self._met = True
+        if any(view is None for _, view in self._peers.values()):
+            self._watch = Watch(self._store, self.rank, self.size, self._slate.view())
+            self._watches.append(self._watch)
+
+    def _known(self) -> Cause | None:
+        """The first cause, if some rank has found it."""
+        if self._cause is None:
+            texts = [view.note() for _, view in self._peers.values() if view is not None]
+            texts += [self._watch.cause] if self._watch is not None else []
+            self._cause = next((Cause.from_json(text) for text in texts if text.startswith("{")), None)
+        return self._cause
+
+    def _raise_known(self, start: float) -> None:
+        if (cause := self._known()) is not None:
+            raise cause.error(self._waited(start))
+
+    def _judged(self, start: float, failure: str) -> TrimtabError:
+        """The error to raise: a cause that is known by now, or this rank's own verdict, told to all."""
+        if not self._met:  # in a thread of its own, for the store may be as dead as the peer
+            meeting = threading.Thread(target=self._meet, daemon=True)
+            meeting.start()
+            meeting.join(self.patience)
+        if failure and self._watch is not None:
+            self._watch.ask()
+        # A process that dies closes its connections a moment before it is seen to be gone.
+        end = time.monotonic() + (self.patience if failure else 0.0)
+        while self._known() is None and time.monotonic() < end:
+            if any(a.left or a.process == "gone" for a in self._answers()):
+                break
+            time.sleep(0.02)
+        if self._known() is None:
+            here = self.place() or Place(layer="", phase="count", direction="forward", call=0)
+            self._publish(judge(self._answers(), here, self.deadline, failure, self._dead_store()))
+        cause = self._known()
+        assert cause is not None
+        return cause.error(self._waited(start))
+
+    def _dead_store(self) -> DeadStore | None:
+        """Why the others cannot be asked, if they cannot: a live store hands out this rank's own answer too."""
+        if self._met and (self._watch is None or self.rank in self._watch.heard):
+            return None
+        error = self._watch.store_error if self._watch is not None else ""
+        return DeadStore(host=self._store_host, error=error or f"no answer within {self.patience:g} s")
+
+    def _answers(self) -> list[Answer]:
+        """What is known of the other ranks now."""
+        answers = []
+        for rank, (peer, view) in self._peers.items():
+            process = peer.state()
+            if view is None:
+                place, seconds = self._watch.heard.get(rank, (None, 0.0)) if self._watch else (None, 0.0)
+                left = self._watch.left.get(rank, "") if self._watch else ""
+                heard = self._watch is not None and rank in self._watch.heard
+            else:
+                place, note, heard = view.place(), view.note(), True
+                left = "" if note.startswith("{") else note
+                seconds = seconds_at(place)
+            answers.append(Answer(peer=peer, process=process, heard=heard, place=place, seconds=seconds, left=left))
+        return answers
+
+    def _publish(self, cause: Cause) -> None:
+        self._slate.write_note(cause.to_json())
+        if self._watch is not None:
+            self._watch.publish(cause.to_json())
+            end = time.monotonic() + self.patience / 2
+            while not self._watch.cause and not self._watch.store_error and time.monotonic() < end:
+                time.sleep(0.01)
+            if self._watch.cause:
+                cause = Cause.from_json(self._watch.cause)
+        self._cause = cause
+
+    def _waited(self, start: float) -> str:
+        place = self.place()
+        return f"Rank {self.rank} was {place} ({time.monotonic() - start:.1f} s)."
+
+
+def _leave(slate: Slate, pid: int, watches: list[Watch]) -> None:
+    """The guard or its process ends: say so in the record, and stop the thread."""
+    if os.getpid() != pid:  # a forked child shares the memory, but it is not the rank
+        return
+    error = getattr(sys, "last_value", None)
+    why = "" if error is None else f"it ended with {type(error).__name__}: {error}"
+    if not slate.view().note():
+        slate.write_note(why or "it ended its program or gave up its transport")
+    for watch in watches:
+        watch.stop(why)
+    slate.close()

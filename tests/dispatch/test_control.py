@@ -1,0 +1,162 @@
+"""Control before every movement: what two ranks out of step say of each other, and that no row has moved by then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.cases import case
+from dispatch.test_schedule import recorded
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.control import COLUMNS, MOVEMENT, MOVEMENTS, Tag, fill
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.errors import DesyncError, InputError, TrimtabError
+from trimtab.verify.ranks import run_ranks
+
+E, K, D, RANKS = 6, 2, 8, 3
+
+
+def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
+    """Two layers on one guard, with one mistake on the guilty rank."""
+    x, ids, w, _ = case("random", dist.get_rank(), RANKS, E, K, D, torch.float32)
+    x.requires_grad_()
+    rows = [one.dispatch(x, ids, w) for one in (d[::-1] if guilty and what == "order" else d)]
+    if guilty and what == "order":
+        rows.reverse()
+    y = [r.x * 2 for r in rows]
+    if guilty and what == "rows":
+        y[0] = y[0][1:]
+    if guilty and what == "dtype":
+        y[0] = y[0].double()
+    if guilty and what == "flat":
+        y[0] = y[0].reshape(-1)
+    if guilty and what == "swapped routes":
+        d[0].combine(rows[1].x, rows[1])
+    out = d[0].combine(y[0], rows[0])
+    if guilty and what == "no backward":
+        d[0].dispatch(x, ids, w)
+    (out.sum() + d[1].combine(y[1], rows[1]).sum() if what == "combine" else out.sum()).backward()
+
+
+MISTAKES: dict[str, tuple[type[TrimtabError], str]] = {
+    "order": (
+        DesyncError,
+        r"layer (a|b), rank.*rank 1: count forward of layer b, call \d.*rank 2: count forward of layer a",
+    ),
+    "rows": (InputError, r"layer a, rank 1, phase combine"),
+    "dtype": (DesyncError, r"phase combine.*rows of 32, 64, 32 bytes come from ranks 0\.\.2"),
+    "flat": (InputError, r"layer a, rank 1, phase combine"),
+    "swapped routes": (DesyncError, r"rank 1: combine forward of layer b.*rank 2: combine forward of layer a"),
+    "no backward": (DesyncError, r"rank 1: count forward of layer a, call \d.*rank 2: combine backward of layer a"),
+}
+
+
+def mistakes_on_rank(transport: type) -> dict[str, tuple[str, str, list[str]]]:
+    group = dist.group.WORLD
+    found = {}
+    made = transport(group)
+    for what in MISTAKES:
+        d = [Dispatcher(E, made, layer=name) for name in ("a", "b")]
+        with recorded() as calls:
+            try:
+                both_layers(d, dist.get_rank() == 1, what)
+                found[what] = ("nothing", "", calls)
+            except TrimtabError as error:
+                found[what] = (type(error).__name__, str(error), calls)
+    return found
+
+
+@pytest.mark.parametrize("transport", [AllToAll, AllGather])
+def test_each_mistake_of_one_rank_is_named_on_every_rank_and_the_group_lives_on(transport: type) -> None:
+    """The last mistake is found as well as the first: nothing is left over in the group between them."""
+    everyone = run_ranks(mistakes_on_rank, RANKS, transport, deadline=30.0)
+    for what, (kind, says) in MISTAKES.items():
+        for rank, found in enumerate(everyone):
+            name, message, calls = found[what]
+            assert name == kind.__name__, (what, rank, name, message)
+            if rank != 1 or kind is DesyncError:
+                assert re.search(says, message, re.DOTALL), (what, rank, message)
+            assert calls == everyone[0][what][2], "ranks have issued different collectives"
+
+
+def facts_on_rank(kinds: list[str]) -> list[str]:
+    group, guilty = dist.group.WORLD, dist.get_rank() == 1
+    x, ids, w, _ = case("random", dist.get_rank(), RANKS, E, K, D, torch.float32)
+    said = []
+    for kind in kinds:
+        wrong = guilty and kind
+        d = Dispatcher(
+            2 * E if wrong == "experts" else E,
+            AllToAll(group, guard=wrong != "guard"),
+            combine="ordered" if wrong == "combine" else "sum",
+            facts="hidden 24" if wrong == "facts" else "hidden 16",
+            layer="model.layers.11.mlp.experts.of.a.long.name" + (".b" if wrong == "name" else ""),
+        )
+        try:
+            d.dispatch(
+                x.double() if wrong == "tokens" else x, ids[:, :1] if wrong == "top_k" else ids, w[:, : ids.shape[1]]
+            )
+            said.append("nothing")
+        except (DesyncError, InputError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+CONFIGS = {
+    "experts": r"rank 1: count forward of .*\(12 experts, top-2, width 8\)",
+    "facts": r"rank 1: .*other facts.*rank 2: .*hidden 16|rank 1: .*rank 2: .*other facts.*hidden 24",
+    "combine": r"other facts",
+    "guard": r"other facts",
+    "tokens": r"other facts",
+    "name": r"rank 1: count forward of layer …\S+\.of\.a\.long\.name\.b, call 0",
+}
+
+
+def test_another_configuration_on_one_rank_is_named_on_every_rank() -> None:
+    for rank, said in enumerate(run_ranks(facts_on_rank, RANKS, list(CONFIGS), deadline=30.0)):
+        for what, message in zip(CONFIGS, said, strict=True):
+            assert message.startswith("DesyncError"), (rank, what, message)
+            assert re.search(CONFIGS[what], message, re.DOTALL), (rank, what, message)
+
+
+def unusable_on_rank(guilty_rank: int) -> list[str]:
+    group, guilty = dist.group.WORLD, dist.get_rank() == guilty_rank
+    d = Dispatcher(E, AllToAll(group))
+    x, ids, w, mask = case("masked", dist.get_rank(), RANKS, E, K, D, torch.float32)
+    wrong: list[Callable[[], tuple[Tensor, ...]]] = [
+        lambda: (x[None], ids, w, mask), lambda: (x, ids[1:], w, mask), lambda: (x, ids, w.long(), mask),
+        lambda: (x, ids, w, mask.float()), lambda: (x, ids, w, mask),
+    ]  # fmt: skip
+    said = []
+    for make in wrong:
+        try:
+            d.dispatch(*(make() if guilty else (x, ids, w, mask)))
+            said.append("nothing")
+        except InputError as error:
+            said.append(f"{error.ranks} {error}")
+    return said
+
+
+def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on() -> None:
+    everyone = run_ranks(unusable_on_rank, RANKS, 2, deadline=30.0)
+    for rank, said in enumerate(everyone):
+        assert said[-1] == "nothing"
+        for message in said[:-1]:
+            assert message.startswith("(2,)"), (rank, message)
+            assert ("must be" if rank == 2 else "wrong shape or dtype") in message
+
+
+def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
+    tag = Tag(layer="x" * 50 + "é.11", call=3, experts=6, top_k=2, width=8, facts="")
+    rows = torch.tensor([1, 2])
+    for phase, direction in MOVEMENTS:
+        message = fill(rows, rows, 5, 0, tag, phase, direction)
+        assert message.shape == (2, COLUMNS)
+        assert MOVEMENTS[int(message[1, MOVEMENT])] == (phase, direction)
+        assert message[:, MOVEMENT:].unique(dim=0).shape[0] == 1, "the tag is the same for every peer"

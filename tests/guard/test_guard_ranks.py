@@ -1,0 +1,133 @@
+"""The guard on real ranks that are healthy: it waits for the slow, sends nothing, and ends when it should."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.errors import ConfigError, DesyncError, PhaseTimeout
+from trimtab.guard.guard import Guard
+from trimtab.verify.ranks import run_ranks
+
+E, D = 4, 8
+
+
+def step(dispatcher: Dispatcher, pause: float = 0.0) -> None:
+    x = torch.randn(5, D, requires_grad=True)
+    rows = dispatcher.dispatch(x, torch.randint(0, E, (5, 2)), torch.rand(5, 2))
+    time.sleep(pause)
+    dispatcher.combine(rows.x * 2, rows).sum().backward()
+    assert x.grad is not None
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "trimtab-guard"]
+
+
+def lives_on_rank(look: bool) -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    guard = Guard(deadline=20.0, look=look)
+    first = Dispatcher(E, AllToAll(group, guard=guard), layer="a")
+    second = Dispatcher(E, AllGather(group, guard=guard), layer="b")
+    assert threads() == [], "nothing runs before the ranks have met"
+    for dispatcher in (first, second):
+        step(dispatcher, pause=0.35 * rank)
+        place = guard.place()
+        assert str(place) == f"in route backward of layer {dispatcher.layer}, call 0"
+    assert threads() == ([] if look else ["trimtab-guard"])
+    dead = weakref.ref(guard)
+    dist.barrier()
+    del guard, first, second, dispatcher
+    gc.collect()
+    assert dead() is None
+    assert threads() == []
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_slow_ranks_are_waited_for_and_the_thread_ends_with_the_guard(look: bool) -> None:
+    """A thread is needed only where records cannot be read directly."""
+    run_ranks(lives_on_rank, 2, look, deadline=40.0)
+
+
+def settings_on_rank() -> None:
+    group = dist.group.WORLD
+    own, shared, off = (
+        AllToAll(group),
+        AllToAll(group, guard=(guard := Guard(deadline=5.0))),
+        AllToAll(group, guard=False),
+    )
+    assert off.guard is None
+    assert shared.guard is guard
+    assert guard.deadline == 5.0
+    assert own.guard is not None
+    assert own.guard.deadline == pytest.approx(0.9 * 40.0), "before the group's own timeout, which names nobody"
+    other = dist.new_group([0, 1])
+    with pytest.raises(ConfigError, match="another process group"):
+        AllToAll(other, guard=guard)
+    names = [Dispatcher(E, shared).layer for _ in range(2)] + [Dispatcher(E, shared, layer="x").layer]
+    assert names == ["(unnamed 0)", "(unnamed 1)", "x"]
+    unnamed = [Dispatcher(E, shared), Dispatcher(E, shared)]
+    with pytest.raises(DesyncError, match=r"count forward of layer \(unnamed [34]\)"):
+        step(unnamed[dist.get_rank()])
+    for transport in (own, shared, off, AllToAll(other)):
+        step(Dispatcher(E, transport))
+
+
+def test_each_transport_has_a_guard_or_shares_one_or_has_none() -> None:
+    run_ranks(settings_on_rank, 2, deadline=40.0)
+
+
+def subgroup_on_rank() -> list[tuple[str, tuple[int, ...]]]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    guard = Guard(deadline=1.5)
+    dispatcher = Dispatcher(E, AllToAll(groups[rank // 2], guard=guard), layer="a")
+    step(dispatcher)
+    try:
+        step(dispatcher, pause=4.0 if rank == 2 else 0.0)
+    except Exception as error:
+        return [(str(error), getattr(error, "ranks", ()))]
+    return []
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_a_rank_of_a_subgroup_is_named_within_its_group_and_in_the_world() -> None:
+    """Ranks of a group are in the order in which torch keeps them, whatever the order they were given in."""
+    healthy, also, late, asker = run_ranks(subgroup_on_rank, 4, deadline=40.0)
+    assert healthy == also == []
+    ((message, ranks),) = asker
+    assert ranks == (1,) or ranks == (0,)
+    assert f"rank {ranks[0]} (global rank 2, host " in message
+    assert "is alive and in experts forward of layer a, call 1, for 1." in message
+    assert [said for said, _ in late] != [], "the late rank is told that the others gave up"
+
+
+def absent_on_rank() -> str:
+    group = dist.new_group([0, 1])  # its own, for the exchange that never ends
+    if dist.get_rank() == 1:  # as if it still loaded its weights
+        time.sleep(3.0)
+        return ""
+    dispatcher = Dispatcher(E, AllToAll(group, guard=Guard(deadline=1.0)), layer="a")
+    with pytest.raises(PhaseTimeout) as raised:
+        step(dispatcher)
+    return f"{raised.value.ranks} {raised.value}"
+
+
+def test_a_rank_that_is_busy_before_its_first_layer_is_named() -> None:
+    said, _ = run_ranks(absent_on_rank, 2, deadline=40.0)
+    assert said.startswith("(1,) [layer a, rank 1, phase count] rank 1 has not built its transport")
+
+
+def test_a_deadline_must_be_positive() -> None:
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            Guard(deadline=wrong)
