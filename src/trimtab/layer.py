@@ -1,0 +1,176 @@
+"""The MoE layer: router -> dispatch -> experts -> combine, and what every token gets (shared experts).
+
+    y = sum over k of  w[k] * expert[id[k]](x)  +  shared(x)
+    y = up(sum over k of  w[k] * expert[id[k]](down(x)))  +  shared(x)              with latent projections
+
+Legend: T tokens of this rank, D model dim, K experts per token, E experts, F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.errors import InputError
+from trimtab.experts.main_grad import MainGradMode
+from trimtab.experts.module import ExpertMLP
+from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.shared import Projection, SharedExperts
+from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.config import RouterConfig
+
+
+class MoEOutput(NamedTuple):
+    """y: x's shape and dtype; zeros where the token mask is False.
+    losses: name -> scalar, coefficient included, see `trimtab.routing.losses`.
+    loads_E: int64, kept slots of the tokens that this rank routes.
+    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped.
+    """
+
+    y: Tensor
+    losses: dict[str, Tensor]
+    loads_E: Tensor
+    ids_TK: Tensor
+
+
+class Tokens(Protocol):
+    """Which of the input's tokens this rank routes."""
+
+    def take(self, t: Tensor) -> Tensor:
+        """[*lead, any] -> this rank's [*lead', any]. Called for x [*lead, D], mask [*lead, 1] and ids [*lead, K]."""
+        ...
+
+    def join(self, y: Tensor, like: Tensor) -> Tensor:
+        """This rank's [*lead', D] -> the output of all tokens, in the shape of the input `like` [*lead, D]."""
+        ...
+
+
+class AllTokens:
+    """All of them: the input is this rank's share."""
+
+    def take(self, t: Tensor) -> Tensor:
+        return t
+
+    def join(self, y: Tensor, like: Tensor) -> Tensor:
+        return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One MoE layer. `build` makes it, with all experts on this rank.
+
+    Args:
+        dim, hidden: D and F.
+        router: the routing decision; its weight is float32 at least.
+        activation, bias, weights, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
+        shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
+        latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
+        combine: as in `Dispatcher`.
+        dtype, device: of the parameters, the default ones if not given.
+    """
+
+    dim: int
+    hidden: int
+    router: RouterConfig
+    activation: str = "swiglu"
+    bias: bool = False
+    weights: Literal["experts", "combine"] = "experts"
+    shared_hidden: int = 0
+    shared_gate: bool = False
+    latent_dim: int | None = None
+    combine: Combine = "sum"
+    main_grad: MainGradMode = "off"
+    delay_wgrad: bool = False
+    recipe: Recipe | None = None
+    kernels: KernelChoice | str = "auto"
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+
+    def build(self, layer: str = "") -> MoE:
+        """The module. layer: its name, for errors. Raises ConfigError where sizes or names do not fit."""
+        return MoE(self, layer)
+
+
+class MoE(nn.Module):
+    """The layer that `MoEConfig` describes.
+
+    `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them.
+    """
+
+    def __init__(self, config: MoEConfig, layer: str = "") -> None:
+        super().__init__()
+        c = self.config = config
+        made: dict[str, Any] = {"dtype": c.dtype, "device": c.device}
+        width = c.dim if c.latent_dim is None else c.latent_dim
+        dtype = torch.promote_types(c.dtype or torch.get_default_dtype(), torch.float32)
+        self.router = c.router.build(c.dim, dtype=dtype, device=c.device, layer=layer)
+        self.experts = ExpertMLP(
+            c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias, weights=c.weights,
+            main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, facts=self.facts)
+        self.tokens: Tokens = AllTokens()
+        self.to_latent = nn.Identity() if c.latent_dim is None else Projection(c.dim, width, **made)
+        self.from_latent = nn.Identity() if c.latent_dim is None else Projection(width, c.dim, **made)
+        self.shared = None if not c.shared_hidden else SharedExperts(
+            c.dim, c.shared_hidden, activation=c.activation, gated=c.shared_gate, **made
+        )  # fmt: skip
+
+    @property
+    def facts(self) -> str:
+        """What else must be the same on every rank, for the `facts` of a dispatcher."""
+        c = self.config
+        return f"hidden {c.hidden} {c.activation}, bias {c.bias}, weights {c.weights}"
+
+    def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
+        """Route, run the experts, add up. Every rank of the expert group must call.
+
+        Args:
+            x: floating [..., D]; of three dims and more the first is the batch.
+            token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
+            ids: int [..., K], decisions to replay; scores and weights stay live.
+
+        Raises:
+            InputError: shapes or dtypes other than these, ids out of range, logits not finite.
+            DesyncError: the ranks of the group are not in the same call.
+        """
+        self.dispatcher.begin()
+        mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
+        batch = mine.shape[0] if mine.dim() > 2 else 1
+        route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch)
+        rows = self.dispatcher.dispatch(self.to_latent(x_TD), route.ids_TK, route.weights_TK)
+        out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        y_TD = self.from_latent(self.dispatcher.combine(out, rows))
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        y = self.tokens.join(y_TD.reshape(mine.shape), x)
+        return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+
+    def _take(
+        self, x: Tensor, mask: Tensor | None, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of x in its own shape, then flat with zeros for masked tokens; its mask and ids, flat."""
+        self._check(x, mask, ids)
+        mine = self.tokens.take(x)
+        x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
+        if ids is not None:
+            ids_TK = self.tokens.take(ids).flatten(0, -2)
+        if mask is not None:
+            mask_T = self.tokens.take(mask[..., None]).flatten()
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
+        return mine, x_TD, mask_T, ids_TK
+
+    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
+        lead, problems = tuple(x.shape[:-1]), []
+        if x.dim() < 2 or x.shape[-1] != self.config.dim:
+            problems.append(f"x must be [..., {self.config.dim}], got {tuple(x.shape)}")
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != lead):
+            problems.append(f"token_mask must be bool {lead} as x is, got {mask.dtype} {tuple(mask.shape)}")
+        if ids is not None and tuple(ids.shape[:-1]) != lead:
+            problems.append(f"ids must be {(*lead, 'K')} as x is, got {tuple(ids.shape)}")
+        if problems:
+            raise InputError("; ".join(problems), layer=self.dispatcher.layer, phase="route")

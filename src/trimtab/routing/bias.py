@@ -1,0 +1,64 @@
+"""The expert bias of aux-loss-free balancing (Wang et al., arXiv 2408.15664), and loads over a whole model.
+
+    bias[e] += rate * sign(mean load - load[e])          once per optimiser step, from the loads of the global batch
+
+The bias joins the scores for the selection only; weights and gradients do not see it. Loads are what the routers
+picked while training, summed over micro-batches; a recomputed forward is not counted again.
+
+Legend: E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.errors import ConfigError
+from trimtab.routing.losses import StepTotals, all_sum
+from trimtab.routing.router import Router
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """The routers of a model by module name, in the order of the layers."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
+    """The bias after one step."""
+    loads = loads_E.double()
+    return bias_E + rate * (loads.mean() - loads).sign().to(bias_E.dtype)
+
+
+@torch.no_grad()
+def update_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """End an optimiser step: update every expert bias, forget the step's loads, and return them, global, by router.
+
+    Every rank of `group` must call (one all-reduce for the whole model); None if this rank holds the global batch.
+    Ranks that route shares of the same tokens count each token once, so `group` holds all of them.
+
+    Raises:
+        ConfigError: the model has no router.
+    """
+    found = routers(model)
+    if not found:
+        raise ConfigError(f"no Router in {type(model).__name__}: update_bias is for models with trimtab's MoE layers")
+    taken = [router.take_loads() for router in found.values()]
+    sizes = [loads.shape[0] for loads in taken]
+    summed = torch.split(all_sum(torch.cat(taken), group), sizes)
+    for router, loads_E in zip(found.values(), summed, strict=True):
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(stepped_bias(router.expert_bias, loads_E, router.config.bias_rate))
+    return dict(zip(found, summed, strict=True))
+
+
+def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tensor] | None = None) -> None:
+    """Tell every router the totals of the coming step, see `StepTotals`. counts: [E] by router name."""
+    for name, router in routers(model).items():
+        router.totals = StepTotals(tokens=tokens, counts_E=None if counts is None else counts[name])
+
+
+def max_vio(loads_E: Tensor) -> float:
+    """(largest load - mean load) / mean load; 0 where nothing was routed."""
+    mean = float(loads_E.double().mean())
+    return (float(loads_E.max()) - mean) / mean if mean else 0.0

@@ -1,0 +1,125 @@
+"""What a router does, as one value: scores, selection, weights, balance. `build` makes the module.
+
+Legend: E experts, D model dim, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from trimtab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trimtab.routing.router import Router
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+Select = Literal["topk", "sinkhorn", "expert_choice", "balanced"]
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SELECTS = ("topk", "sinkhorn", "expert_choice", "balanced")
+GROUP_SCORES = ("top2", "max")
+DROPS = ("probability", "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """All about the routing decision.
+
+    Args:
+        num_experts, top_k: E and K.
+        score: logits to scores, in float32 at least: softmax over all experts, sigmoid, or sqrt(softplus).
+        normalize: the picked scores are divided by their sum (for softmax the same as a softmax over the picked).
+        scale: factor on the weights, after normalising.
+        groups, top_groups: experts are cut into `groups` equal runs and only the best `top_groups` of a token may be
+            picked from (DeepSeek-V3, arXiv 2412.19437).
+        group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
+        bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
+        bias_rate: its step, once per optimiser step, see `trimtab.routing.bias`.
+        select: "topk"; "sinkhorn" (balanced assignment while training, top-k otherwise); "expert_choice" (experts pick
+            tokens, arXiv 2202.09368); "balanced" (round robin, whatever the scores: for benchmarks only).
+        sinkhorn_iterations: how many.
+        aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
+        capacity_factor: an expert takes at most ceil(factor * K * T / E) slots of this rank's T tokens; None for all.
+            With expert choice it is how many an expert picks, factor 1 if None.
+        drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
+        pad: experts with room get slots of weight 0 up to the capacity, so that with T >= E the number of slots does
+            not depend on the routing. Takes ceil(factor * K) + 1 columns more.
+        jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
+
+    Raises:
+        ConfigError: names unknown or numbers that do not fit.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    bias: bool = False
+    bias_rate: float = 1e-3
+    select: Select = "topk"
+    sinkhorn_iterations: int = 8
+    aux_loss: float = 0.0
+    sequence_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+    drop: Literal["probability", "position"] = "probability"
+    pad: bool = False
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k={self.top_k} is not in 1..{self.num_experts}, the number of experts")
+        named = (("score", SCORES), ("select", SELECTS), ("group_score", GROUP_SCORES), ("drop", DROPS))
+        for name, known in named:
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
+        for problem, is_one in self._problems().items():
+            if is_one:
+                raise ConfigError(problem)
+
+    def _problems(self) -> dict[str, bool]:
+        even = self.groups >= 1 and self.num_experts % self.groups == 0
+        in_group = self.num_experts // self.groups if even else 0
+        coefficients = (self.aux_loss, self.sequence_aux_loss, self.global_aux_loss, self.z_loss)
+        factor = self.capacity_factor
+        return {
+            f"{self.num_experts} experts do not divide into {self.groups} groups": not even,
+            f"top_groups={self.top_groups} is not in 1..{self.groups}": not 1 <= self.top_groups <= self.groups,
+            f"top_k={self.top_k} of {self.top_groups} groups of {in_group} experts: there are not so many": (
+                even and self.top_k > self.top_groups * in_group
+            ),
+            f"group_score='top2' needs groups of at least 2 experts, these have {in_group}": (
+                self.groups > 1 and self.group_score == "top2" and in_group < 2
+            ),
+            f"groups and bias work with select='topk', not with {self.select!r}": (
+                self.select != "topk" and (self.groups > 1 or self.bias)
+            ),
+            f"capacity_factor={factor} must be above 0": factor is not None and not factor > 0,
+            "pad=True fills up to the capacity: set capacity_factor": self.pad and factor is None,
+            "pad=True is without meaning in expert choice, where every expert is full": (
+                self.pad and self.select == "expert_choice"
+            ),
+            f"jitter={self.jitter} is not in 0 <= jitter < 1": not 0 <= self.jitter < 1,
+            f"sinkhorn_iterations={self.sinkhorn_iterations} must be at least 1": self.sinkhorn_iterations < 1,
+            f"loss coefficients must not be negative: {coefficients}": min(coefficients) < 0,
+        }
+
+    def build(
+        self,
+        dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        layer: str = "",
+    ) -> Router:
+        """The module for tokens of `dim`. dtype: of its weight, float32 if not given. layer: its name, for errors."""
+        from trimtab.routing.router import Router
+
+        return Router(self, dim, dtype=dtype, device=device, layer=layer)

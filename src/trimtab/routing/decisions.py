@@ -1,0 +1,111 @@
+"""Routing decisions of all layers as one value: [B, L, layers, K], kept, cut, written to a file and read back.
+
+What `MoE(..., ids=)` takes for one layer, and what rollout engines hand over with their samples. An expert that was
+picked but had no room is kept as -2 - e, so that replayed weights are normalised over the same picks; -1 is no pick.
+
+Legend: B sequences, L positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.routing.recompute import Choice
+
+FORMAT = "trimtab.decisions"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decisions:
+    """The decisions of every MoE layer for the same tokens.
+
+    ids: [B, L, layers, K], any integer dtype: an expert 0..E - 1, -1 for none, -2 - e for e without room.
+    num_experts: E, of every layer.
+    layers: the names of the layers, in the order of the third dim.
+
+    Raises:
+        InputError: shapes, dtypes or ids other than these.
+    """
+
+    ids: Tensor
+    num_experts: int
+    layers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 4 or self.ids.dtype.is_floating_point or self.ids.dtype in (torch.bool, torch.uint8):
+            raise InputError(f"decisions must be int [B, L, layers, K], got {self.ids.dtype} {tuple(self.ids.shape)}")
+        if self.ids.shape[2] != len(self.layers) or len(set(self.layers)) != len(self.layers):
+            raise InputError(f"decisions for {self.ids.shape[2]} layers, but the names are {self.layers}")
+        if bool(((self.ids < -1 - self.num_experts) | (self.ids >= self.num_experts)).any()):
+            low, high = int(self.ids.min()), int(self.ids.max())
+            raise InputError(
+                f"decisions name experts {low}..{high}, the model has 0..{self.num_experts - 1} (-1 for none)"
+            )
+
+    def layer(self, name: str) -> Choice:
+        """One layer's, as [B * L, K] int64.
+
+        Raises:
+            InputError: no such layer.
+        """
+        if name not in self.layers:
+            raise InputError(f"no decisions for layer {name!r}; there are {self.layers}", phase="route")
+        ids = self.ids[:, :, self.layers.index(name)].flatten(0, 1).long()
+        return Choice(chosen=torch.where(ids < -1, -2 - ids, ids), kept=ids.clamp(min=-1))
+
+    def cut(self, start: int, end: int) -> Decisions:
+        """Those of the positions start..end - 1 of every sequence: what a rank that holds these replays."""
+        return Decisions(ids=self.ids[:, start:end], num_experts=self.num_experts, layers=self.layers)
+
+    @classmethod
+    def join(cls, parts: Sequence[Decisions], dim: int = 1) -> Decisions:
+        """Parts put together, along positions (1) or sequences (0).
+
+        Raises:
+            InputError: parts of other layers or another number of experts.
+        """
+        if not parts or any((p.num_experts, p.layers) != (parts[0].num_experts, parts[0].layers) for p in parts):
+            found = [(p.num_experts, p.layers) for p in parts]
+            raise InputError(f"cannot join decisions of different models, (experts, layers) are {found}")
+        return cls(ids=torch.cat([p.ids for p in parts], dim), num_experts=parts[0].num_experts, layers=parts[0].layers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file that `load` reads; two bytes a slot with less than 32,767 experts. Whole or not at all."""
+        ids = self.ids.to("cpu", torch.int16 if self.num_experts < 2**15 - 1 else torch.int32)
+        content = {
+            "format": FORMAT, "version": VERSION, "ids": ids.contiguous(), "num_experts": self.num_experts,
+            "layers": list(self.layers),
+        }  # fmt: skip
+        target = Path(path)
+        part = target.with_name(target.name + ".part")
+        torch.save(content, part)
+        part.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Decisions:
+        """Read what `save` wrote. Runs no code from the file.
+
+        Raises:
+            InputError: not such a file, or of another version.
+        """
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+            raise InputError(f"{path} is no file of routing decisions: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise InputError(f"{path} is no file of routing decisions")
+        if content.get("version") != VERSION:
+            raise InputError(f"{path} has version {content.get('version')}, this trimtab reads {VERSION}")
+        missing = {"ids", "num_experts", "layers"} - content.keys()
+        if missing:
+            raise InputError(f"{path} lacks {sorted(missing)}")
+        return cls(ids=content["ids"], num_experts=content["num_experts"], layers=tuple(content["layers"]))

@@ -1,0 +1,152 @@
+"""Balance losses and z-loss, equal to those of a single process however the tokens are cut.
+
+For real tokens t, with p[t] the scores as a distribution and f the fraction of slots that each expert was picked for
+(before any capacity; it carries no gradient):
+
+    aux           E / N * sum over t of f . p[t]          f over this micro-batch, all ranks    (arXiv 2101.03961)
+    sequence_aux  E / N * sum over t of f[s(t)] . p[t]    f over t's sequence s(t)              (arXiv 2412.19437)
+    global_aux    E / N * sum over t of f . p[t]          f over the optimiser step, all ranks  (arXiv 2501.11873)
+    z             1 / N * sum over t of logsumexp(logits[t])^2                                  (arXiv 2202.08906)
+
+times their coefficients. The first three are 1 where the load is even; a sequence counts by its real tokens.
+
+Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and one of
+B E counts over `LossGroups.sequence`), issued by every rank on every call, whatever its tokens. Each rank's value is
+the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging parameter
+gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
+
+Micro-batches: without `StepTotals` N counts the tokens of one micro-batch, and the trainer averages over them. With
+it N is the step's number of tokens: the trainer adds up, and micro-batches may differ in size.
+
+Legend: T tokens of this rank, B sequences, E experts, K experts per token, N real tokens, P ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.scores import count_ids, probabilities
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGroups:
+    """Who shares what.
+
+    batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.
+    sequence: the ranks that hold parts of the same sequences (TP, CP); None if sequences are whole.
+    divisor: what gradients are divided by when they are reduced over `batch`, its size if not given. A sum over
+        some of the ranks and a mean over the others needs the number of the others.
+    """
+
+    batch: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+    divisor: int | None = None
+
+    @property
+    def gradient_scale(self) -> int:
+        if self.divisor is not None:
+            return self.divisor
+        return 1 if self.everyone is None else dist.get_world_size(self.everyone)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        return self.sequence if self.batch is None else self.batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What one micro-batch cannot know of its optimiser step.
+
+    tokens: real tokens of the step, over all micro-batches and ranks.
+    counts_E: how many slots picked each expert in the step. Without it `global_aux` uses the counts of the step so
+        far, as Megatron-LM does, which is exact in a step of one micro-batch only.
+    """
+
+    tokens: float | Tensor
+    counts_E: Tensor | None = None
+
+
+def fraction(counts: Tensor) -> Tensor:
+    """Counts [..., E] over their sum, in float64; zeros where nothing was counted."""
+    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def all_sum(t: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`t` summed over the group, in place."""
+    if group is not None:
+        dist.all_reduce(t, group=group)
+    return t
+
+
+def balance_losses(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    chosen_TK: Tensor,
+    real_T: Tensor,
+    *,
+    config: RouterConfig,
+    batch: int,
+    groups: LossGroups,
+    totals: StepTotals | None,
+    counts_before_E: Tensor,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """(name -> scalar, counts of this micro-batch over all ranks [E] float64). Collective over the groups.
+
+    Args:
+        chosen_TK: ids picked, -1 for none and for tokens that are not real.
+        counts_before_E: counts of the step's earlier micro-batches, zeros in the first.
+
+    Without any coefficient there is nothing to compute, nothing to exchange, and the counts are None.
+    """
+    c, num_experts, dtype = config, config.num_experts, logits_TE.dtype
+    coefficients = {
+        "aux": c.aux_loss, "sequence_aux": c.sequence_aux_loss, "global_aux": c.global_aux_loss, "z": c.z_loss,
+    }  # fmt: skip
+    if not any(coefficients.values()):
+        return {}, None
+    real_T1 = real_T[:, None]
+    p_TE = probabilities(scores_TE, c.score).masked_fill(~real_T1, 0)
+    p_E = p_TE.sum(0)
+    z = logits_TE.logsumexp(-1).square().masked_fill(~real_T, 0).sum()
+    f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
+    sequence = (f_BE * _per(p_TE, batch)).sum()
+    sums = (real_T.sum()[None], count_ids(chosen_TK, num_experts), p_E, sequence[None], z[None])
+    everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
+    n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
+    step_E = counts_E + counts_before_E
+    if totals is not None and totals.counts_E is not None:
+        step_E = totals.counts_E.double()
+    f, step_f = num_experts * fraction(counts_E), num_experts * fraction(step_E)
+    tokens = (n if totals is None else torch.as_tensor(totals.tokens, dtype=n.dtype, device=n.device)).clamp(min=1)
+    scale = groups.gradient_scale
+
+    def joined(local: Tensor, everywhere: Tensor) -> Tensor:
+        value = (everywhere / tokens).to(dtype).sum()  # of one element
+        return value + (local - local.detach()) * (scale / tokens).to(dtype).sum()
+
+    found = {
+        "aux": joined((f.to(dtype) * p_E).sum(), (f * sum_p_E).sum()),
+        "sequence_aux": joined(sequence, sum_sequence),
+        "global_aux": joined((step_f.to(dtype) * p_E).sum(), (step_f * sum_p_E).sum()),
+        "z": joined(z, sum_z),
+    }
+    return {name: found[name] * factor for name, factor in coefficients.items() if factor}, counts_E
+
+
+def _per(t_TE: Tensor, batch: int) -> Tensor:
+    """Sums per sequence [B, E] of tokens in the order (sequence, position)."""
+    return t_TE.view(batch, t_TE.shape[0] // max(batch, 1), t_TE.shape[1]).sum(1)
+
+
+def _sequence_fractions(chosen_TK: Tensor, batch: int, num_experts: int, groups: LossGroups) -> Tensor:
+    length = chosen_TK.shape[0] // max(batch, 1)
+    sequence_T1 = torch.arange(chosen_TK.shape[0], device=chosen_TK.device)[:, None] // max(length, 1)
+    known = (chosen_TK >= 0) & (chosen_TK < num_experts)
+    ids = torch.where(known, chosen_TK + sequence_T1 * num_experts, -1)
+    counts = count_ids(ids, batch * num_experts).view(batch, num_experts)
+    return fraction(all_sum(counts, groups.sequence))

@@ -1,0 +1,224 @@
+"""The router: tokens to (expert ids, weights), balance losses and loads.
+
+    jitter -> logits -> scores -> select -> weights -> capacity -> losses
+
+Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimtab.errors import InputError
+from trimtab.routing.capacity import drop_over, padding
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.recompute import Choice, Memory, Remembered, token_sum
+from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
+from trimtab.routing.select import capacity, select
+
+
+class Routing(NamedTuple):
+    """One routing decision.
+
+    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real.
+    weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
+        finite, so that dispatch raises on every rank.
+    losses: name -> scalar, coefficient included; their sum is what joins the training loss.
+    loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
+    logits_TE: float32 (float64 for float64 tokens).
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    losses: dict[str, Tensor]
+    loads_E: Tensor
+    logits_TE: Tensor
+
+
+class Router(nn.Module):
+    """Routing decisions for any number of tokens.
+
+    Parameter: weight [E, D], drawn as `nn.Linear` draws its own. Buffer: expert_bias [E], or None; it stays float32.
+
+    Attributes that may be set:
+        groups: the ranks over which losses are summed; every rank of them must call.
+        totals: of this optimiser step, for losses over several micro-batches.
+        generator: draws the jitter, on the tokens' device; None for the default one.
+
+    Forwards in training mode add to the loads that `take_loads` gives; see `trimtab.routing.bias`. A forward that is
+    run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        layer: str = "",
+    ) -> None:
+        super().__init__()
+        self.config, self.dim = config, dim
+        self.groups = LossGroups()
+        self.totals: StepTotals | None = None
+        self.generator: torch.Generator | None = None
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(config.num_experts, dim, dtype=dtype or torch.float32, device=device))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.bias else None
+        self.register_buffer("expert_bias", bias)
+        self.memory = Memory()
+        self.tap: Callable[[Choice, int], None] | None = None
+        self.source: Callable[[int, int], Choice] | None = None
+        # Of this step; not buffers: DDP would give every rank those of rank 0.
+        self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight; the expert bias is zero."""
+        bound = 1 / math.sqrt(self.dim)
+        self.weight.uniform_(-bound, bound)
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
+    def take_loads(self) -> Tensor:
+        """How many slots picked each expert since the last call: [E] int64, this rank's. Ends the optimiser step."""
+        self._bring(self.weight.device)
+        taken = self._loads.clone()
+        self._loads.zero_()
+        self._counts.zero_()
+        return taken
+
+    def forward(
+        self, x_TD: Tensor, *, token_mask_T: Tensor | None = None, ids_TK: Tensor | None = None, batch: int = 1
+    ) -> Routing:
+        """Route this rank's tokens.
+
+        Args:
+            x_TD: floating.
+            token_mask_T: bool, True for a real token; the others are not read.
+            ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
+            batch: sequences among the tokens, which come in the order (sequence, position).
+
+        Raises:
+            InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
+        """
+        self._check(x_TD, token_mask_T, ids_TK, batch)
+        self._bring(x_TD.device)
+        c, tokens = self.config, x_TD.shape[0]
+        real_T = x_TD.new_ones(tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
+        x = x_TD if token_mask_T is None else x_TD.masked_fill(~real_T[:, None], 0)
+        remembers = (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()
+        sum_D = token_sum(x) if remembers else None
+        again = None if sum_D is None else self.memory.recall(tokens, sum_D)
+        noise = self._noise() if again is None else again.noise
+        before_E = self._counts.clone() if again is None else again.counts_before_E
+
+        logits = router_logits(self._jittered(x, noise), self.weight)
+        scores = score(logits, c.score)
+        if again is not None and ids_TK is None:
+            choice = again.choice
+        else:
+            choice = self._given(ids_TK, real_T, batch) or self._choose(logits.detach(), scores.detach(), real_T)
+        weights = pick_weights(logits, scores, choice.chosen, c).masked_fill(choice.kept < 0, 0)
+        weights = weights.masked_fill(~logits.detach().isfinite().all(-1, keepdim=True), math.nan)
+        losses, counts_E = balance_losses(
+            logits, scores, choice.chosen, real_T,
+            config=c, batch=batch, groups=self.groups, totals=self.totals, counts_before_E=before_E,
+        )  # fmt: skip
+        if again is None:
+            self._count(choice, counts_E, batch)
+        if sum_D is not None:
+            made = Remembered(choice=choice, sum_D=sum_D, noise=noise, counts_before_E=before_E)
+            weights = self.memory.hold(made, weights, self.training)
+        ids, loads = choice.kept, count_ids(choice.kept, c.num_experts)
+        if c.pad:
+            filled = padding(ids, c, capacity(tokens, c))
+            ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
+        return Routing(ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits)
+
+    def _given(self, ids_TK: Tensor | None, real_T: Tensor, batch: int) -> Choice | None:
+        """A decision to replay, if there is one."""
+        if ids_TK is not None:
+            choice = Choice(chosen=ids_TK.long(), kept=ids_TK.long())
+        elif self.source is not None:
+            choice = self.source(real_T.shape[0], batch)
+        else:
+            return None
+        fake_T1 = ~real_T[:, None]
+        return Choice(chosen=choice.chosen.masked_fill(fake_T1, -1), kept=choice.kept.masked_fill(fake_T1, -1))
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor) -> Choice:
+        c = self.config
+        chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
+        if c.capacity_factor is None or c.select == "expert_choice":
+            return Choice(chosen=chosen, kept=chosen)
+        weights = pick_weights(logits_TE, scores_TE, chosen, c)
+        kept = drop_over(chosen, weights, c.num_experts, capacity(chosen.shape[0], c), c.drop)
+        return Choice(chosen=chosen, kept=kept)
+
+    def _count(self, choice: Choice, counts_E: Tensor | None, batch: int) -> None:
+        if self.training:
+            self._loads += count_ids(choice.chosen, self.config.num_experts)
+            if counts_E is not None:
+                self._counts += counts_E
+        if self.tap is not None:
+            self.tap(choice, batch)
+
+    def _noise(self) -> Tensor | None:
+        """The state of the generator handed in; the default one is restored by checkpointing itself."""
+        jitters = self.training and self.config.jitter > 0
+        return self.generator.get_state() if jitters and self.generator is not None else None
+
+    def _jittered(self, x_TD: Tensor, noise: Tensor | None) -> Tensor:
+        jitter = self.config.jitter
+        if not (self.training and jitter):
+            return x_TD
+        generator = self.generator
+        if generator is not None and noise is not None and not torch.equal(noise, generator.get_state()):
+            generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
+            generator.set_state(noise)
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter, generator=generator)
+
+    def _bring(self, device: torch.device) -> None:
+        """The step's counts follow the parameters; what was on the meta device begins at zero."""
+        if self._loads.device != device:
+            self._loads, self._counts = (
+                torch.zeros_like(t, device=device) if t.is_meta else t.to(device) for t in (self._loads, self._counts)
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)  # its steps are below bfloat16's resolution
+        return self
+
+    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int) -> None:
+        problems = []
+        if x.dim() != 2 or x.shape[1] != self.dim or not x.is_floating_point():
+            problems.append(f"tokens must be floating [T, {self.dim}], got {x.dtype} {tuple(x.shape)}")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
+            problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
+        if ids is not None and (ids.dim() != 2 or ids.is_floating_point() or ids.shape[0] != x.shape[0]):
+            problems.append(f"ids to replay must be int [{x.shape[0]}, K], got {ids.dtype} {tuple(ids.shape)}")
+        if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
+            problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
+        if problems:
+            raise InputError("; ".join(problems), layer=self.layer, phase="route")
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        c = self.config
+        return f"{self.dim} -> {c.top_k} of {c.num_experts} experts, {c.score}, select={c.select!r}"

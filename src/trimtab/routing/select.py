@@ -1,0 +1,85 @@
+"""Which experts a token gets: functions of scores alone, without gradients.
+
+Ties go to the lowest expert index (in expert choice: to the first token), always. NaN counts as the largest score.
+
+Legend: T tokens, E experts, K experts per token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trimtab.routing.config import RouterConfig
+
+
+def top(scores_TE: Tensor, k: int) -> Tensor:
+    """The k best, best first: [T, k] int64. `torch.topk` leaves the order of ties open; argmax takes the first."""
+    left = scores_TE.clone()
+    picks = []
+    for _ in range(k):
+        pick = left.argmax(-1, keepdim=True)
+        left.scatter_(1, pick, -math.inf)
+        picks.append(pick)
+    return torch.cat(picks, dim=1)
+
+
+def limit_groups(scores_TE: Tensor, config: RouterConfig) -> Tensor:
+    """Scores with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2: node-limited)."""
+    tokens, num_experts = scores_TE.shape
+    by_group = scores_TE.view(tokens, config.groups, num_experts // config.groups)
+    worth = by_group.topk(2, -1).values.sum(-1) if config.group_score == "top2" else by_group.amax(-1)
+    shut = torch.ones_like(worth, dtype=torch.bool).scatter_(1, top(worth, config.top_groups), False)
+    return by_group.masked_fill(shut[..., None], -math.inf).view(tokens, num_experts)
+
+
+def sinkhorn(logits_TE: Tensor, real_T: Tensor, iterations: int) -> Tensor:
+    """Log of the doubly normalised exp(logits) over the real tokens [T, E] (Sinkhorn-Knopp; as in BASE, S-BASE and
+    Megatron-LM), rows last. A fixed number of iterations: nothing is read back to the host."""
+    rows = logits_TE
+    for _ in range(iterations):
+        columns = rows - rows.masked_fill(~real_T[:, None], -math.inf).logsumexp(0, keepdim=True)
+        rows = columns - columns.logsumexp(1, keepdim=True)
+    return rows
+
+
+def expert_choice(scores_TE: Tensor, real_T: Tensor, capacity: int) -> Tensor:
+    """Each expert's `capacity` best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
+
+    A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
+    """
+    order = scores_TE.masked_fill(~real_T[:, None], -math.inf).sort(dim=0, descending=True, stable=True).indices
+    chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order[:capacity], True)
+    return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
+
+
+def balanced(tokens: int, config: RouterConfig, device: torch.device) -> Tensor:
+    """Round robin [T, K]: slot n goes to expert n % E."""
+    slots = torch.arange(tokens * config.top_k, device=device)
+    return (slots % config.num_experts).view(tokens, config.top_k)
+
+
+@torch.no_grad()
+def select(
+    logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None, real_T: Tensor, config: RouterConfig, training: bool
+) -> Tensor:
+    """Expert ids [T, K], int64; -1 for tokens that are not real. [T, E] with expert choice."""
+    tokens = scores_TE.shape[0]
+    if config.select == "balanced":
+        ids = balanced(tokens, config, scores_TE.device)
+    elif config.select == "expert_choice":
+        ids = expert_choice(scores_TE, real_T, capacity(tokens, config))
+    elif config.select == "sinkhorn" and training:
+        ids = top(sinkhorn(logits_TE, real_T, config.sinkhorn_iterations), config.top_k)
+    else:
+        choice = scores_TE if bias_E is None else scores_TE + bias_E
+        ids = top(limit_groups(choice, config) if config.groups > 1 else choice, config.top_k)
+    return ids.masked_fill(~real_T[:, None], -1)
+
+
+def capacity(tokens: int, config: RouterConfig) -> int:
+    """Slots that one expert takes from this rank's `tokens`: ceil(factor * K * T / E)."""
+    factor = 1.0 if config.capacity_factor is None else config.capacity_factor
+    return math.ceil(factor * config.top_k * tokens / config.num_experts)

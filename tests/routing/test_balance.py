@@ -1,0 +1,28 @@
+"""The expert bias evens out a badly skewed model within 200 steps while it learns: bench/balance.py, as it stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+
+import torch
+
+
+def test_the_bias_balances_while_the_loss_falls() -> None:
+    spec = importlib.util.spec_from_file_location("balance", Path(__file__).parents[2] / "bench" / "balance.py")
+    assert spec is not None
+    assert spec.loader is not None
+    balance = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(balance)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        losses, unevenness = balance.train("bias")
+    finally:
+        torch.set_num_threads(threads)
+    assert statistics.mean(unevenness[:5]) > 1.5  # of 3.0 at most
+    assert statistics.mean(unevenness[-20:]) < 0.5
+    means = [statistics.mean(losses[i : i + 50]) for i in range(0, 200, 50)]
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < losses[0] / 2

@@ -1,0 +1,119 @@
+"""The expert bias: DeepSeek's sign rule, on loads of the global batch, counted once; and that it balances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.errors import ConfigError
+from trimtab.layer import MoEConfig
+from trimtab.routing.bias import max_vio, routers, stepped_bias, update_bias
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.router import Router
+from trimtab.verify.ranks import run_ranks
+
+D, E, K = 8, 4, 2
+
+
+class Stack(nn.Sequential):
+    """MoE layers, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x).y
+        return x
+
+
+def model(bias: bool = True) -> Stack:
+    torch.manual_seed(0)
+    c = RouterConfig(num_experts=E, top_k=K, score="sigmoid", bias=bias, bias_rate=0.25)
+    return Stack(*(MoEConfig(dim=D, hidden=4, router=c).build(f"{i}") for i in range(2)))
+
+
+def test_the_sign_rule() -> None:
+    bias = torch.tensor([0.5, 0.0, -0.5, 0.0])
+    assert stepped_bias(bias, torch.tensor([9, 1, 5, 5]), 0.25).tolist() == [0.25, 0.25, -0.5, 0.0]
+    assert stepped_bias(bias, torch.zeros(4, dtype=torch.int64), 0.25).tolist() == bias.tolist()
+
+
+def test_loads_are_picks_of_real_tokens_summed_over_micro_batches_while_training() -> None:
+    router = Router(RouterConfig(num_experts=E, top_k=K, bias=True, capacity_factor=0.3), D)
+    x = torch.randn(10, D)
+    mask = torch.rand(10) < 0.6
+    expected = torch.zeros(E, dtype=torch.int64)
+    for size in (10, 0, 4):
+        router.config = RouterConfig(num_experts=E, top_k=K)
+        picks = router.eval()(x[:size], token_mask_T=mask[:size]).ids_TK
+        expected += torch.bincount(picks[picks >= 0], minlength=E)
+        router.config = RouterConfig(num_experts=E, top_k=K, bias=True, capacity_factor=0.3)
+        router.train()(x[:size], token_mask_T=mask[:size])
+    assert router.take_loads().tolist() == expected.tolist()
+    assert router.take_loads().tolist() == [0] * E
+
+
+def test_update_moves_every_bias_and_ends_the_step() -> None:
+    m = model()
+    for layer in m:
+        layer(torch.randn(20, D))
+    loads = update_bias(m)
+    assert list(loads) == ["0.router", "1.router"]
+    for name, router in routers(m).items():
+        assert loads[name].sum() == 20 * K
+        assert router.expert_bias.tolist() == stepped_bias(torch.zeros(E), loads[name], 0.25).tolist()
+    assert all((load == 0).all() for load in update_bias(m).values())
+    for layer in model(bias=False):
+        layer(torch.randn(20, D))
+        assert update_bias(layer)["router"].sum() == 20 * K
+    with pytest.raises(ConfigError, match="no Router"):
+        update_bias(nn.Linear(2, 2))
+
+
+def test_weights_and_gradients_do_not_see_the_bias() -> None:
+    router = Router(RouterConfig(num_experts=E, top_k=E, score="sigmoid", bias=True), D)
+    x = torch.randn(5, D)
+    plain = router(x)
+    router.expert_bias.copy_(torch.tensor([3.0, 1.0, 2.0, 0.0]))
+    biased = router(x)
+    assert biased.ids_TK.tolist() == [[0, 2, 1, 3]] * 5
+    by_expert = [r.weights_TK.gather(1, r.ids_TK.argsort(1)) for r in (plain, biased)]
+    assert torch.equal(*by_expert)
+    assert "expert_bias" in router.state_dict()
+    assert len(router.state_dict()) == 2
+
+
+def on_ranks() -> tuple[list[list[float]], list[list[int]]]:
+    """Uneven tokens, none on the last rank; under DDP, which hands rank 0's buffers to the others."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    m = model()
+    wrapped = nn.parallel.DistributedDataParallel(m)
+    for step in range(2):
+        for micro in range(2):
+            g = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            x = torch.randn(0 if rank == ranks - 1 > 0 else 3 + 4 * rank, D, generator=g)
+            wrapped(x)
+        loads = update_bias(m, dist.group.WORLD)
+    return [r.expert_bias.tolist() for r in routers(m).values()], [load.tolist() for load in loads.values()]
+
+
+def in_one_process(ranks: int) -> tuple[list[list[float]], list[list[int]]]:
+    m = model()
+    for step in range(2):
+        for micro in range(2):
+            for rank in range(ranks):
+                g = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(0 if rank == ranks - 1 > 0 else 3 + 4 * rank, D, generator=g)
+                m(x)
+        loads = update_bias(m)
+    return [r.expert_bias.tolist() for r in routers(m).values()], [load.tolist() for load in loads.values()]
+
+
+def test_loads_are_those_of_the_global_batch() -> None:
+    assert run_ranks(on_ranks, 3) == [in_one_process(3)] * 3
+
+
+def test_max_vio() -> None:
+    assert max_vio(torch.tensor([4, 0, 0, 0])) == 3.0
+    assert max_vio(torch.tensor([2, 2])) == 0.0
+    assert max_vio(torch.tensor([0, 0])) == 0.0

@@ -1,0 +1,105 @@
+"""Balance losses against plain loops in float64: in one process, and on ranks however the tokens are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from comparing import assert_close
+from routing.loss_ranks import on_ranks
+from routing.router_truth import truth_losses
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.router import Router
+from trimtab.verify.ranks import preload, run_ranks
+
+preload("trimtab.routing.router")
+D, E, K = 8, 6, 2
+NAMES = ("aux", "sequence_aux", "global_aux", "z")
+
+
+def router(kind: str = "softmax", dtype: torch.dtype = torch.float64, **more: object) -> Router:
+    c = {"aux_loss": 1.0, "sequence_aux_loss": 1.0, "global_aux_loss": 1.0, "z_loss": 1.0}
+    made = Router(RouterConfig(**{"num_experts": E, "top_k": K, "score": kind} | c | more), D, dtype=dtype)
+    weight = torch.randn(E, D, generator=torch.Generator().manual_seed(4))
+    made.weight.data.copy_(weight)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (3, 4), (3, 0), (0, 4)], ids=str)
+@pytest.mark.parametrize("masked", [0.0, 0.5, 1.0])
+def test_one_process(kind: str, shape: tuple[int, int], masked: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    tokens = shape[0] * shape[1]
+    mask = torch.rand(tokens, generator=g) >= masked
+    x = torch.randn(tokens, D, generator=g, dtype=torch.float64).masked_fill(~mask[:, None], float("nan"))
+    ours = router(kind)
+    x.requires_grad_()
+    out = ours(x, token_mask_T=mask, batch=shape[0])
+    assert tuple(out.losses) == NAMES
+    true_weight = ours.weight.detach().clone().requires_grad_()
+    true_x = x.detach().nan_to_num(0).requires_grad_()
+    truth = truth_losses(true_x @ true_weight.T, out.ids_TK, mask, shape[0], ours.config)
+    for name in NAMES:
+        assert_close(out.losses[name], truth[name], 1e-12, name)
+        grads = torch.autograd.grad(out.losses[name], (x, ours.weight), retain_graph=True)
+        true = torch.autograd.grad(truth[name], (true_x, true_weight), retain_graph=True)
+        for grad, true_grad in zip(grads, true, strict=True):
+            assert_close(grad, true_grad, 1e-12, f"{name} gradient")
+
+
+def test_balanced_loads_make_the_losses_one() -> None:
+    even = router(select="balanced", dtype=torch.float32)
+    even.weight.data.zero_()
+    losses = even(torch.randn(3 * E, D), batch=3).losses
+    assert [round(float(losses[name].detach()), 5) for name in NAMES[:3]] == [1.0] * 3
+
+
+def test_coefficients_choose_and_scale() -> None:
+    x = torch.randn(7, D, dtype=torch.float64)
+    full = router()(x).losses
+    some = router(aux_loss=0.0, sequence_aux_loss=0.5, global_aux_loss=0.0)(x).losses
+    assert tuple(some) == ("sequence_aux", "z")
+    assert_close(some["sequence_aux"], full["sequence_aux"] / 2, 1e-12, "scaled")
+    off = {"aux_loss": 0.0, "sequence_aux_loss": 0.0, "global_aux_loss": 0.0, "z_loss": 0.0}
+    assert router(**off)(x).losses == {}
+
+
+def test_fractions_are_of_the_picks_before_capacity() -> None:
+    x = torch.randn(12, D, dtype=torch.float64)
+    assert_close(router(capacity_factor=0.3)(x).losses["aux"], router()(x).losses["aux"].detach(), 1e-12, "aux")
+
+
+def test_the_step_so_far_counts_until_the_step_ends() -> None:
+    """Without totals global_aux takes f from this micro-batch and those before it in the step."""
+    g = torch.Generator().manual_seed(8)
+    ours, alone = router(), router()
+    xs = [torch.randn(n, D, generator=g, dtype=torch.float64) for n in (5, 0, 9)]
+    found = [ours(x) for x in xs]
+    picks = torch.cat([out.ids_TK for out in found]).flatten()
+    fractions = (torch.bincount(picks, minlength=E).double() / picks.numel()).tolist()
+    mask = torch.ones(9, dtype=torch.bool)
+    logits = found[2].logits_TE.detach()
+    true = truth_losses(logits, found[2].ids_TK, mask, 1, ours.config, fractions)["global_aux"]
+    assert_close(found[2].losses["global_aux"], true, 1e-12, "so far")
+    ours.take_loads()
+    assert_close(ours(xs[2]).losses["global_aux"], alone(xs[2]).losses["global_aux"].detach(), 1e-12, "new step")
+
+
+def test_gradients_of_float32_losses() -> None:
+    x = torch.randn(50, D, generator=torch.Generator().manual_seed(1))
+
+    def grad(dtype: torch.dtype) -> Tensor:
+        r = router("sigmoid", dtype)
+        return torch.autograd.grad(sum(r(x.to(dtype)).losses.values()), r.weight)[0]
+
+    assert_close(grad(torch.float32), grad(torch.float64), 2e-6, "weight gradient")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.xdist_group("ranks4"))])
+def test_any_cut_over_ranks_equals_one_process(ranks: int) -> None:
+    for rank, gaps in enumerate(run_ranks(on_ranks, ranks)):
+        bad = {name: gap for name, gap in gaps.items() if not gap <= 1e-12}
+        assert not bad, (rank, bad)
+        assert len(gaps) >= 16

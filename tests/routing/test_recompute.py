@@ -1,0 +1,205 @@
+"""Activation checkpointing repeats decisions even where a near-tie would fall the other way the second time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from routing.recompute_case import Block, D, T, grads, micro_batches, on_ranks, perturbed, run, twins
+from trimtab.routing.recompute import Memory, Remembered
+from trimtab.routing.record import record
+from trimtab.verify.ranks import preload, run_ranks
+
+preload("trimtab.layer")
+MODES = [True, False]
+
+
+def compare(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    for name, true in truth.items():
+        assert (ours[name] - true).abs().max() < 1e-7, name  # what is left is the perturbation of the weights
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+@pytest.mark.parametrize("more", [{}, {"capacity_factor": 0.7}, {"select": "sinkhorn"}], ids=str)
+def test_a_tie_does_not_flip(use_reentrant: bool, more: dict[str, object]) -> None:
+    found = []
+    for mode in (None, use_reentrant):
+        block, xs = Block(twins(**more)), micro_batches(1)
+        with perturbed() as log, record(block) as recording:
+            run(block, xs[0], mode).backward()
+        assert log == ([False] if mode is None else [False, True])
+        assert len(recording.calls["moe.router"]) == 1
+        assert block.moe.router.take_loads().sum() == T * 3  # counted once
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+def test_without_memory_the_tie_does_flip(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case above can fail: with nothing remembered the gradients are those of other experts, or none."""
+    found = []
+    for mode in (None, use_reentrant):
+        block, xs = Block(twins()), micro_batches(1)
+        with perturbed():
+            try:
+                run(block, xs[0], mode).backward()
+            except RuntimeError:
+                return
+        found.append(grads(block, xs))
+        monkeypatch.setattr(Memory, "recall", lambda *_: None)
+    assert max(float((found[1][name] - found[0][name]).abs().max()) for name in found[0]) > 1e-3
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
+def test_many_micro_batches_in_flight(use_reentrant: bool, order: list[int]) -> None:
+    found = []
+    for mode in (None, use_reentrant):
+        block, xs = Block(twins(global_aux_loss=0.1)), micro_batches(4)
+        with perturbed():
+            losses = [run(block, x, mode) for x in xs]
+            for i in order:
+                losses[i].backward()
+        found.append(grads(block, xs))
+        assert block.moe.router.take_loads().sum() == 4 * T * 3
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("outer", MODES)
+@pytest.mark.parametrize("inner", MODES)
+def test_nested(outer: bool, inner: bool) -> None:
+    found = []
+    for mode in (None, outer):
+        block, xs = Block(twins()), micro_batches(2)
+        with perturbed():
+            for x in xs:
+                if mode is None:
+                    loss = run(block, x, None)
+                else:
+                    loss = checkpoint(lambda x, block=block: run(block, x, inner), x, use_reentrant=outer)
+                loss.backward()
+        assert block.moe.router.take_loads().sum() == 2 * T * 3
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+def test_one_layer_used_twice_in_one_forward(use_reentrant: bool) -> None:
+    found = []
+    for mode in (None, use_reentrant):
+        block, xs = Block(twins()), micro_batches(1)
+
+        def both(x: Tensor, block: Block = block) -> Tensor:
+            y, aux = block(x)
+            z, more = block(y)
+            return z.square().sum() + aux + more
+
+        with perturbed():
+            (both(xs[0]) if mode is None else checkpoint(both, xs[0], use_reentrant=mode)).backward()
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+def test_rounding_before_the_layer_is_told_from_other_tokens(
+    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes in may itself differ in the last bits (here as in bfloat16): its micro-batch is found among others."""
+    block, xs = Block(twins()), micro_batches(3)
+    block.norm.register_forward_hook(lambda _m, _a, y: y * (1 + 4e-3 * torch.randn(y.shape).double()))
+    recall, found = Memory.recall, []
+
+    def spy(memory: Memory, tokens: int, sum_D: Tensor) -> Remembered | None:
+        found.append(recall(memory, tokens, sum_D))
+        return found[-1]
+
+    monkeypatch.setattr(Memory, "recall", spy)
+    with record(block) as recording:
+        losses = [
+            checkpoint(block, x, use_reentrant=use_reentrant, preserve_rng_state=False)[0].square().sum() for x in xs
+        ]
+        for i in (1, 2, 0):
+            losses[i].backward()
+    assert found[:3] == [None] * 3
+    for i, again in zip((1, 2, 0), found[3:], strict=True):
+        assert again is not None
+        assert torch.equal(again.choice.kept, recording.calls["moe.router"][i][0])
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+def test_jitter_is_drawn_again_from_the_generator_handed_in(use_reentrant: bool) -> None:
+    found = []
+    for mode in (None, use_reentrant):
+        block, xs = Block(twins(jitter=0.2)), micro_batches(2)
+        block.moe.router.generator = torch.Generator().manual_seed(9)
+        losses = [run(block, x, mode) for x in xs]
+        state = block.moe.router.generator.get_state()
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(block.moe.router.generator.get_state(), state)
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", [None, True, False])
+def test_nothing_is_kept_behind(mode: bool | None) -> None:
+    block, xs = Block(twins()), micro_batches(3)
+    memory = block.moe.router.memory = Memory(limit=4)
+    for x in xs:
+        loss = run(block, x, mode)
+        assert memory.alive() == 1
+        loss.backward()
+        del loss
+        gc.collect()
+        assert memory.alive() == 0
+    with torch.no_grad():  # gradients off while training: it might be a first run, so it is kept, but not without end
+        for x in micro_batches(9):
+            block(x)
+    assert memory.alive() == 4
+    block.eval()
+    with torch.no_grad():
+        block(x)
+    assert memory.alive() == 4
+    assert copy.deepcopy(block).moe.router.memory.alive() == 0
+    assert pickle.loads(pickle.dumps(block)).moe.router.memory.alive() == 0
+
+
+def test_other_tokens_in_a_backward_are_a_decision_of_their_own() -> None:
+    """A custom backward may run the layer on tokens of its own: those are routed afresh, and counted."""
+    block, xs = Block(twins()), micro_batches(2)
+    seen: list[Tensor] = []
+
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, d: Tensor) -> Tensor:
+            seen.append(block.moe(xs[1].detach()).ids_TK)
+            return d
+
+    loss = run(block, Odd.apply(xs[0]), None)
+    loss.backward()
+    assert torch.equal(seen[0], block.moe(xs[1]).ids_TK)
+    assert block.moe.router.take_loads().sum() == 3 * T * 3
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+def test_no_tokens(use_reentrant: bool) -> None:
+    block = Block(twins())
+    x = torch.zeros(0, D, dtype=torch.float64, requires_grad=True)
+    run(block, x, use_reentrant).backward()
+    assert all((grad == 0).all() for grad in grads(block, [x]).values())
+
+
+def test_expert_parallel_ranks_stay_together() -> None:
+    answers = run_ranks(on_ranks, 2)
+    assert all(gap < 1e-7 for gaps in answers for gap in gaps.values()), answers
+    assert all(len(gaps) == 2 * len({name.split()[1] for name in gaps}) for gaps in answers)

@@ -1,0 +1,243 @@
+"""Decisions recorded, written, read, cut, joined and replayed; errors that say what does not fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from comparing import assert_close
+from trimtab.errors import ConfigError, InputError
+from trimtab.layer import MoE, MoEConfig
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.decisions import Decisions
+from trimtab.routing.record import record, replay
+
+D, E, K, B, L = 8, 6, 2, 3, 5
+
+
+class Tiny(nn.Module):
+    """Two MoE layers."""
+
+    def __init__(self, seed: int = 0, **router: object) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        c = RouterConfig(**{"num_experts": E, "top_k": K, "normalize": True, "z_loss": 0.1} | router)
+        self.layers = nn.ModuleList(MoEConfig(dim=D, hidden=4, router=c).build(f"layers.{i}") for i in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, token_mask=mask).y
+        return x
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randn(B, L, D, generator=torch.Generator().manual_seed(seed))
+
+
+NAMES = ("layers.0.router", "layers.1.router")
+
+
+@pytest.mark.parametrize("more", [{}, {"capacity_factor": 0.6}, {"select": "expert_choice"}], ids=str)
+def test_a_replayed_model_repeats_itself(more: dict[str, object], tmp_path: Path) -> None:
+    model, x = Tiny(**more), tokens()
+    mask = torch.rand(B, L, generator=torch.Generator().manual_seed(3)) < 0.8
+    with record(model) as recording:
+        y = model(x, mask)
+    decisions = recording.decisions()
+    columns = E if "select" in more else K
+    assert decisions.ids.shape == (B, L, 2, columns)
+    assert (decisions.ids[~mask] == -1).all()
+    decisions.save(tmp_path / "step.pt")
+    assert [f.name for f in tmp_path.iterdir()] == ["step.pt"]
+    loaded = Decisions.load(tmp_path / "step.pt")
+    assert loaded.layers == NAMES
+    assert loaded.num_experts == E
+    assert torch.equal(loaded.ids.long(), decisions.ids)
+    with replay(model, loaded):
+        assert torch.equal(model(x, mask), y)
+
+
+def test_replay_keeps_experts_and_has_live_scores() -> None:
+    """The rollout's experts with the trained model's own scores: what a reinforcement-learning step needs."""
+    old, new, x = Tiny(0), Tiny(1), tokens()
+    with record(old) as recording:
+        old(x)
+    decisions = recording.decisions()
+    new_ids = new.layers[0](x).ids_TK
+    with replay(new, decisions):
+        out = new.layers[0](x)
+        new(x).sum().backward()
+    assert torch.equal(out.ids_TK, decisions.ids[:, :, 0].flatten(0, 1))
+    assert not torch.equal(out.ids_TK, new_ids)
+    by_argument = new.layers[0](x, ids=decisions.ids[:, :, 0])
+    assert torch.equal(by_argument.y, out.y)
+    assert all(layer.router.weight.grad.abs().max() > 0 for layer in new.layers)
+    assert torch.equal(new.layers[0](x).ids_TK, new_ids)  # outside, the model decides again
+
+
+def test_slots_without_room_are_normalised_as_before() -> None:
+    """Kept as -2 - e: with -1 the weights of the slots beside them would grow."""
+    model, x = Tiny(capacity_factor=0.6), tokens()
+    with record(model) as recording:
+        layer = model.layers[0](x)
+        model.layers[1](x)
+    ids = recording.decisions().ids
+    assert ((ids < -1) & (ids >= -1 - E)).any()
+    with replay(model, recording.decisions()):
+        again = model.layers[0](x)
+    assert torch.equal(again.ids_TK, layer.ids_TK)
+    assert torch.equal(again.y, layer.y)
+
+
+def test_each_forward_is_recorded_once_and_found_by_number() -> None:
+    model, xs = Tiny(), [tokens(s).requires_grad_() for s in range(3)]
+    with record(model) as recording:
+        for i, x in enumerate(xs):
+            checkpoint(model, x, use_reentrant=i % 2 == 0).sum().backward()
+    for i, x in enumerate(xs):
+        with record(model) as once:
+            model(x)
+        assert torch.equal(recording.decisions(i).ids, once.decisions().ids)
+    with pytest.raises(InputError, match="no decisions of forward 3"):
+        recording.decisions(3)
+
+
+def test_replayed_decisions_hold_in_recompute() -> None:
+    old, new = Tiny(0), Tiny(1)
+    x = tokens().requires_grad_()
+    with record(old) as recording:
+        old(x)
+    found = []
+    for mode in (None, True, False):
+        new.zero_grad()
+        with replay(new, recording.decisions()):
+            loss = (new(x) if mode is None else checkpoint(new, x, use_reentrant=mode)).square().sum()
+        loss.backward()  # behind the context: the recompute remembers
+        found.append([p.grad.clone() for p in new.parameters()])
+    for grads in found[1:]:
+        for ours, true in zip(grads, found[0], strict=True):
+            assert_close(ours, true, 1e-6, "gradient")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_pass_without_gradients_over_the_same_tokens_is_not_taken_for_the_first_run(use_reentrant: bool) -> None:
+    """Reinforcement learning: reference scores with the model's own picks, then a step with the rollout's."""
+    old, new, x = Tiny(0), Tiny(1), tokens().requires_grad_()
+    with record(old) as recording:
+        old(x)
+    found = []
+    for mode in (None, use_reentrant):
+        new.zero_grad()
+        with torch.no_grad():
+            new(x)
+        with replay(new, recording.decisions()):
+            loss = (new(x) if mode is None else checkpoint(new, x, use_reentrant=mode)).square().sum()
+        loss.backward()
+        found.append([p.grad.clone() for p in new.parameters()])
+    for ours, true in zip(*found, strict=True):
+        assert_close(ours, true, 1e-6, "gradient")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_same_tokens_with_other_ids_in_flight(use_reentrant: bool) -> None:
+    layer = Tiny().layers[0]
+    g = torch.Generator().manual_seed(4)
+    ids = [torch.rand(B, L, E, generator=g).argsort(-1)[..., :K] for _ in range(2)]
+    found = []
+    for mode in (None, use_reentrant):
+        x = tokens().requires_grad_()
+        calls = [lambda x, i=i: layer(x, ids=i).y for i in ids]
+        ys = [call(x) if mode is None else checkpoint(call, x, use_reentrant=mode) for call in calls]
+        found.append([])
+        for y in ys:
+            x.grad = None
+            y.sum().backward()
+            found[-1].append(x.grad.clone())
+    for ours, true in zip(found[1], found[0], strict=True):
+        assert_close(ours, true, 1e-6, "gradient")
+
+
+def test_cut_and_join() -> None:
+    ids = torch.randint(-1, E, (B, L, 2, K))
+    whole = Decisions(ids=ids, num_experts=E, layers=("a", "b"))
+    assert torch.equal(Decisions.join([whole.cut(0, 2), whole.cut(2, 2), whole.cut(2, L)]).ids, ids)
+    assert torch.equal(Decisions.join([whole, whole], dim=0).ids, ids.repeat(2, 1, 1, 1))
+    with pytest.raises(InputError, match="different models"):
+        Decisions.join([whole, Decisions(ids=ids, num_experts=E, layers=("a", "c"))])
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    model, x = Tiny(), tokens()
+    with record(model) as recording:
+        model(x)
+    good = recording.decisions()
+    for wrong, says in (
+        ({"ids": good.ids[:, :, :1]}, "1 layers, but the names are ('layers.0.router', 'layers.1.router')"),
+        ({"ids": good.ids[0]}, "[B, L, layers, K]"),
+        ({"ids": good.ids.float()}, "[B, L, layers, K], got torch.float32"),
+        ({"num_experts": 3}, "the model has 0..2"),
+        ({"ids": good.ids - 20}, "name experts -"),
+        ({"layers": ("a", "a")}, "names are ('a', 'a')"),
+    ):
+        with pytest.raises(InputError, match=re.escape(says)):
+            Decisions(**{"ids": good.ids, "num_experts": E, "layers": NAMES} | wrong)
+    renamed = Decisions(ids=good.ids, num_experts=E, layers=("a", "b"))
+    more = Decisions(ids=good.ids, num_experts=E + 1, layers=NAMES)
+    for wrong, says in ((renamed, "for the layers ('a', 'b')"), (more, "among 7 experts")):
+        with pytest.raises(InputError, match=re.escape(says)), replay(model, wrong):
+            pass
+    with replay(model, good), pytest.raises(InputError, match=r"layers\.0\.router.*\[B, L\] = \[3, 5\].*got \[3, 4\]"):
+        model(x[:, :4])
+    with replay(model, good), pytest.raises(InputError, match=r"got \[5, 3\]"):
+        model(x.transpose(0, 1))
+    with pytest.raises(ConfigError, match="no Router in Linear"), record(nn.Linear(2, 2)):
+        pass
+    path = tmp_path / "other.pt"
+    for content, says in (({"format": "other"}, "is no file"), ([1], "is no file")):
+        torch.save(content, path)
+        with pytest.raises(InputError, match=says):
+            Decisions.load(path)
+    torch.save({"format": "trimtab.decisions", "version": 2}, path)
+    with pytest.raises(InputError, match=r"version 2, this trimtab reads 1"):
+        Decisions.load(path)
+    torch.save({"format": "trimtab.decisions", "version": 1, "ids": good.ids}, path)
+    with pytest.raises(InputError, match=r"lacks \['layers', 'num_experts'\]"):
+        Decisions.load(path)
+    torch.save({"format": "trimtab.decisions", "code": Path}, path)  # a class: not loaded
+    with pytest.raises(InputError, match="is no file"):
+        Decisions.load(path)
+    path.write_bytes(b"not a file of torch")
+    with pytest.raises(InputError, match="is no file"):
+        Decisions.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="is no file"):
+        Decisions.load(path)
+    with pytest.raises(FileNotFoundError):
+        Decisions.load(tmp_path / "missing.pt")
+
+
+def test_layers_that_differ_do_not_make_one_tensor() -> None:
+    model = Tiny()
+    model.layers[1] = MoE(MoEConfig(dim=D, hidden=4, router=RouterConfig(num_experts=E, top_k=3)))
+    with record(model) as recording:
+        model(tokens())
+    with pytest.raises(InputError, match="layers differ"):
+        recording.decisions()
+
+
+def test_no_tokens_have_decisions_too(tmp_path: Path) -> None:
+    model = Tiny()
+    for shape in ((0, L), (B, 0)):
+        x = torch.zeros(*shape, D)
+        with record(model) as recording:
+            model(x)
+        recording.decisions().save(tmp_path / "none.pt")
+        loaded = Decisions.load(tmp_path / "none.pt")
+        assert loaded.ids.shape == (shape[0], 0, 2, K)
+        with replay(model, loaded):
+            assert model(x).shape == x.shape

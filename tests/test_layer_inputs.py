@@ -1,0 +1,155 @@
+"""The MoE layer: bad input, dtypes, options, jitter, meta device, torch.compile, and experts on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comparing import assert_close
+from layer_case import D, E, K, build
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.recipes import FP8Current
+from trimtab.layer import MoEConfig
+from trimtab.routing.config import SCORES, RouterConfig
+from trimtab.verify.ranks import preload, run_ranks
+
+preload("trimtab.layer")
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("select", ["topk", "sinkhorn", "expert_choice", "balanced"])
+def test_logits_that_are_not_finite_raise(score: str, select: str) -> None:
+    moe = build(layer="blocks.3.moe", router={"score": score, "select": select, "z_loss": 0.1})
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(5, D)
+        x[2, 3] = bad
+        with pytest.raises(InputError, match=r"blocks\.3\.moe.*phase route.*not finite"):
+            moe(x)
+        moe(x, token_mask=torch.tensor([True, True, False, True, True]))
+
+
+def test_wrong_input_names_the_layer() -> None:
+    moe = build(layer="blocks.3.moe")
+    x = torch.randn(2, 5, D)
+    for wrong, says in (
+        ({"x": x[..., 1:]}, "x must be"), ({"x": x[0, 0]}, "x must be"),
+        ({"x": x, "token_mask": torch.ones(5, 2).bool()}, "token_mask must be bool"),
+        ({"x": x, "token_mask": torch.ones(2, 5)}, "token_mask must be bool"),
+        ({"x": x, "ids": torch.zeros(5, 2, K).long()}, "ids must be"),
+        ({"x": x, "ids": torch.zeros(2, 5, K)}, "ids to replay must be int"),
+        ({"x": x, "ids": torch.full((2, 5, K), E)}, "expert id outside"),
+        ({"x": x, "ids": torch.full((2, 5, K), -2)}, "expert id outside"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=rf"blocks\.3\.moe.*{says}"):
+            moe(**wrong)
+    for sizes, says in (({"shared_hidden": -1}, "shared experts"), ({"latent_dim": 0}, "of 0 x")):
+        with pytest.raises(ConfigError, match=says):
+            build(**sizes)
+
+
+def test_the_router_stays_in_float32() -> None:
+    moe = build(torch.bfloat16, router={"bias": True})
+    assert moe.router.weight.dtype == torch.float32
+    with torch.no_grad():
+        moe.router.expert_bias.fill_(1.0009765625)  # which bfloat16 does not hold
+    assert moe.to(torch.bfloat16).router.weight.dtype == torch.bfloat16
+    assert moe.router.expert_bias.dtype == torch.float32
+    assert (moe.router.expert_bias == 1.0009765625).all()
+    route = moe.router(torch.randn(4, D).bfloat16())
+    assert route.weights_TK.dtype == route.logits_TE.dtype == torch.float32
+
+
+def test_jitter_is_drawn_while_training_only() -> None:
+    moe = build(router={"jitter": 0.1})
+    x = torch.randn(9, D)
+    moe.router.generator = torch.Generator().manual_seed(3)
+    first, second = moe.router(x).logits_TE, moe.router(x).logits_TE
+    moe.router.generator.manual_seed(3)
+    assert torch.equal(moe.router(x).logits_TE, first)
+    assert not torch.equal(first, second)
+    moe.eval()
+    assert torch.equal(moe.router(x).logits_TE, moe.router(x).logits_TE)
+    plain = x @ moe.router.weight.T
+    assert 0 < (first - plain).abs().max() < 0.1 * (x.abs() @ moe.router.weight.T.abs()).max()
+
+
+def test_options_of_the_experts_are_passed_on() -> None:
+    recipe = FP8Current(backend="emulated")
+    moe = build(recipe=recipe, delay_wgrad=True, main_grad="accumulate", combine="ordered", hidden=16)
+    experts = moe.experts
+    assert (experts.recipe, experts.delay_wgrad, experts.main_grad) == (recipe, True, "accumulate")
+    assert moe.dispatcher.combine_mode == "ordered"
+    assert "hidden 16 swiglu" in moe.facts
+
+
+def test_meta_device_first() -> None:
+    router = RouterConfig(num_experts=E, top_k=K, bias=True)
+    config = MoEConfig(dim=D, hidden=4, router=router, shared_hidden=4, latent_dim=8, device="meta")
+    moe = config.build().to_empty(device="cpu")
+    for module in moe.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert moe(torch.randn(7, D)).y.isfinite().all()
+    assert moe.router.take_loads().sum() == 7 * K
+
+
+def test_the_router_compiles_without_a_break() -> None:
+    router = {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2, "aux_loss": 0.1, "capacity_factor": 1.0}
+    moe = build(router=router | {"pad": True})
+    compiled = torch.compile(moe.router, fullgraph=True, backend="eager")
+    for tokens in (6, 0):
+        x = torch.randn(tokens, D)
+        ours, true = compiled(x, batch=2), moe.router(x, batch=2)
+        assert torch.equal(ours.ids_TK, true.ids_TK)
+        assert_close(ours.weights_TK, true.weights_TK, 1e-6, "weights")
+        assert_close(ours.losses["aux"], true.losses["aux"], 1e-6, "aux")
+        compiled_grad, grad = (
+            torch.autograd.grad(r.weights_TK.sum() + r.losses["aux"], moe.router.weight)[0] for r in (ours, true)
+        )
+        assert_close(compiled_grad, grad, 2e-6, "gradient")
+    assert moe.router.take_loads().sum() == 2 * 6 * K
+
+
+def on_ranks() -> dict[str, float]:
+    """The layer with experts on several ranks against the same with all of them here: another T on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    e, gaps = E // ranks, {}
+    for router in (
+        {"normalize": True}, {"select": "expert_choice"}, {"select": "sinkhorn", "score": "sigmoid"},
+        {"capacity_factor": 1.0, "pad": True}, {"select": "balanced"},
+    ):  # fmt: skip
+        whole = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
+        parted = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
+        for name in ("up", "down"):
+            mine = getattr(parted.experts, name).detach()[rank * e : rank * e + e].clone()
+            setattr(parted.experts, name, torch.nn.Parameter(mine))
+        parted.experts.num_experts = e
+        parted.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="parted")
+        for tokens in (5 * rank + 1, 0 if rank == ranks - 1 else 7, 0):
+            g = torch.Generator().manual_seed(tokens + rank)
+            x = torch.randn(tokens, D, dtype=torch.float64, generator=g).requires_grad_()
+            dy = torch.randn(tokens, D, dtype=torch.float64, generator=g)
+            found = []
+            for moe in (parted, whole):
+                y = moe(x).y
+                found.append((y, *torch.autograd.grad(y, (x, *moe.experts.parameters(), moe.router.weight), dy)))
+            summed = [grad.clone() for grad in found[1][2:4]]
+            for grad in summed:
+                dist.all_reduce(grad)
+            cut = slice(rank * e, rank * e + e)
+            true = (*found[1][:2], summed[0][cut], summed[1][cut], found[1][4])
+            for name, ours, other in zip(("y", "dx", "up", "down", "router"), found[0], true, strict=True):
+                difference = (ours - other).abs()
+                gaps[f"{router} {tokens} {name}"] = float(difference.max()) if difference.numel() else 0.0
+        with pytest.raises(InputError, match=r"layer parted.*rank 0: \d+ slot"):
+            parted(torch.full((3, D), float("nan") if rank == 0 else 1.0, dtype=torch.float64))
+    return gaps
+
+
+def test_on_two_ranks_and_what_one_of_them_cannot_route_raises_on_both() -> None:
+    for gaps in run_ranks(on_ranks, 2):
+        assert all(gap < 1e-12 for gap in gaps.values()), gaps
+        assert len(gaps) >= 50
