@@ -1,0 +1,113 @@
+"""DDP for models with MoE layers: dense parameters in DDP's buckets, experts over their own group.
+
+    dense parameters    all-reduced over dp, mean               DDP, without find_unused_parameters
+    experts             all-reduced over edp, divided by dp     once, at the end of each backward that DDP reduces in
+
+Every expert has a gradient on every rank, tokens or not, so no rank waits for another. An expert's gradient is
+scaled by edp / dp where it enters the layer, then averaged over edp: an average of averages is itself, so backwards
+may accumulate with or without `no_sync()`, as DDP's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.errors import ConfigError
+from trimtab.parallel.experts import ParallelExperts
+
+
+def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
+    """The model in DDP, its experts reduced apart. Call after `parallelize`, on every rank: values of each group's
+    first rank are taken.
+
+    Args:
+        dp_mesh: one dim, the ranks that have tokens of their own (CP included).
+        edp_mesh: one dim, the ranks that hold the same experts.
+        options: for DDP. `broadcast_buffers` is False if not given.
+
+    Experts with `main_grad` are left to `reduce_main_grads`.
+
+    Raises:
+        ConfigError: no parallel experts, or meshes of more dims.
+    """
+    experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
+    if not experts or dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
+        raise ConfigError(
+            f"ddp needs experts under ExpertParallel ({len(experts)} found) and meshes of one dim, got {dp_mesh} and "
+            f"{edp_mesh}"
+        )
+    own = {id(param) for module in experts for param in module.parameters()}
+    ignored = [name for name, param in model.named_parameters() if id(param) in own]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+    options.setdefault("broadcast_buffers", False)
+    wrapped = DistributedDataParallel(model, process_group=dp_mesh.get_group(), **options)
+    group = edp_mesh.get_group()
+    for param in (param for module in experts for param in module.parameters()):
+        dist.broadcast(_local(param.detach()), group=group, group_src=0)
+    trained = [p for module in experts if module.main_grad == "off" for p in module.parameters() if p.requires_grad]
+    for module in experts:
+        module.gradient_scale = edp_mesh.size() / dp_mesh.size()
+    reducer = _ExpertReducer(trained, group)
+    wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
+    for param in trained:
+        param.register_post_accumulate_grad_hook(reducer.accumulated)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> None:
+    """Once per optimiser step, after the last backward: the experts' `main_grad`s summed over edp, divided by dp.
+
+    For experts built with main_grad="accumulate" (or "overwrite", one micro-batch a step); the optimiser then reads
+    `main_grad` and zeroes it. Every rank of `edp_mesh` must call.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelExperts) and module.main_grad != "off":
+            params = [param for param in (module.up, module.down) if param.requires_grad]
+            _average([_local(getattr(p, "main_grad", None)) for p in params], edp_mesh.get_group(), dp_mesh.size())
+
+
+class _ExpertReducer:
+    """Reduces the experts' gradients when a backward ends, if DDP reduces in it."""
+
+    def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.params, self.group = params, group
+        self.sync, self.queued = True, False
+
+    def accumulated(self, _: Tensor) -> None:
+        if self.sync and not self.queued:
+            self.queued = True
+            Variable._execution_engine.queue_callback(self.reduce)
+
+    def reduce(self) -> None:
+        self.queued = False
+        for param in self.params:  # one that no layer used this time has a gradient of zeros, as on its peers
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        _average([_local(p.grad) for p in self.params if p.grad is not None], self.group, self.group.size())
+
+
+def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
+    reducer.sync = bool(wrapped.require_backward_grad_sync)
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
+    """Sums over the group, divided, in place: one all-reduce for each tensor, in their order."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+        tensor.div_(divisor)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

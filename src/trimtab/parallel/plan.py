@@ -1,0 +1,65 @@
+"""`parallelize`: patterns of module names to styles, where nothing is skipped in silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from trimtab.errors import ConfigError
+from trimtab.parallel.style import ExpertParallel, Transports
+
+Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name fits a glob, part by part: "*" stays within its part."""
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
+    """Apply styles to the modules whose names match, in place, in the order of the plan and of the modules.
+
+    Every rank of the meshes must call with the same model and plan. Afterwards, `fully_shard_moe` or `ddp`.
+
+    Args:
+        mesh: what a style is applied on, unless its entry is (style, mesh).
+        plan: pattern -> style, or (style, mesh). "" is the model itself; "layers.*.moe" as for file names, part by
+            part. Styles: `ExpertParallel` and any of torch's.
+        src_data_rank: None, each rank keeps its own part of its own values: build the model from one seed, load it,
+            or build it on the meta device; else the rank of the mesh whose values all take.
+
+    All `ExpertParallel` layers of one call share one transport for each expert group and kind.
+
+    Raises:
+        ConfigError: a pattern that matches nothing (with near misses), a module that two patterns match, or what the
+            styles raise. Nothing has been changed where patterns are at fault.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen: dict[str, str] = {}
+    for pattern in plan:
+        found = [name for name in names if matches(name, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise ConfigError(f"pattern {pattern!r} matches no module of {type(model).__name__}{hint}")
+        for name in found:
+            if name in chosen:
+                raise ConfigError(f"module {name!r} is matched twice, by {chosen[name]!r} and by {pattern!r}")
+            chosen[name] = pattern
+    shared: dict[str, Transports] = {}
+    for name, pattern in chosen.items():
+        entry = plan[pattern]
+        style, on = entry if isinstance(entry, tuple) else (entry, mesh)
+        module = model.get_submodule(name)
+        if isinstance(style, ExpertParallel):
+            transports = shared.setdefault(style.transport, {})
+            style.apply_to(module, on, transports=transports, layer=name, src_data_rank=src_data_rank)
+        else:
+            parallelize_module(module, on, style, src_data_rank=src_data_rank)
+    return model

@@ -1,0 +1,115 @@
+"""`ExpertParallel`: the style that spreads a `MoE` over ranks, for `parallelize_module` and for `parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.transport import Transport
+from trimtab.errors import ConfigError
+from trimtab.experts.module import ExpertMLP
+from trimtab.layer import AllTokens, MoE
+from trimtab.parallel.experts import ExpertMesh, ParallelExperts
+from trimtab.parallel.moe import ParallelMoE
+from trimtab.parallel.tokens import ReplicatedTokens
+
+TokenMode = Literal["own", "replicated", "sharded"]
+TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {"alltoall": AllToAll, "allgather": AllGather}
+Transports = dict[dist.ProcessGroup, Transport]
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts over an expert mesh; tokens as the ranks hold them.
+
+    The mesh handed to `parallelize_module` or `parallelize` is the expert mesh: one dim (ep), or two with `etp`
+    naming the one that splits each expert's F. All ranks of the mesh must apply the style to the same modules in the
+    same order. It communicates only where `src_data_rank` (of `parallelize_module`: 0) asks for values of one rank.
+
+    Args:
+        transport: "alltoall", or "allgather" for small groups. Layers that one style is applied to share one
+            transport for each group; a group of one rank needs none.
+        tokens: "own", each rank has tokens of its own; "replicated", the ranks of `tp_mesh` hold the same [.., L, D]
+            and each takes its share of the L positions; "sharded", each holds its positions of every sequence, any
+            number. With the latter two the layer's other parameters (router, shared experts, projections) have their
+            gradients summed over `tp_mesh`, in autograd.
+        tp_mesh: the ranks that share a batch, one dim; given exactly where tokens are not "own".
+        etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
+            gathered over the group before the experts, and their outputs summed and given back after them.
+        combine: as in `Dispatcher`; the layer's own if not given.
+
+    Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
+
+    Raises:
+        ConfigError: names, meshes or sizes that do not fit; the module is no `MoE`, or is parallel already.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Literal["alltoall", "allgather"] = "alltoall",
+        tokens: TokenMode = "own",
+        tp_mesh: DeviceMesh | None = None,
+        etp: str | None = None,
+        combine: Combine | None = None,
+    ) -> None:
+        super().__init__()
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
+        if tokens not in get_args(TokenMode):
+            raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
+        if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
+            raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
+        self.transport, self.tokens, self.tp_mesh, self.etp, self.combine = transport, tokens, tp_mesh, etp, combine
+        self._transports: Transports = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply_to(module, device_mesh, transports=self._transports, src_data_rank=self.src_data_rank)
+
+    def apply_to(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        transports: Transports,
+        layer: str = "",
+        src_data_rank: int | None = None,
+    ) -> MoE:
+        """Make `module` parallel, in place. layer: its name, its own if not given."""
+        if isinstance(module, ParallelMoE):
+            raise ConfigError("ExpertParallel was applied before", layer=layer or module.dispatcher.layer)
+        if not isinstance(module, MoE):
+            raise ConfigError(f"ExpertParallel is for trimtab.layer.MoE, not {type(module).__name__}", layer=layer)
+        place, experts, old = ExpertMesh(mesh=mesh, etp=self.etp), module.experts, module.dispatcher
+        if type(experts) is not ExpertMLP:
+            raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)
+        experts.__class__ = ParallelExperts
+        assert isinstance(experts, ParallelExperts)
+        experts.shard(place, src_data_rank)
+        module.dispatcher = Dispatcher(
+            old.num_experts,
+            self._transport(place.ep_group, transports),
+            combine=self.combine or old.combine_mode,
+            layer=layer or old.layer,
+            facts=f"hidden {experts.hidden} {experts.activation}, tokens {self.tokens}",
+        )
+        module.__class__ = ParallelMoE
+        assert isinstance(module, ParallelMoE)
+        group = None if self.tp_mesh is None or self.tp_mesh.size() == 1 else self.tp_mesh.get_group()
+        module.tp_group = group
+        module.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
+        return module
+
+    def _transport(self, group: dist.ProcessGroup, transports: Transports) -> Transport | None:
+        if dist.get_world_size(group) == 1:
+            return None
+        if group not in transports:
+            transports[group] = TRANSPORTS[self.transport](group)
+        return transports[group]
