@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import train
+from trimtab.cli import doctor, train
 from trimtab.errors import ConfigError, InputError, TrimtabError
 
 
@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

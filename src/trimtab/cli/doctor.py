@@ -1,0 +1,65 @@
+"""`trimtab doctor`: what runs here and what does not; and where a job stopped, from its Flight Recorder dumps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.verify.doctor.findings import Part
+
+DESCRIPTION = """\
+Look at this machine: versions, devices, environment, process groups, kernels (self-tested) and a layer over two
+processes. With --trace, say in MoE words where a job stopped, from PyTorch Flight Recorder dumps of its ranks.
+
+  trimtab doctor
+  trimtab doctor --trace /tmp/nccl_trace_rank_*
+
+Exit code: 0 all is well, 1 something that trimtab needs is broken, or a job stopped.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the command's subparsers."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine, or say where a job stopped",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", nargs="+", metavar="PATH", help="dumps of all ranks, or folders of them")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print findings; returns 1 if any of them is broken, else 0."""
+    # Imported here: the other subcommands start without them, and reading traces starts without torch.
+    from trimtab.verify.doctor.findings import as_json, as_text, exit_code
+    from trimtab.verify.flight_recorder import read_traces
+    from trimtab.verify.flight_recorder_diagnosis import diagnose
+
+    seen: list[Part] = []
+    if options.trace:
+        traces = read_traces([Path(path) for path in options.trace])
+        ranks = ", ".join(str(trace.rank) for trace in traces)
+        parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
+    else:
+        from trimtab.verify.doctor.checkup import checkup
+
+        parts = checkup()
+    for name, findings in parts:
+        seen.append((name, findings))
+        if not options.json:
+            print(f"{name}\n{as_text(findings)}\n", flush=True)
+    every = [finding for _, findings in seen for finding in findings]
+    if options.json:
+        print(json.dumps(as_json(seen), indent=2))
+    elif not options.trace:
+        broken = sum(finding.severity == "broken" for finding in every)
+        print(f"{broken} broken: see the lines that begin so" if broken else "all is well")
+    return exit_code(every)

@@ -1,0 +1,63 @@
+"""Writing Flight Recorder dumps on any backend, also from a process whose main thread is stuck in a collective.
+
+NCCL writes its own when it times out; Gloo records as well, in torch 2.13, but writes nothing by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from trimtab.errors import BackendError
+
+
+def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
+    """Write this process's dump to `folder`/trimtab_trace_rank_N and return its path. No communication.
+
+    Args:
+        rank: N; by default the environment's RANK, or 0.
+
+    Raises:
+        BackendError: this torch has no recorder.
+    """
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace") if torch.cuda.is_available() else ("_dump_fr_trace",):
+        record = getattr(c10d, name, None)
+        if record is not None:
+            break
+    else:
+        raise BackendError(f"torch {torch.__version__} has no Flight Recorder that can be read; torch 2.13 has")
+    path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(record())
+    os.replace(file.name, path)  # a reader never sees half of one
+    return path
+
+
+def dump_on_signal(folder: str | os.PathLike[str], number: int = signal.SIGUSR2, rank: int | None = None) -> None:
+    """From now on `kill -USR2 PID` writes a dump to `folder`, whatever the main thread does. Call it in that thread.
+
+    Python runs signal handlers between two of its own instructions, which a thread stuck in a collective never
+    reaches; the wake-up pipe is written at once, and a thread waits at its other end.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.signal(number, lambda *_: None)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def watch(kept: socket.socket) -> None:
+        while data := ours.recv(64):
+            if before >= 0:
+                os.write(before, data)  # whoever listened before hears it too
+            if number in data:
+                dump(folder, rank)
+        kept.close()
+
+    threading.Thread(target=watch, args=(theirs,), name="trimtab flight recorder", daemon=True).start()

@@ -1,0 +1,224 @@
+"""Each finding from facts that are fed in, the kernels' self-test on broken kernels, and the command as run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trimtab.cli.main import build_parser, main
+from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
+from trimtab.verify.doctor import backends, loopback, machine, versions
+from trimtab.verify.doctor.findings import Finding, as_text, exit_code
+
+VERSIONS = versions.Versions(
+    trimtab="0.1.0", python="3.12.1", system="Linux", torch="2.13.0+cu126", cuda="12.6", nccl="2.29.3",
+    packages={"transformers": "5.23.0", "accelerate": None, "torchtitan": None, "triton": "3.9.0"},
+)  # fmt: skip
+MACHINE = machine.Machine(
+    cores=8, threads=8, instructions="AVX512", devices=("cuda:0 H200",), host="node7", host_address="10.0.0.7",
+    interfaces=("lo", "eth0"), environment={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+)  # fmt: skip
+
+
+def by_where(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.where: finding for finding in findings}
+
+
+def test_versions() -> None:
+    found = by_where(versions.judge(VERSIONS))
+    assert found["torch"].severity == found["transformers"].severity == "ok"
+    assert "NCCL 2.29.3" in found["torch"].what
+    assert found["accelerate"].severity == "note"
+    old = by_where(versions.judge(dataclasses.replace(VERSIONS, torch="2.9.1")))["torch"]
+    assert (old.severity, old.do) == ("broken", "install torch 2.11 or newer")
+    for version, severity in (("5.22.1", "warn"), ("6.0", "warn"), ("5.100.0", "ok")):
+        packages = VERSIONS.packages | {"transformers": version}  # type: ignore[operator]
+        assert by_where(versions.judge(dataclasses.replace(VERSIONS, packages=packages)))["transformers"].severity == (
+            severity
+        )
+
+
+def test_machine() -> None:
+    assert {finding.severity for finding in machine.judge(MACHINE)} == {"ok"}
+    crowded = by_where(machine.judge(dataclasses.replace(MACHINE, threads=64)))["cores"]
+    assert crowded.severity == "warn"
+    assert "OMP_NUM_THREADS" in crowded.do
+    lost = by_where(machine.judge(dataclasses.replace(MACHINE, host_address=None)))["host name"]
+    assert lost.severity == "warn"
+    assert "lo, eth0" in lost.do
+    assert by_where(machine.judge(dataclasses.replace(MACHINE, devices=())))["gpu"].severity == "note"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity", "says"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok", ""),
+        ("GLOO_SOCKET_IFNAME", "eth", "broken", "lo, eth0"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "broken", "no such network interface"),
+        ("NCCL_SOCKET_IFNAME", "eth", "ok", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", "broken", "no such network interface"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok", ""),
+        ("NCCL_P2P_DISABLE", "1", "warn", "do not talk directly"),
+        ("NCCL_P2P_DISABLE", "0", "ok", ""),
+        ("NCCL_IB_DISABLE", "1", "warn", "InfiniBand"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn", "every kernel"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn", "slowly"),
+        ("TORCH_DISTRIBUTED_DEBUG", "OFF", "ok", ""),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn", "waits for ever"),
+        ("TORCH_FR_BUFFER_SIZE", "0", "warn", "leaves no trace"),
+        ("TORCH_FR_BUFFER_SIZE", "2000", "ok", ""),
+        ("OMP_NUM_THREADS", "9", "warn", "more threads"),
+        ("OMP_NUM_THREADS", "4", "ok", "4"),
+        ("MALLOC_TRIM_THRESHOLD_", "268435456", "ok", "268435456"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "note", "TORCH_NCCL_DUMP_ON_TIMEOUT=1"),
+    ],
+)
+def test_environment(name: str, value: str, severity: str, says: str) -> None:
+    environment = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | {name: value}
+    found = machine.judge(dataclasses.replace(MACHINE, environment=environment))
+    (one,) = [finding for finding in found if finding.where.startswith(name)]
+    assert one.severity == severity
+    assert says in one.what + one.do
+
+
+def test_only_variables_that_matter_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    shown = machine.look().environment
+    assert shown["NCCL_DEBUG"] == "INFO"
+    assert "MY_TOKEN" not in shown
+
+
+def test_process_groups_and_transports() -> None:
+    good = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=8)))
+    assert {finding.severity for finding in good.values()} == {"ok"}
+    assert "CPU over gloo, GPU over nccl" in good["transport alltoall"].what
+    cpu = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=0)))
+    assert (cpu["nccl"].severity, cpu["transport alltoall"].severity) == ("note", "ok")
+    bare = by_where(backends.judge(backends.Groups(gloo=False, nccl=False, gpus=1)))
+    assert [bare[name].severity for name in ("gloo", "nccl", "transport allgather")] == ["broken"] * 3
+
+
+class Wrong(LoopKernels):
+    name = "wrong"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        return super().grouped_mm(x_RA, w_eAB, block, out).mul_(2)
+
+
+def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = backends.try_kernels([torch.device("cpu")])
+    assert {one.kernels for one in tried} == set(KERNELS)
+    found = backends.judge_kernels(tried)
+    assert all(finding.severity in ("ok", "note") for finding in found)
+    assert any("default there" in finding.what and "float32" in finding.what for finding in found)
+    default = next(one for one in tried if one.chosen and one.dtype == "float32")
+    bad = dataclasses.replace(default, fault="output with a NaN tail: wrong values")
+    (broken,) = backends.judge_kernels([bad])
+    assert broken.severity == "broken"
+    assert "WRONG: output with a NaN tail" in broken.what
+    (spare,) = backends.judge_kernels([dataclasses.replace(bad, chosen=False)])
+    assert spare.severity == "warn"
+    (never,) = backends.judge_kernels([dataclasses.replace(bad, fault=None, refused="the CPU only")])
+    assert (never.severity, never.what) == ("note", "cannot run on cpu: the CPU only")
+    monkeypatch.setitem(KERNELS, "wrong", Wrong)
+    wrong = [one for one in backends.try_kernels([torch.device("cpu")]) if one.kernels == "wrong"]
+    assert all(one.fault for one in wrong)
+
+
+def test_loopback() -> None:
+    good = loopback.judge(loopback.Loopback(error=1e-16, latency_us=200, gigabytes_per_s=1.0))
+    assert [finding.severity for finding in good] == ["ok", "ok"]
+    wrong, slow = loopback.judge(loopback.Loopback(error=1e-3, latency_us=20000, gigabytes_per_s=1.0))
+    assert (wrong.severity, slow.severity) == ("broken", "warn")
+    for error in (float("nan"), float("inf")):
+        assert loopback.judge(loopback.Loopback(error=error, latency_us=1, gigabytes_per_s=1))[0].severity == "broken"
+    (net,) = loopback.judge(loopback.Loopback(failed="rank 0: no answer within 60 s"))
+    assert "GLOO_SOCKET_IFNAME=lo" in net.do
+    (own,) = loopback.judge(loopback.Loopback(failed="TypeError: forward() missing an argument"))
+    assert own.severity == "broken"
+    assert "GLOO_SOCKET_IFNAME" not in own.do
+
+
+def test_text_is_aligned_and_narrow() -> None:
+    findings = [
+        Finding(severity="ok", where="torch", what="2.13"),
+        Finding(severity="broken", where="a longer place", what="word " * 60 + "\n  indented", do="do this\nthen that"),
+    ]
+    lines = as_text(findings).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "ok     torch           2.13"
+    margin = " " * 23
+    assert all(line.startswith(margin) for line in lines[2:])
+    assert margin + "  indented" in lines
+    assert lines[-2:] == [margin + "-> do this", margin + "-> then that"]
+    assert (exit_code(findings), exit_code(findings[:1])) == (1, 0)
+
+
+def trimtab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimtab", "doctor", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
+
+
+def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    assert {finding["part"] for finding in told["findings"]} == {
+        "versions", "machine and environment", "process groups and transports", "kernels, self-tested", "loopback",
+    }  # fmt: skip
+    oracle, speed = [finding["what"] for finding in told["findings"] if finding["part"] == "loopback"]
+    assert "from the oracle" in oracle
+    assert "GB/s" in speed
+
+
+def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:
+    done = trimtab(GLOO_SOCKET_IFNAME="nothing0", OMP_NUM_THREADS="1")
+    assert done.returncode == 1
+    assert "broken GLOO_SOCKET_IFNAME=nothing0" in done.stdout
+    assert done.stdout.splitlines()[-1] == "2 broken: see the lines that begin so"
+    assert "set GLOO_SOCKET_IFNAME=lo and run this again" in " ".join(done.stdout.split())
+
+
+def test_the_command_on_traces(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        entry = {
+            "process_group": ("0", "default_pg"), "collective_seq_id": 3 - rank, "profiling_name": "gloo:all_reduce",
+            "state": "scheduled", "retired": rank == 1, "input_sizes": [[4]], "input_dtypes": ["Float"], "frames": [],
+        }  # fmt: skip
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"version": "2.10", "entries": [entry]}))
+    done = trimtab("--trace", str(tmp_path))
+    assert done.returncode == 1
+    assert "stopped at its collective 3: all_reduce" in done.stdout
+    assert "find out why rank 1 did not come" in done.stdout
+    assert trimtab("--trace", str(tmp_path / "gone")).returncode == 2
+
+
+def test_the_page_on_hangs_names_commands_and_modules_that_are_there() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines() if "trimtab doctor" in line]
+    assert len(commands) == 3
+    for command in commands:
+        arguments = command.partition("trimtab doctor")[2].split()
+        assert build_parser().parse_args(["doctor", *arguments]).command == "doctor"
+    scripts = [text for kind, text in blocks if kind == "python"]
+    assert len(scripts) == 2
+    for script in scripts:
+        compile(script, "hangs.md", "exec")
+        for module, name in re.findall(r"^from (trimtab\S*) import (\w+)", script, re.MULTILINE):
+            assert hasattr(importlib.import_module(module), name)
