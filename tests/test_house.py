@@ -25,7 +25,7 @@ def test_rooms_import_only_from_rooms_below() -> None:
             assert room in ("__init__", "__main__", "oracle"), f"{file.name} is in no room"
             continue
         imported = re.findall(r"^\s*(?:from|import) trimtab\.(\w+)", file.read_text(), re.MULTILINE)
-        above = [other for other in imported if ROOMS.index(other) < ROOMS.index(room)]
+        above = [other for other in imported if other != "oracle" and ROOMS.index(other) < ROOMS.index(room)]
         wrong += [f"{file.relative_to(root)} imports {other}" for other in above]
     assert not wrong
 

@@ -13,18 +13,60 @@ if TYPE_CHECKING:
     from trimtab.dispatch.alltoall import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
     from trimtab.dispatch.dispatcher import Rows as Rows
+    from trimtab.errors import DesyncError as DesyncError
+    from trimtab.errors import PeerLost as PeerLost
+    from trimtab.errors import PhaseTimeout as PhaseTimeout
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
     from trimtab.experts.module import ExpertMLP as ExpertMLP
+    from trimtab.guard.guard import Guard as Guard
+    from trimtab.layer import MoE as MoE
+    from trimtab.layer import MoEConfig as MoEConfig
+    from trimtab.layer import MoEOutput as MoEOutput
+    from trimtab.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from trimtab.parallel.ddp import ddp as ddp
+    from trimtab.parallel.fsdp import fully_shard_moe as fully_shard_moe
+    from trimtab.parallel.plan import parallelize as parallelize
+    from trimtab.parallel.replicas import check_replicated as check_replicated
+    from trimtab.parallel.style import ExpertParallel as ExpertParallel
+    from trimtab.routing.bias import max_vio as max_vio
+    from trimtab.routing.bias import update_bias as update_bias
+    from trimtab.routing.config import RouterConfig as RouterConfig
+    from trimtab.routing.decisions import Decisions as Decisions
+    from trimtab.routing.losses import LossGroups as LossGroups
+    from trimtab.routing.record import record as record
+    from trimtab.routing.record import replay as replay
+    from trimtab.routing.router import Router as Router
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AllGather": "trimtab.dispatch.allgather",
     "AllToAll": "trimtab.dispatch.alltoall",
+    "Decisions": "trimtab.routing.decisions",
+    "DesyncError": "trimtab.errors",
     "Dispatcher": "trimtab.dispatch.dispatcher",
     "ExpertMLP": "trimtab.experts.module",
+    "ExpertParallel": "trimtab.parallel.style",
     "GroupedLinear": "trimtab.experts.linear",
+    "Guard": "trimtab.guard.guard",
+    "LossGroups": "trimtab.routing.losses",
+    "MoE": "trimtab.layer",
+    "MoEConfig": "trimtab.layer",
+    "MoEOutput": "trimtab.layer",
+    "PeerLost": "trimtab.errors",
+    "PhaseTimeout": "trimtab.errors",
+    "Router": "trimtab.routing.router",
+    "RouterConfig": "trimtab.routing.config",
     "Rows": "trimtab.dispatch.dispatcher",
+    "check_replicated": "trimtab.parallel.replicas",
+    "clip_grad_norm_": "trimtab.parallel.clip",
+    "ddp": "trimtab.parallel.ddp",
+    "fully_shard_moe": "trimtab.parallel.fsdp",
+    "max_vio": "trimtab.routing.bias",
+    "parallelize": "trimtab.parallel.plan",
+    "record": "trimtab.routing.record",
+    "replay": "trimtab.routing.record",
+    "update_bias": "trimtab.routing.bias",
 }
 
 

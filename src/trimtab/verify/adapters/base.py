@@ -1,0 +1,81 @@
+"""What an implementation must offer to be judged.
+
+Legend: B sequences, l positions that this rank is given, D model dim, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trimtab.verify.patterns import Pattern
+from trimtab.verify.problem import LayerWeights, Sizes
+from trimtab.verify.topologies import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands: device, and the meshes of the topology. All ranks of the topology hold one each.
+
+    dense: ("dp", "tp"), or ("replicate", "shard", "tp") with data="hsdp". experts: ("edp", "etp", "ep").
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    dense: DeviceMesh
+    experts: DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What this rank is given of its data-parallel rank's batch: all positions ("replicated"), or its own.
+
+    x_BlD in the case's dtype; ids_BlK and mask_Bl where the case has them.
+    """
+
+    x_BlD: Tensor
+    dy_BlD: Tensor
+    ids_BlK: Tensor | None
+    mask_Bl: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one forward and backward.
+
+    y, dx: as x. grads: whole (unsharded) gradients by name, "0.router", "0.up", "0.down", "1.router" …, or None
+    where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
+    """
+
+    y: Tensor
+    dx: Tensor
+    grads: dict[str, Tensor | None]
+    loads: list[Tensor] | None
+
+
+class Subject(Protocol):
+    """A model of `sizes.layers` MoE layers: h = h + moe(h) between them, y = moe(h) at the end."""
+
+    def step(self, share: Share) -> Outcome:
+        """Forward, backward from dy, and the gradients of the mean loss over the data-parallel ranks. Collective."""
+        ...
+
+
+class Implementation(Protocol):
+    """A way to build subjects."""
+
+    name: str
+
+    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
+        """Why it can't be asked for this, or None."""
+        ...
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        """A subject with these weights. Collective over the ranks of the topology."""
+        ...

@@ -1,0 +1,111 @@
+"""A run on this machine: pools of ranks, one for each number of ranks, started anew after one that broke."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from trimtab.verify.adapters import get_implementation
+from trimtab.verify.cases import Case
+from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
+from trimtab.verify.mutants import mutated
+from trimtab.verify.on_rank import run_on_rank
+
+START = 60.0
+"""Seconds that a pool may take to start, on top of its first case's deadline."""
+
+
+def run_local(
+    cases: Sequence[Case], implementation: str, *, deadline: float, repeat: int = 1, mutant: str | None = None
+) -> Iterator[Verdict]:
+    """Verdicts, in the order of `cases` within those of one number of ranks. Cases that can't be asked for come first.
+
+    A case that hangs or kills its ranks costs its own verdict and a new pool, no more.
+    """
+    judged = get_implementation(implementation)
+    for ranks, group in groupby(cases, key=lambda case: case.topology.ranks):
+        asked: list[Case] = []
+        for case in group:
+            reason = judged.lacks(case.topology, case.pattern)
+            if reason is None:
+                asked.append(case)
+            else:
+                yield Verdict(case=case, status="lacking", details=[reason])
+        while asked:
+            with _pool(ranks, asked, implementation, repeat, mutant) as (store, alive, last_words):
+                try:
+                    for _, verdict in collect(list(enumerate(asked)), store, deadline, START, alive):
+                        yield verdict
+                    break
+                except Stalled as stalled:
+                    yield stalled_verdict(asked[stalled.index], stalled, deadline, last_words(stalled.silent))
+                    asked = asked[stalled.index + 1 :]
+
+
+@contextlib.contextmanager
+def _pool(
+    ranks: int, cases: Sequence[Case], implementation: str, repeat: int, mutant: str | None
+) -> Iterator[tuple[Store, Callable[[], bool], Callable[[list[int]], str]]]:
+    """`ranks` processes at work on `cases`: the store they answer in, whether all run or are done, what they said."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "trimtab.verify.on_rank"])
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
+        logs = [os.path.join(folder, str(rank)) for rank in range(ranks)]
+        work = (ranks, store.port, list(enumerate(cases)), implementation, repeat, mutant)
+        processes = [
+            context.Process(target=_rank_main, args=(rank, logs[rank], *work), daemon=True) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+
+        def alive() -> bool:
+            return all(process.exitcode in (None, 0) for process in processes)
+
+        def last_words(silent: list[int]) -> str:
+            texts = [
+                Path(logs[rank]).read_text(errors="replace").strip() for rank in silent if Path(logs[rank]).exists()
+            ]
+            return "; ".join(text.splitlines()[-1] for text in texts if text)
+
+        try:
+            yield store, alive, last_words
+        finally:
+            for process in processes:
+                process.join(2.0 if process.exitcode is None and alive() else 0.0)
+                process.kill()
+                process.join()
+
+
+def _rank_main(
+    rank: int,
+    log: str,
+    ranks: int,
+    port: int,
+    cases: list[tuple[int, Case]],
+    implementation: str,
+    repeat: int,
+    mutant: str | None,
+) -> None:
+    with open(log, "wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    store = TCPStore("localhost", port, is_master=False)
+    timeout = timedelta(hours=1)  # the collector's deadline comes first
+    dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=ranks, timeout=timeout)
+    with mutated(mutant):
+        run_on_rank(cases, get_implementation(implementation), store, torch.device("cpu"), repeat)
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(ranks)])  # nobody leaves while a peer may still talk to it
+    os._exit(0)

@@ -1,0 +1,140 @@
+"""One rank's part of a run: build, step, compare with the truth, and say what was found.
+
+A rank compares what it holds itself; nothing but its findings leaves it. They go to the run's store, where the
+collector reads them: a rank that stops answering is seen, whatever it hangs in.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from trimtab.errors import InputError, TrimtabError
+from trimtab.verify.adapters.base import Implementation, Outcome, Place, Share, Subject
+from trimtab.verify.cases import DTYPES, Case
+from trimtab.verify.judge import BOUNDS, Mismatch, compare
+from trimtab.verify.patterns import make_problem
+from trimtab.verify.place import make_place, share_of
+from trimtab.verify.problem import LayerWeights, Problem, Sizes, make_weights
+from trimtab.verify.truth import solve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one rank says of one case. errors: relative error by column. fault: what broke the case off."""
+
+    rank: int
+    errors: dict[str, float] = field(default_factory=dict)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    fault: str | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Finding:
+        """What `to_json` wrote."""
+        made: dict[str, Any] = json.loads(text)
+        made["mismatches"] = [Mismatch(**{**m, "place": tuple(m["place"])}) for m in made["mismatches"]]
+        return cls(**made)
+
+
+def key_of(index: int, rank: int) -> str:
+    """Where in the store the finding of `rank` on case `index` lies."""
+    return f"case/{index}/{rank}"
+
+
+def run_on_rank(
+    cases: Sequence[tuple[int, Case]],
+    implementation: Implementation,
+    store: Store,
+    device: torch.device,
+    repeat: int,
+) -> None:
+    """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
+    rank = dist.get_rank()
+    for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
+        place = make_place(topology, rank, device)
+        bench = Bench(implementation, place)
+        for index, case in group:
+            if rank < topology.ranks:
+                store.set(key_of(index, rank), bench.run(case, repeat).to_json())
+
+
+class Bench:
+    """The subjects of one place. Equal sizes share one; after an error all are built anew."""
+
+    def __init__(self, implementation: Implementation, place: Place) -> None:
+        self.implementation, self.place = implementation, place
+        self._subjects: dict[Sizes, tuple[Subject, list[LayerWeights]]] = {}
+
+    def run(self, case: Case, repeat: int) -> Finding:
+        """One case on this rank, `repeat` times. Collective over the ranks of the topology."""
+        start = time.perf_counter()
+        problem = make_problem(case.topology, case.pattern, DTYPES[case.dtype], case.data_seed)
+        try:
+            finding = self._judge(problem, repeat)
+        except Exception as error:
+            self._subjects.clear()
+            good = problem.raises and isinstance(error, InputError)
+            shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
+            finding = Finding(rank=self.place.rank, fault=None if good else f"{type(error).__name__}: {shown}")
+        return replace(finding, seconds=time.perf_counter() - start)
+
+    def _judge(self, problem: Problem, repeat: int) -> Finding:
+        rank = self.place.rank
+        if problem.sizes not in self._subjects:
+            weights = make_weights(problem.sizes, seed=problem.sizes.num_experts)
+            self._subjects[problem.sizes] = self.implementation.build(self.place, problem.sizes, weights), weights
+        subject, weights = self._subjects[problem.sizes]
+        share, batch, here = share_of(self.place, problem)
+        outcome = subject.step(share)
+        if problem.raises:
+            self._subjects.clear()
+            return Finding(rank=rank, fault="bad input went through: InputError was expected on every rank")
+        truth = solve(problem, weights)
+        d = next(i for i, other in enumerate(problem.batches) if other is batch)
+        true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}
+        true |= {f"d {name}": grad for name, grad in truth.grads.items()}
+        true |= {f"loads {i}": loads for i, loads in enumerate(truth.loads) if outcome.loads is not None}
+        got = _tensors(outcome)
+        bound = BOUNDS[problem.sizes.dtype]
+        found = {name: compare(rank, name, got.get(name), t.to(self.place.device), bound) for name, t in true.items()}
+        mismatches = [mismatch for _, mismatch in found.values() if mismatch is not None]
+        errors: dict[str, float] = {}
+        for name, (error, _) in found.items():
+            column = _column(name)
+            errors[column] = max(errors.get(column, 0.0), error)
+        return Finding(rank=rank, errors=errors, mismatches=[*mismatches, *self._again(subject, share, got, repeat)])
+
+    def _again(self, subject: Subject, share: Share, first: dict[str, torch.Tensor], repeat: int) -> Iterator[Mismatch]:
+        """Where one of `repeat - 1` further runs differs from the first, in any bit."""
+        for run in range(1, repeat):
+            for name, tensor in _tensors(subject.step(share)).items():
+                _, mismatch = compare(self.place.rank, f"{name} of run {run + 1}", tensor, first[name], 0.0)
+                if mismatch is not None:
+                    yield mismatch
+
+
+def _tensors(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """All that came of a step, by name. A gradient of None is left out, and so reported as missing."""
+    named: dict[str, torch.Tensor | None] = {"y": outcome.y, "dx": outcome.dx}
+    named |= {f"d {name}": grad for name, grad in outcome.grads.items()}
+    named |= {f"loads {i}": loads for i, loads in enumerate(outcome.loads or [])}
+    return {name: tensor.detach().clone() for name, tensor in named.items() if tensor is not None}
+
+
+def _column(name: str) -> str:
+    """The ledger's column of a tensor: the same for every layer."""
+    return " ".join(part for part in name.replace(".", " ").split() if not part.isdigit())

@@ -1,0 +1,245 @@
+"""How tokens fall: the columns of the ledger. Each pattern makes one problem for any topology.
+
+A pattern says how many tokens each rank has (`shape`), which experts they choose (`choose`), and what is special
+about it (mask, replay, a bad value). Choices become logits through the first E columns of x, see `make_weights`.
+
+Legend: B sequences, L positions, N = B * L tokens of a data-parallel rank, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.layout import shard_cuts
+from trimtab.verify.problem import DIM, HIDDEN, Batch, Problem, Sizes
+from trimtab.verify.topologies import Topology
+
+Shape = Callable[[Topology, int], tuple[int, tuple[int, ...]]]
+"""(topology, data-parallel rank) -> (B, positions of each rank of its tp group)."""
+Choose = Callable[[Topology, int, int, torch.Generator], Tensor]
+"""(topology, N, K, generator) -> [N, K] expert ids."""
+
+GARBAGE = 1e4
+"""What masked tokens hold."""
+
+
+def _even(batch: int, length: int) -> Shape:
+    def shape(t: Topology, _: int) -> tuple[int, tuple[int, ...]]:
+        cuts = shard_cuts(length, t.tp)
+        return batch, tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+
+    return shape
+
+
+TWO_OF_SIX = _even(2, 6)
+
+
+def _ragged(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+    return 2, tuple(2 + (5 * d + 3 * i) % 7 for i in range(t.tp))
+
+
+def _uneven(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+    return 2, tuple(4 - (i + d) % 4 for i in range(t.tp))
+
+
+def _empty_source(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+    last = d == t.dp - 1
+    return 2, tuple(0 if last and i == t.tp - 1 else 4 for i in range(t.tp))
+
+
+def _one_token(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+    return 1, tuple(int(d == 0 and i == 0) for i in range(t.tp))
+
+
+def _short(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+    return 1, tuple(int(i < max(1, t.tp - 1)) for i in range(t.tp))
+
+
+def _draw(t: Topology, n: int, k: int, g: torch.Generator, weight: Tensor | None = None) -> Tensor:
+    """K distinct experts per token, drawn with the given odds."""
+    odds = torch.ones(t.num_experts) if weight is None else weight
+    noise = -torch.rand(n, t.num_experts, generator=g).clamp_min(1e-9).log() / odds
+    return noise.argsort(1)[:, :k]
+
+
+def _balanced(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    first = torch.arange(n)[:, None] * k + torch.arange(k)
+    return (first + int(torch.randint(t.num_experts, (1,), generator=g))) % t.num_experts
+
+
+def _prefer(*experts: int) -> Choose:
+    """These experts first (negative: from the end), then anything."""
+
+    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+        odds = torch.ones(t.num_experts)
+        odds[[e % t.num_experts for e in experts]] = 1e6
+        return _draw(t, n, k, g, odds)
+
+    return choose
+
+
+def _on_rank(rank: int) -> Choose:
+    """All slots on one rank's experts: an expert may be chosen twice, so the choice is replayed."""
+
+    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+        e = t.num_experts // t.ep
+        return rank % t.ep * e + torch.randint(e, (n, k), generator=g)
+
+    return choose
+
+
+def _cold_rank(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    """The last rank's experts get nothing (the last expert, where one rank owns all)."""
+    odds = torch.ones(t.num_experts)
+    odds[-(t.num_experts // t.ep if t.ep > 1 else 1) :] = 1e-6
+    return _draw(t, n, k, g, odds)
+
+
+def _zipf(power: float) -> Choose:
+    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+        return _draw(t, n, k, g, torch.arange(1, t.num_experts + 1) ** -power)
+
+    return choose
+
+
+def _same_rank(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    """The first two choices are the two experts 2j and 2j + 1 of one rank."""
+    pair = torch.randint(t.num_experts // 2, (n, 1), generator=g)
+    rest = _draw(t, n, k, g)
+    both = torch.cat((2 * pair + 1, 2 * pair, rest), 1)
+    keep = torch.ones_like(both, dtype=torch.bool)
+    keep[:, 2:] = rest.div(2, rounding_mode="floor") != pair
+    order = keep.logical_not().long().argsort(dim=1, stable=True)
+    return both.gather(1, order)[:, :k]
+
+
+def _dropped(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    return _draw(t, n, k, g).masked_fill(torch.rand(n, k, generator=g) < 0.5, -1)
+
+
+def _all_dropped(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    return torch.full((n, k), -1)
+
+
+def _duplicates(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+    return _draw(t, n, 1, g).expand(n, k).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """One way for tokens to fall."""
+
+    name: str
+    says: str
+    shape: Shape = TWO_OF_SIX
+    choose: Choose = _draw
+    masked: float = 0.0
+    replayed: bool = False
+    ties: bool = False
+    top_k: Callable[[int], int] = lambda experts: 2 if experts <= 4 else 3
+    layers: int = 1
+    spoil: str = ""
+
+    @property
+    def raises(self) -> bool:
+        """Whether the layer must refuse it."""
+        return bool(self.spoil)
+
+    def __reduce__(self) -> tuple[Callable[[str], Pattern], tuple[str]]:
+        return pattern_named, (self.name,)  # functions made here can't be sent to another process; a name can
+
+
+PATTERNS: tuple[Pattern, ...] = (
+    Pattern(name="random", says="experts drawn evenly"),
+    Pattern(name="balanced", says="every expert gets the same", choose=_balanced),
+    Pattern(name="one_expert", says="one expert is everybody's first choice", choose=_prefer(-1)),
+    Pattern(name="one_rank", says="all slots on the first rank", choose=_on_rank(0), replayed=True),
+    Pattern(name="lone_rank", says="ragged, all but the last rank get none", choose=_on_rank(-1), shape=_ragged,
+            replayed=True),
+    Pattern(name="cold_rank", says="one rank gets none", choose=_cold_rank),
+    Pattern(name="empty_source", says="a rank with zero tokens", shape=_empty_source),
+    Pattern(name="empty_world", says="no token anywhere", shape=_even(2, 0)),
+    Pattern(name="all_masked", says="every token is padding", masked=1.0),
+    Pattern(name="masked", says="half of the tokens are padding that holds garbage", masked=0.5),
+    Pattern(name="one_token", says="one token in the world", shape=_one_token),
+    Pattern(name="zipf1", says="expert j drawn with odds 1 / j", choose=_zipf(1.0)),
+    Pattern(name="zipf2", says="expert j drawn with odds 1 / j^2", choose=_zipf(2.0)),
+    Pattern(name="top1", says="K = 1", top_k=lambda experts: 1),
+    Pattern(name="top_all", says="K = E", top_k=lambda experts: experts),
+    Pattern(name="same_rank", says="two choices on one rank", choose=_same_rank),
+    Pattern(name="ties", says="exact ties: the lower expert id goes first", ties=True),
+    Pattern(name="dropped", says="half of the slots dropped", choose=_dropped, replayed=True),
+    Pattern(name="all_dropped", says="every slot dropped", choose=_all_dropped, replayed=True),
+    Pattern(name="duplicates", says="a token chooses one expert K times", choose=_duplicates, replayed=True),
+    Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions", shape=_uneven),
+    Pattern(name="batched", says="three sequences whose length does not divide", shape=_even(3, 7)),
+    Pattern(name="short", says="fewer positions than ranks that share them", shape=_short),
+    Pattern(name="prime", says="prime counts", shape=_even(1, 13)),
+    Pattern(name="ragged", says="every rank another number of tokens", shape=_ragged),
+    Pattern(name="replayed", says="ids handed in, scores live", replayed=True),
+    Pattern(name="alternating", says="two layers, another rank cold in each", choose=_cold_rank, layers=2),
+    Pattern(name="nan_logits", says="a NaN logit on one rank of each expert group must raise on all", spoil="nan"),
+    Pattern(name="bad_id", says="an expert id out of range must raise on all", spoil="id", replayed=True),
+)  # fmt: skip
+
+
+def pattern_named(name: str) -> Pattern:
+    """The pattern of that name."""
+    return next(pattern for pattern in PATTERNS if pattern.name == name)
+
+
+def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed: int) -> Problem:
+    """The same on every rank: all randomness comes from `seed`."""
+    g = torch.Generator().manual_seed(seed)
+    e = topology.num_experts
+    sizes = Sizes(
+        num_experts=e, top_k=pattern.top_k(e), layers=pattern.layers, dtype=dtype, dim=max(DIM, e + 8), hidden=HIDDEN
+    )
+    batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
+    return Problem(sizes=sizes, batches=batches, raises=pattern.raises)
+
+
+def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Generator) -> Batch:
+    batch, lengths = pattern.shape(t, d)
+    cuts = shard_cuts(0, t.tp) if not lengths else (0, *torch.tensor(lengths).cumsum(0).tolist())
+    n, e = batch * cuts[-1], sizes.num_experts
+    if pattern.ties:
+        ranked = torch.randint(2, (n, e), generator=g).double()
+        ids = ranked.argsort(dim=1, descending=True, stable=True)[:, : sizes.top_k]
+    else:
+        ids = pattern.choose(t, n, sizes.top_k, g)
+        ranked = _ranked(ids.clamp_min(0), e, g)
+    x = torch.randn(n, sizes.dim, generator=g, dtype=torch.float64)
+    # Multiples of 1/16 below 4, times a power of two: exact in bfloat16, and never closer than a sixteenth.
+    x[:, :e] = ranked / 8 * 2.0 ** torch.randint(-1, 2, (n, 1), generator=g)
+    dy = torch.randn(n, sizes.dim, generator=g, dtype=torch.float64)
+    x, dy = (v.to(sizes.dtype).double().view(batch, cuts[-1], sizes.dim) for v in (x, dy))
+    ids = ids.view(batch, cuts[-1], sizes.top_k)
+    mask = None
+    if pattern.masked:
+        mask = torch.rand(batch, cuts[-1], generator=g) >= pattern.masked
+        x[~mask] = GARBAGE
+    if pattern.spoil:
+        for b, position in _one_place_per_group(t, d, cuts):
+            if pattern.spoil == "nan":
+                x[b, position, 0] = float("nan")
+            else:
+                ids[b, position, 0] = e + 3
+    return Batch(x_BLD=x, dy_BLD=dy, ids_BLK=ids, mask_BL=mask, replayed=pattern.replayed, cuts=cuts)
+
+
+def _ranked(ids_NK: Tensor, experts: int, g: torch.Generator) -> Tensor:
+    """[N, E] distinct integers 0..E-1 per token, highest at the chosen experts, in their order."""
+    priority = torch.rand(ids_NK.shape[0], experts, generator=g)
+    bonus = torch.arange(ids_NK.shape[1], 0, -1, dtype=priority.dtype).expand(ids_NK.shape)
+    return priority.scatter_reduce(1, ids_NK, bonus, "amax").argsort(1).argsort(1).double()
+
+
+def _one_place_per_group(t: Topology, d: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Positions of rank 0 of each expert group, where it is in the tp group of data-parallel rank `d`."""
+    ranks = range(d * t.tp, (d + 1) * t.tp)
+    return [(0, cuts[r - d * t.tp]) for r in ranks if r % (t.ep * t.etp) == 0]

@@ -1,0 +1,114 @@
+"""How ranks are arranged: the rows of the ledger.
+
+    dense mesh    [dp, tp]     rank = d * tp + t        every data-parallel rank d has tokens of its own
+    expert mesh   [edp, ep]    rank = i * ep + j        the same ranks, folded; rank j of a group owns experts j * e …
+
+Both are cut from ranks 0 .. ranks - 1, so that tensor-parallel ranks are also expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trimtab.errors import ConfigError
+
+Data = Literal["none", "fsdp", "hsdp", "ddp"]
+Tokens = Literal["own", "replicated", "sharded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One arrangement.
+
+    ranks: processes that take part. ep: ranks that share the experts. tp: ranks that share the tokens.
+    data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
+    tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
+    transport: "local" where ep = 1. combine: as in `Dispatcher`. etp: ranks that split each expert's hidden dim.
+    """
+
+    ranks: int
+    ep: int = 1
+    tp: int = 1
+    etp: int = 1
+    data: Data = "none"
+    tokens: Tokens = "own"
+    transport: Literal["local", "alltoall", "allgather"] = "alltoall"
+    combine: Literal["sum", "ordered"] = "sum"
+
+    def __post_init__(self) -> None:
+        if self.ranks % (self.ep * self.etp) or self.ranks % self.tp:
+            raise ConfigError(f"{self.ranks} ranks do not divide into ep {self.ep}, etp {self.etp}, tp {self.tp}")
+        if (self.tp == 1) != (self.tokens == "own") or (self.ep == 1) != (self.transport == "local"):
+            raise ConfigError(f"{self}: tokens are 'own' exactly where tp = 1, the transport 'local' where ep = 1")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: those with tokens of their own."""
+        return self.ranks // self.tp
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert."""
+        return self.ranks // (self.ep * self.etp)
+
+    @property
+    def num_experts(self) -> int:
+        """E: two on each rank, four at least."""
+        return max(4, 2 * self.ep)
+
+    @property
+    def name(self) -> str:
+        """Short and unique: what `--only` matches."""
+        sizes = [("ep", self.ep), ("etp", self.etp), ("tp", self.tp)]
+        parts = [f"{self.ranks}r", *(f"{name}{size}" for name, size in sizes if size > 1)]
+        parts += [str(part) for part in (self.tokens, self.data) if part not in ("own", "none")]
+        parts += [self.transport] if self.transport != "alltoall" else []
+        return "-".join([*parts, "ordered"] if self.combine == "ordered" else parts)
+
+
+def default_topologies() -> list[Topology]:
+    """1 to 8 ranks, each way of keeping parameters, each way of holding tokens, each transport."""
+    t = Topology
+    local: dict[str, Any] = {"transport": "local"}
+    return [
+        t(ranks=1, **local), t(ranks=1, combine="ordered", **local), t(ranks=1, data="fsdp", **local),
+        t(ranks=2, data="fsdp", **local), t(ranks=2, data="ddp", **local), t(ranks=2, tp=2, tokens="sharded", **local),
+        t(ranks=2, ep=2), t(ranks=2, ep=2, combine="ordered"), t(ranks=2, ep=2, transport="allgather"),
+        t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
+        t(ranks=2, ep=2, tp=2, tokens="replicated"), t(ranks=2, ep=2, tp=2, tokens="sharded"),
+        t(ranks=3, ep=3), t(ranks=3, data="ddp", **local), t(ranks=3, ep=3, tp=3, tokens="replicated", data="fsdp"),
+        t(ranks=3, ep=3, tp=3, tokens="sharded", transport="allgather", combine="ordered"),
+        t(ranks=4, ep=4), t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, combine="ordered"),
+        t(ranks=4, ep=2, data="fsdp"), t(ranks=4, ep=2, data="ddp"), t(ranks=4, ep=2, data="hsdp"),
+        t(ranks=4, ep=4, data="fsdp"), t(ranks=4, ep=4, tp=2, tokens="replicated"),
+        t(ranks=4, ep=4, tp=2, tokens="sharded", data="ddp"), t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp"),
+        t(ranks=4, ep=2, tp=4, tokens="replicated", combine="ordered"),
+        t(ranks=4, ep=2, tp=2, tokens="replicated", data="ddp"), t(ranks=4, ep=4, tp=4, tokens="sharded"),
+        t(ranks=5, ep=5), t(ranks=5, ep=5, transport="allgather", data="ddp"),
+        t(ranks=6, ep=3, data="fsdp"), t(ranks=6, ep=6, tp=2, tokens="replicated"),
+        t(ranks=6, ep=2, tp=3, tokens="sharded", data="ddp"),
+        t(ranks=7, ep=7),
+        t(ranks=8, ep=8), t(ranks=8, ep=4, data="fsdp"), t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"),
+        t(ranks=8, ep=4, tp=4, tokens="replicated", data="ddp"),
+    ]  # fmt: skip
+
+
+def quick_topologies() -> list[Topology]:
+    """Up to 4 ranks, each axis of the default list at least once."""
+    names = (
+        "1r-local", "2r-fsdp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-tp2-sharded", "3r-ep3-tp3-replicated-fsdp",
+        "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
+    )  # fmt: skip
+    by_name = {topology.name: topology for topology in default_topologies()}
+    return [by_name[name] for name in names]
+
+
+def topologies_for(world: int) -> list[Topology]:
+    """All of `world` ranks at once, for worlds that the default list does not reach: what a cluster is tried with."""
+    divisors = [d for d in range(2, world + 1) if world % d == 0]
+    made = [Topology(ranks=world, ep=ep, data=data) for ep in divisors for data in ("none", "fsdp", "ddp")]
+    tensor = [d for d in divisors if d <= 8]
+    for tokens in ("replicated", "sharded"):
+        made += [Topology(ranks=world, ep=max(divisors), tp=tp, tokens=tokens, data="fsdp") for tp in tensor]
+    return made
