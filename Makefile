@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test lint bench clean
+.PHONY: help train test lint verify gpu-check bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -23,12 +23,22 @@ train: $(VENV)/ready  ## train a small Qwen3-MoE on 4 expert-parallel ranks, on 
 
 test: $(VENV)/ready  ## lint, types and the whole test suite
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/ready  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes docs/ledger.md
+	$(BIN)/trimtab verify --out runs/verify
+	cp runs/verify/ledger.md docs/ledger.md
+	$(BIN)/trimtab verify --faults
+	$(BIN)/trimtab verify --fuzz 100000
+	$(BIN)/trimtab verify --mutants
+
+gpu-check: $(VENV)/ready  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
+	$(BIN)/python -m pytest -q tests/gpu
 
 bench: $(VENV)/ready  ## one MoE layer against transformers' own, on one rank and on two
 	$(BIN)/python bench/hf_layer.py

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import trimtab
@@ -47,6 +48,22 @@ def test_the_exchange_runs_as_written() -> None:
     snippet = re.search(r"```python\n(experts = .*?)```", README, re.DOTALL)
     assert snippet
     run_ranks(exchange_on_rank, 2, snippet[1])
+
+
+def layer_on_rank(snippet: str) -> None:
+    torch.manual_seed(0)
+    names = {"trimtab": trimtab, "nn": torch.nn, "dist": dist, "init_device_mesh": init_device_mesh}
+    names |= {"x": torch.randn(1 + dist.get_rank(), 5, 256)}
+    exec(snippet, names)
+    grads = {name: p.grad for name, p in names["model"].named_parameters()}
+    assert set(grads) == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
+    assert all(g.full_tensor().isfinite().all() and g.full_tensor().any() for g in grads.values())
+
+
+def test_the_layer_runs_as_written() -> None:
+    snippet = re.search(r"```python\n(class Model.*?)```", README, re.DOTALL)
+    assert snippet
+    run_ranks(layer_on_rank, 2, snippet[1])
 
 
 @pytest.mark.xdist_group("ranks2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import trimtab
 from dispatch.cases import PATTERNS, case
-from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.allgather import AllGather, all_gather_tensor
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import COLUMNS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
@@ -26,7 +27,8 @@ from trimtab.kernels.grouped import get_kernels
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 16
-COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "all_gather")
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COLLECTIVES = ("all_to_all_single", ALL_GATHER, "all_reduce", "barrier", "broadcast", "all_gather")
 
 
 @contextmanager
@@ -62,6 +64,7 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
 
 
 def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str, tuple[list[str], list[str]]]:
+    warnings.simplefilter("error", FutureWarning)  # this process ends with the test
     dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
     found = {}
     for pattern in PATTERNS:
@@ -86,10 +89,15 @@ def test_every_rank_issues_the_same_collectives_whatever_the_routing(
 
     With a guard each movement but the first, which has its headers, is announced by one more.
     """
-    name = "all_to_all_single" if transport is AllToAll else "all_gather_into_tensor"
+    name = "all_to_all_single" if transport is AllToAll else ALL_GATHER
     expected = ([name] * (2 + spread + guard), [name] * (1 + spread + 2 * guard))
     for found in run_ranks(schedule_on_rank, 4, transport, combine, guard):
         assert found == dict.fromkeys(PATTERNS, expected)
+
+
+def test_the_older_name_of_the_all_gather_serves_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    assert all_gather_tensor() is dist.all_gather_into_tensor
 
 
 class OneSync:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +134,27 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
             error.add_note(f"in {case}")
             raise
     return answers
+
+
+def run_shared(case: Case, folder: str) -> None:
+    """All experts modules of a model have one transport, two models have two, and none outlives its model."""
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    quiet()
+    trimtab.hf.register()
+    kind: Any = EPImplementationInterface()["trimtab"]
+    models = [load(case, folder) for _ in range(2)]
+    built = [thing for thing in gc.get_objects() if type(thing) is kind]
+    transports = [weakref.ref(ep.dispatcher.transport) for ep in built]
+    assert len(built) == sum(len(experts_modules(model)) for model in models) > 2
+    assert len({transport() for transport in transports}) == len(models)
+    for model in models:  # the names still tell the layers apart
+        forward(model, batches(case, model, "natural", dist.get_rank())[0])
+    assert len({ep.dispatcher.layer for ep in built}) == len(built)
+    dist.barrier()
+    del models, model, built
+    gc.collect()
+    assert {transport() for transport in transports} == {None}
 
 
 @dataclass(frozen=True, kw_only=True)

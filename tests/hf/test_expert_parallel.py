@@ -16,7 +16,7 @@ import torch
 
 from hf.ep_case import NO_TENSOR_PARALLEL, PATTERNS, Case, Mesh
 from hf.ep_check import judge
-from hf.ep_ranks import run_broken, run_cases
+from hf.ep_ranks import run_broken, run_cases, run_shared
 from hf.families import ep_capable, families, family_names
 from hf.parity import FLOAT64_UNSHARDABLE
 from trimtab.verify.ranks import preload, run_ranks
@@ -105,6 +105,10 @@ def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     verify(both_precisions(case), tmp_path)
 
 
+def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> None:
+    run_ranks(run_shared, 2, Case(family="qwen3_moe", mesh=TWO), str(tmp_path), deadline=120.0)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_ways_to_train(family: str, tmp_path: Path) -> None:
     """Gradient accumulation, frozen parts and recomputation, with a cold rank and with unlike batches."""
@@ -143,7 +147,7 @@ def test_ordered_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
         ("id too large", "InputError", "rank 1: 1 slot"),
         ("id negative", "InputError", "rank 1: 1 slot"),
         ("weight not a number", "InputError", "rank 1: 1 slot"),
-        ("another top-k", "DesyncError", "top-k"),
+        ("another top-k", "DesyncError", "top-1, "),
     ],
 )
 def test_what_one_rank_does_wrong_every_rank_refuses(fault: str, kind: str, says: str, tmp_path: Path) -> None:

@@ -8,19 +8,28 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import trimtab as package
 from trimtab.cli.main import build_parser, main
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.guard.place import Place
 from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
-from trimtab.verify.doctor import backends, loopback, machine, versions
+from trimtab.verify.doctor import backends, loopback, machine, places, versions
 from trimtab.verify.doctor.findings import Finding, as_text, exit_code
+from trimtab.verify.ranks import run_ranks
 
 VERSIONS = versions.Versions(
     trimtab="0.1.0", python="3.12.1", system="Linux", torch="2.13.0+cu126", cuda="12.6", nccl="2.29.3",
@@ -208,17 +217,68 @@ def test_the_command_on_traces(tmp_path: Path) -> None:
     assert trimtab("--trace", str(tmp_path / "gone")).returncode == 2
 
 
+def waits_on_rank(folder: str) -> None:
+    """Rank 0 waits in combine for rank 1, which stays with its experts until it is told to go on."""
+    rank, release = dist.get_rank(), Path(folder, "release")
+    dispatcher = Dispatcher(4, AllToAll(dist.group.WORLD), layer="model.layers.5")
+    rows = dispatcher.dispatch(torch.randn(3, 8), torch.tensor([[0, 2]] * 3), torch.rand(3, 2))
+    Path(folder, f"{rank}.tmp").write_text(str(os.getpid()))
+    Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.pid"))
+    while rank == 1 and not release.exists():
+        time.sleep(0.02)
+    dispatcher.combine(rows.x, rows)
+
+
+def test_the_command_says_where_the_ranks_of_a_job_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, told = [tmp_path / "0.pid", tmp_path / "1.pid"], {}
+    end = time.monotonic() + 40
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(run_ranks, waits_on_rank, 2, str(tmp_path), deadline=60.0)
+        try:
+            while time.monotonic() < end and not any("waiting in combine" in what for what in told.values()):
+                time.sleep(0.05)
+                if all(file.exists() for file in files):
+                    pids = [file.read_text() for file in files]
+                    assert main(["doctor", "--places", "--json"]) == 0
+                    found = json.loads(capsys.readouterr().out)["findings"]
+                    told = {f["where"]: f["what"] for f in found if any(f"pid {pid}," in f["where"] for pid in pids)}
+        finally:
+            (tmp_path / "release").touch()
+        ranks.result()
+    waiting, busy = (told[f"pid {pid}, rank {rank} of its group"] for rank, pid in enumerate(pids))
+    assert re.fullmatch(r"waiting in combine forward of layer model\.layers\.5, call 0, for \d+ s", waiting)
+    assert re.fullmatch(r"in experts forward of layer model\.layers\.5, call 0, for \d+ s", busy)
+
+
+def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        (stopped,) = places.judge([(process.pid, 3, Place(layer="a", phase="count", direction="forward", call=2), 7.2)])
+    finally:
+        process.kill()
+        process.wait()
+    assert (stopped.severity, stopped.where) == ("broken", f"pid {process.pid}, rank 3 of its group")
+    assert stopped.what.startswith("in count forward of layer a, call 2, for 7 s: the process is stopped")
+    (none,) = places.judge([])
+    assert none.severity == "note"
+
+
 def test_the_page_on_hangs_names_commands_and_modules_that_are_there() -> None:
     page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
     commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines() if "trimtab doctor" in line]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         arguments = command.partition("trimtab doctor")[2].split()
         assert build_parser().parse_args(["doctor", *arguments]).command == "doctor"
     scripts = [text for kind, text in blocks if kind == "python"]
-    assert len(scripts) == 2
+    assert len(scripts) == 3
     for script in scripts:
         compile(script, "hangs.md", "exec")
         for module, name in re.findall(r"^from (trimtab\S*) import (\w+)", script, re.MULTILINE):
             assert hasattr(importlib.import_module(module), name)
+        assert all(hasattr(package, name) for name in re.findall(r"\btrimtab\.([A-Z]\w+)", script))
+    for module, name in re.findall(r"`(trimtab(?:\.[a-z_]+)+)\.(\w+)`", page):
+        assert hasattr(importlib.import_module(module), name)

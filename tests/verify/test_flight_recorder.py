@@ -8,52 +8,28 @@ import pickle
 import signal
 import threading
 import time
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transport import Headers, Lanes
 from trimtab.errors import InputError
 from trimtab.verify.flight_recorder import read_traces
 from trimtab.verify.flight_recorder_diagnosis import diagnose
 from trimtab.verify.flight_recorder_dump import dump, dump_on_signal
-from trimtab.verify.flight_recorder_words import LAYER_FILE
 from trimtab.verify.ranks import run_ranks
 
 LATE = 1
 
 
-def _call(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
-class NamesItsLayer(AllToAll):
-    """An exchange whose stack has a frame with the layer's name."""
-
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        return named(super().exchange_headers, headers_PC)
-
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        return named(super().move, rows_MB, lanes)
-
-
-def named(fn: Callable[..., Any], *args: Any) -> Any:
-    code = _call.__code__.replace(co_name="model.layers.3", co_filename=LAYER_FILE)
-    return types.FunctionType(code, {})(fn, *args)
-
-
 def late_on_rank(folder: str) -> None:
     """One layer, several times; each time one rank comes to one exchange only after all have dumped."""
     rank, group = dist.get_rank(), dist.new_group([0, 1, 2], group_desc="experts")
-    guarded, plain = (Dispatcher(6, NamesItsLayer(group, guard=guard)) for guard in (True, False))
+    guarded, plain = (Dispatcher(6, AllToAll(group, guard=on), layer="model.layers.3") for on in (True, False))
 
     def come_late(scenario: str) -> None:
         where = Path(folder) / scenario

@@ -1,4 +1,4 @@
-"""`trimtab doctor`: what runs here and what does not; and where a job stopped, from its Flight Recorder dumps."""
+"""`trimtab doctor`: what runs here and what does not; where the ranks of a job stand, and where it stopped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Look at this machine: versions, devices, environment, process groups, kernels (self-tested) and a layer over two
-processes. With --trace, say in MoE words where a job stopped, from PyTorch Flight Recorder dumps of its ranks.
+processes. With --places, say in which layer and phase each rank of a running job on this host stands, without asking
+it. With --trace, say in MoE words where a job stopped, from PyTorch Flight Recorder dumps of its ranks.
 
   trimtab doctor
+  trimtab doctor --places
   trimtab doctor --trace /tmp/nccl_trace_rank_*
 
-Exit code: 0 all is well, 1 something that trimtab needs is broken, or a job stopped.
+Exit code: 0 all is well, 1 something that trimtab needs is broken, or a job or a rank stopped.
 """
 
 
@@ -30,7 +32,9 @@ def add_parser(commands: Any) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--trace", nargs="+", metavar="PATH", help="dumps of all ranks, or folders of them")
+    job = parser.add_mutually_exclusive_group()
+    job.add_argument("--places", action="store_true", help="where each rank of this host stands")
+    job.add_argument("--trace", nargs="+", metavar="PATH", help="dumps of all ranks, or folders of them")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=run)
@@ -48,6 +52,11 @@ def run(options: argparse.Namespace) -> int:
         traces = read_traces([Path(path) for path in options.trace])
         ranks = ", ".join(str(trace.rank) for trace in traces)
         parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
+    elif options.places:
+        from trimtab.guard.scan import places_here
+        from trimtab.verify.doctor import places
+
+        parts = [("ranks of this host", places.judge(places_here()))]
     else:
         from trimtab.verify.doctor.checkup import checkup
 
@@ -59,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     every = [finding for _, findings in seen for finding in findings]
     if options.json:
         print(json.dumps(as_json(seen), indent=2))
-    elif not options.trace:
+    elif not (options.trace or options.places):
         broken = sum(finding.severity == "broken" for finding in every)
         print(f"{broken} broken: see the lines that begin so" if broken else "all is well")
     return exit_code(every)

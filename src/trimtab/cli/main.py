@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import doctor, train
+from trimtab.cli import doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError
 
 
@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_parser(commands)
     doctor.add_parser(commands)
+    verify.add_parser(commands)
     return parser
 
 

@@ -5,7 +5,9 @@ Gloo's all-gather takes equal sizes only, so tables are padded to the longest; p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +17,24 @@ from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
 from trimtab.guard.guard import Guard
 
 
+def all_gather_tensor() -> Callable[..., Any]:
+    """torch's all-gather into one tensor, (output, input, group=, async_op=), by its name in this torch."""
+    single: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)  # torch 2.13 has renamed it
+    return dist.all_gather_into_tensor if single is None else single
+
+
 def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: Guard | None = None) -> Tensor:
     """Each rank's rows, padded to `longest`: [P, longest, …]. Collective."""
     padded = rows.new_empty(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     ranks = dist.get_world_size(group)
     gathered = rows.new_empty(ranks * longest, *rows.shape[1:])
-    watched(guard, dist.all_gather_into_tensor, gathered, padded, group=group)
+    watched(guard, all_gather_tensor(), gathered, padded, group=group)
     return gathered.view(ranks, longest, *rows.shape[1:])
 
 
 class AllGather:
-    """Transport over `torch.distributed.all_gather_into_tensor`. Same results as `AllToAll`, bit for bit.
+    """Transport over torch's all-gather into one tensor. Same results as `AllToAll`, bit for bit.
 
     `group` and `guard` as for `AllToAll`.
     """

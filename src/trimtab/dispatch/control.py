@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.transport import Headers, Lanes, Transport
+from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
 from trimtab.errors import DesyncError, InputError
-from trimtab.guard.guard import Guard
 
 NAME_COLUMNS = 4
 ROWS, SLOTS, TOKENS, BAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(11)
@@ -31,12 +30,6 @@ COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 UNUSABLE = -1
 """BAD of a rank that can take no part: what it was given has the wrong shape."""
-
-
-def guard_of(transport: Transport | None) -> Guard | None:
-    """The transport's guard, if it has one."""
-    guard: Guard | None = getattr(transport, "guard", None)
-    return guard
 
 
 @dataclass(frozen=True, kw_only=True)

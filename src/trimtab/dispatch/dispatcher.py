@@ -26,14 +26,14 @@ from trimtab.dispatch.control import (
     UNUSABLE,
     Tag,
     fill,
-    guard_of,
     raise_if_desynced,
     raise_if_unusable,
 )
 from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots
+from trimtab.dispatch.named import NamedTransport
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
-from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.layout import experts_per_rank
 
@@ -96,6 +96,7 @@ class Dispatcher:
         if self.guard is not None:
             self.layer = layer or f"(unnamed {self.guard.layers})"
             self.guard.layers += 1
+        self._named = None if transport is None else NamedTransport(transport, self.layer)
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
@@ -122,7 +123,7 @@ class Dispatcher:
             ids = ids.masked_fill(~token_mask_T[:, None], -1)
         w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
         bad = bad_slots(ids, w, self.num_experts)
-        if self.transport is None:
+        if self._named is None:
             if bad.device.type == "cpu":
                 self._raise_if_bad([int(bad)])
             else:
@@ -130,9 +131,9 @@ class Dispatcher:
             route: Route = LocalRoute(ids_TK=ids)
             x, rows_w, rows_ids = x_TD, w, ids
         else:
-            route = self._connect(ids, bad, self.transport, x_TD)
+            route = self._connect(ids, bad, self._named, x_TD)
             x, rows_w, rows_ids = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
-            start = self.transport.rank * self.experts_per_rank
+            start = self._named.rank * self.experts_per_rank
             mine = (rows_ids >= start) & (rows_ids < start + self.experts_per_rank)
             rows_ids = torch.where(mine, rows_ids - start, -1)
         if self.combine_mode == "sum":
@@ -218,11 +219,11 @@ class Dispatcher:
         problems = shape_problems(x, ids, w, mask)
         if not problems:
             return
-        if self.transport is not None:  # take part all the same, so that the peers raise instead of waiting
+        if self._named is not None:  # take part all the same, so that the peers raise instead of waiting
             nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=x.device)
             message = fill(nothing_P, nothing_P, 0, UNUSABLE, self._tag(x, ids), "count", "forward")
             self._at("count")
-            self.transport.exchange_headers(message)
+            self._named.exchange_headers(message)
             self.calls += 1
         rank = None if self.transport is None else self.transport.rank
         raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")

@@ -18,10 +18,10 @@ from typing import Literal, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.control import MOVEMENTS, UNUSABLE, Tag, announce, guard_of
+from trimtab.dispatch.control import MOVEMENTS, UNUSABLE, Tag, announce
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, bags_of
-from trimtab.dispatch.transport import Lanes, Transport
+from trimtab.dispatch.transport import Lanes, Transport, guard_of
 from trimtab.errors import InputError
 from trimtab.kernels.rows import Bags, combine_rows
 

@@ -62,6 +62,12 @@ def guard_for(group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
     return guard.join(group)
 
 
+def guard_of(transport: Transport | None) -> Guard | None:
+    """The transport's guard, if it has one."""
+    guard: Guard | None = getattr(transport, "guard", None)
+    return guard
+
+
 def watched(guard: Guard | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run a collective of torch.distributed whose first argument is its output. The guard waits where the host does."""
     if guard is None or not guard.gloo or args[0].device.type != "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import Combine
@@ -36,5 +37,5 @@ def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
 
     kernels = KernelChoice("auto")  # one for all layers: tested once
     ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=kernels))
-    own = {"experts_name": name, "combine": combine, "kernels": kernels, "built": count()}
+    own = {"experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

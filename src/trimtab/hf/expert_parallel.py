@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -57,18 +58,31 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     kernels: KernelChoice
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
+    living: WeakSet[TrimtabEP]
+    """Those built under this name that are in use: the modules of one mesh share a transport, and so a guard."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts: Any = experts
         self.ep_group = ep_mesh.get_group()
         self.tp_group = tp_mesh.get_group()
+        self.transport = self._transport_over(ep_mesh)
+        self.living.add(self)
         self.dispatcher = Dispatcher(
             self.num_local_experts * ep_mesh.size(),
-            AllToAll(self.ep_group),
+            self.transport,
             combine=self.combine,
             layer=f"{type(experts).__name__} {next(self.built)}",
         )
+
+    def _transport_over(self, ep_mesh: DeviceMesh) -> AllToAll:
+        """One for all modules that were given this very mesh, which is one model's.
+
+        All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
+        found until its cycles are collected, and when that is differs between ranks.
+        """
+        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
+        return next(shared, None) or AllToAll(self.ep_group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""

@@ -1,8 +1,8 @@
 """Kernels that have shown on this device that they do what is needed, before the first real row goes through them.
 
 `KernelChoice.on(device, dtype)` runs a problem of a few rows through the chosen kernels the first time it is asked:
-empty groups at the start, in the middle and at the end, rows behind the last segment that hold NaN, results written
-over NaN, and a gradient of stride 0. All values are small integers, exact in every dtype, so results must be equal.
+empty groups at the start and in between, rows behind the last segment that hold NaN, results written over NaN, and a
+gradient of stride 0; then no rows at all. Values are small integers, exact in every dtype, so results must be equal.
 The answer is kept in the choice itself; layers may share one. It costs some milliseconds, once: see `reports`.
 
 Legend: R rows, e groups, A and B the widths of a GEMM.
@@ -23,7 +23,7 @@ from trimtab.kernels.grouped import Kernels, get_kernels
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
-SIZES = (0, 3, 0, 5, 0)
+SIZES = (0, 3, 0, 5, 0, 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from trimtab.dispatch.allgather import gather_uneven
+from trimtab.dispatch.allgather import all_gather_tensor, gather_uneven
 from trimtab.dispatch.packing import pack, unpack
 
 
@@ -37,7 +37,7 @@ class Lines:
         """Tell the group how many rows and slots this rank has. Collective; one host sync."""
         mine = torch.tensor([rows.shape[0], -1 if num_slots is None else num_slots], device=rows.device)
         told = mine.new_empty(dist.get_world_size(group) * 2)
-        dist.all_gather_into_tensor(told, mine, group=group)
+        all_gather_tensor()(told, mine, group=group)
         counts, slots = told.view(-1, 2).T.tolist()
         return cls(group=group, rows_P=tuple(counts), num_slots=None if min(slots) < 0 else sum(slots))
 

@@ -65,7 +65,7 @@ class _Hold(Function):
 
 def in_backward() -> bool:
     """Whether this runs inside a backward pass, as a recomputed forward does."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # no public function says this
 
 
 def token_sum(x_TD: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from trimtab.routing.scores import count_ids
+
 
 def balance_loss(
     router_logits: Sequence[torch.Tensor], top_k: int, all_sum: Callable[[torch.Tensor], torch.Tensor]
@@ -25,11 +27,7 @@ def balance_loss(
     """
     probs = [F.softmax(logits.float(), dim=-1) for logits in router_logits]
     sizes = [p.shape[-1] for p in probs]
-    counts = []
-    for p, size in zip(probs, sizes, strict=True):
-        chosen = p.detach().topk(top_k, dim=-1).indices.reshape(-1)
-        ones = torch.ones(chosen.shape, device=p.device)
-        counts.append(torch.zeros(size, device=p.device).scatter_add_(0, chosen, ones))
+    counts = [count_ids(p.detach().topk(top_k, dim=-1).indices, p.shape[-1]) for p in probs]
     summed = torch.split(all_sum(torch.cat(counts)), sizes)
     losses = [
         size * top_k * (count / count.sum() * p.mean(dim=0)).sum()

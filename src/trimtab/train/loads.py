@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.routing.bias import max_vio
+from trimtab.routing.recompute import in_backward
+from trimtab.routing.scores import count_ids
+
 
 def experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The (name, module) pairs of a model's MoE layers: what transformers' experts registry dispatches."""
@@ -30,9 +34,8 @@ class LoadCounter:
     def __init__(self, model: nn.Module, num_experts: dict[str, int], device: torch.device) -> None:
         self.names = [name for name, _ in experts_modules(model)]
         self.sizes = [num_experts[name] for name in self.names]
-        # One slot more per layer takes the ids that name no expert: dropped slots and padding.
-        self._counts = torch.zeros(sum(size + 1 for size in self.sizes), dtype=torch.int64, device=device)
-        self._views = torch.split(self._counts, [size + 1 for size in self.sizes])
+        self._counts = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
+        self._views = torch.split(self._counts, self.sizes)
         modules = dict(experts_modules(model))
         self._hooks = [
             modules[name].register_forward_pre_hook(self._hook(view), with_kwargs=True)
@@ -41,20 +44,16 @@ class LoadCounter:
 
     @staticmethod
     def _hook(view: torch.Tensor) -> Any:
-        size = view.numel() - 1
-
         def count(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A forward inside a backward is a recomputation: these tokens have been counted.
-            if torch._C._current_graph_task_id() != -1:
+            if in_backward():  # a recomputation: these tokens have been counted
                 return
-            ids = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach().reshape(-1).long()
-            ids = torch.where((ids < 0) | (ids >= size), size, ids)
-            view.scatter_add_(0, ids, torch.ones_like(ids))
+            ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            view.add_(count_ids(ids.detach().long(), view.numel()))
 
         return count
 
     def take(self) -> torch.Tensor:
-        """This rank's counts since the last call, int64, all layers end to end with one spare slot each."""
+        """This rank's counts since the last call, int64, all layers end to end."""
         taken = self._counts.clone()
         self._counts.zero_()
         return taken
@@ -64,7 +63,7 @@ class LoadCounter:
         layers, start = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             layers[name] = [round(count) for count in summed[start : start + size]]
-            start += size + 1
+            start += size
         return layers
 
     def close(self) -> None:
@@ -75,9 +74,8 @@ class LoadCounter:
 
 def load_metrics(tokens_per_expert: list[int]) -> dict[str, Any]:
     """One layer's record: `max_vio` = (max load - mean load) / mean load, `dead_experts`, `tokens_per_expert`."""
-    mean = sum(tokens_per_expert) / len(tokens_per_expert)
     return {
-        "max_vio": (max(tokens_per_expert) - mean) / mean if mean else 0.0,
+        "max_vio": max_vio(torch.tensor(tokens_per_expert)),
         "dead_experts": tokens_per_expert.count(0),
         "tokens_per_expert": tokens_per_expert,
     }

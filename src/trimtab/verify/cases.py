@@ -1,4 +1,4 @@
-"""The cases of a run, in an order that spreads over topologies and patterns early, and how one is named.
+"""The cases of a run, and how one is named.
 
 4r-ep2-tp2-sharded-fsdp/zipf1/float32          topology / pattern / dtype: what --only matches
 """
@@ -18,7 +18,7 @@ from trimtab.verify.topologies import Topology, default_topologies, quick_topolo
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": ("float64", "float32", "bfloat16")}
-"""Dtypes of each level."""
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +41,33 @@ class Case:
 
 
 def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 0) -> list[Case]:
-    """The cases of a level that fit into `world` ranks, grouped by (topology, dtype), wide ones spread in between.
+    """The cases of a level that fit into `world` ranks, by topology, dtype and pattern.
 
-    only: names or glob patterns (`*ep2*/zipf?/float32`); a plain word matches where it occurs.
+    only: whole names, of any level; glob patterns (`*ep2*/zipf?/float32`); or words that occur in the name. A case
+        that one of them matches is taken.
 
     Raises:
-        ConfigError: `only` matches nothing.
+        ConfigError: one of `only` matches nothing.
     """
-    topologies = quick_topologies() if level == "quick" else default_topologies()
+    exact = {name for name in only if name.count("/") == 2 and not set(name) & set("*?[")}
+    topologies = quick_topologies() if level == "quick" and not exact else default_topologies()
     if world > max(t.ranks for t in topologies) and level != "quick":
         topologies += topologies_for(world)
+    closest = {t.name for t in quick_topologies()} if level == "default" else set()
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology in topologies
-        for dtype in LEVELS[level]
+        for dtype in (LEVELS["full"] if exact or topology.name in closest else LEVELS[level])
         for pattern in PATTERNS
         if topology.ranks <= world
     ]
-    for wanted in only:
-        glob = wanted if any(c in wanted for c in "*?[") or wanted.count("/") == 2 else f"*{wanted}*"
-        cases = [case for case in cases if fnmatch.fnmatchcase(case.name, glob)]
-        if not cases:
+    globs = {name: name if set(name) & set("*?[") or name in exact else f"*{name}*" for name in only}
+    for name, glob in globs.items():
+        if not any(fnmatch.fnmatchcase(case.name, glob) for case in cases):
             raise ConfigError(
-                f"--only {wanted}: no case of {world} rank(s) at this level has such a name. A case is named "
+                f"--only {name}: no case of up to {world} rank(s) at this level has such a name. A case is named "
                 "TOPOLOGY/PATTERN/DTYPE, for example 2r-ep2/zipf1/float32"
             )
+    if globs:
+        cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, glob) for glob in globs.values())]
     return cases

@@ -10,7 +10,7 @@ from typing import Literal
 from torch._C._distributed_c10d import Store
 
 from trimtab.verify.cases import Case
-from trimtab.verify.on_rank import Finding, key_of
+from trimtab.verify.on_rank import Finding, key_of, ready_key
 
 Status = Literal["ok", "mismatch", "error", "hang", "lacking"]
 MARKS: dict[Status, str] = {"ok": ".", "mismatch": "X", "error": "E", "hang": "H", "lacking": "-"}
@@ -49,23 +49,27 @@ def collect(
 ) -> Iterator[tuple[int, Verdict]]:
     """Verdicts in order, as the findings come in.
 
-    alive: whether no rank has died. Raises Stalled where a case takes longer than `deadline` seconds, the first one
-    longer than that and `start`.
+    start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on.
+    alive: whether no rank has died. Raises Stalled where either is exceeded, or a rank that is waited for died.
     """
-    for index, case in cases:
-        end = time.monotonic() + deadline + start
-        start = 0.0
-        missing = set(range(case.topology.ranks))
-        dead = False
-        while missing:
-            missing = {rank for rank in missing if not store.check([key_of(index, rank)])}
-            if missing and (dead or time.monotonic() > end):
-                raise Stalled(index, sorted(missing), dead)
-            dead = bool(missing) and not alive()
-            if missing and not dead:
-                time.sleep(0.002)
-        findings = [Finding.from_json(store.get(key_of(index, rank)).decode()) for rank in range(case.topology.ranks)]
+    for place, (index, case) in enumerate(cases):
+        ranks = range(case.topology.ranks)
+        if place == 0:
+            _wait_for(index, {rank: ready_key(rank) for rank in ranks}, store, start, alive)
+        _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, alive)
+        findings = [Finding.from_json(store.get(key_of(index, rank)).decode()) for rank in ranks]
         yield index, judge_case(case, findings)
+
+
+def _wait_for(index: int, keys: dict[int, str], store: Store, deadline: float, alive: Callable[[], bool]) -> None:
+    end = time.monotonic() + deadline
+    dead = False
+    while missing := sorted(rank for rank, key in keys.items() if not store.check([key])):
+        if dead or time.monotonic() > end:
+            raise Stalled(index, missing, dead)
+        dead = not alive()  # looked at before the keys are read once more: a rank may have died behind its answer
+        if not dead:
+            time.sleep(0.002)
 
 
 def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:

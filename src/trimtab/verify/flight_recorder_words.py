@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.dispatch.layer_frame import LAYER_FILE
 from trimtab.verify.flight_recorder import Entry, Frame
-
-LAYER_FILE = "<trimtab layer>"
-"""A frame of this file bears the name of the layer whose exchange runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

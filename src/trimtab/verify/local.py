@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from trimtab.verify.adapters import get_implementation
+from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
 from trimtab.verify.mutants import mutated
 from trimtab.verify.on_rank import run_on_rank
 
 START = 60.0
-"""Seconds that a pool may take to start, on top of its first case's deadline."""
+"""Seconds that ranks may take to start."""
 
 
 def run_local(
@@ -59,7 +59,7 @@ def _pool(
 ) -> Iterator[tuple[Store, Callable[[], bool], Callable[[list[int]], str]]]:
     """`ranks` processes at work on `cases`: the store they answer in, whether all run or are done, what they said."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "trimtab.verify.on_rank"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "trimtab.verify.local", home_of(implementation)[0]])
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         logs = [os.path.join(folder, str(rank)) for rank in range(ranks)]
@@ -79,11 +79,13 @@ def _pool(
             ]
             return "; ".join(text.splitlines()[-1] for text in texts if text)
 
+        patience = 0.0  # for a caller that stops early
         try:
             yield store, alive, last_words
+            patience = 2.0
         finally:
             for process in processes:
-                process.join(2.0 if process.exitcode is None and alive() else 0.0)
+                process.join(patience if process.exitcode is None and alive() else 0.0)
                 process.kill()
                 process.join()
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from trimtab.errors import InputError, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.verify.adapters.base import Implementation, Outcome, Place, Share, Subject
 from trimtab.verify.cases import DTYPES, Case
 from trimtab.verify.judge import BOUNDS, Mismatch, compare
@@ -50,6 +50,11 @@ class Finding:
         return cls(**made)
 
 
+def ready_key(rank: int) -> str:
+    """Set in the store once `rank` is about to start on its first case."""
+    return f"ready/{rank}"
+
+
 def key_of(index: int, rank: int) -> str:
     """Where in the store the finding of `rank` on case `index` lies."""
     return f"case/{index}/{rank}"
@@ -64,6 +69,7 @@ def run_on_rank(
 ) -> None:
     """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
     rank = dist.get_rank()
+    store.set(ready_key(rank), "")
     for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
         place = make_place(topology, rank, device)
         bench = Bench(implementation, place)
@@ -87,7 +93,7 @@ class Bench:
             finding = self._judge(problem, repeat)
         except Exception as error:
             self._subjects.clear()
-            good = problem.raises and isinstance(error, InputError)
+            good = problem.raises and isinstance(error, self.implementation.refusal)
             shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
             finding = Finding(rank=self.place.rank, fault=None if good else f"{type(error).__name__}: {shown}")
         return replace(finding, seconds=time.perf_counter() - start)
@@ -102,7 +108,8 @@ class Bench:
         outcome = subject.step(share)
         if problem.raises:
             self._subjects.clear()
-            return Finding(rank=rank, fault="bad input went through: InputError was expected on every rank")
+            expected = self.implementation.refusal.__name__
+            return Finding(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
         truth = solve(problem, weights)
         d = next(i for i, other in enumerate(problem.batches) if other is batch)
         true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}

@@ -23,7 +23,7 @@ Shape = Callable[[Topology, int], tuple[int, tuple[int, ...]]]
 Choose = Callable[[Topology, int, int, torch.Generator], Tensor]
 """(topology, N, K, generator) -> [N, K] expert ids."""
 
-GARBAGE = 1e4
+GARBAGE = 8192.0
 """What masked tokens hold."""
 
 
@@ -242,4 +242,4 @@ def _ranked(ids_NK: Tensor, experts: int, g: torch.Generator) -> Tensor:
 def _one_place_per_group(t: Topology, d: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
     """Positions of rank 0 of each expert group, where it is in the tp group of data-parallel rank `d`."""
     ranks = range(d * t.tp, (d + 1) * t.tp)
-    return [(0, cuts[r - d * t.tp]) for r in ranks if r % (t.ep * t.etp) == 0]
+    return [(0, cuts[r - d * t.tp]) for r in ranks if r % t.ep == 0]

@@ -1,7 +1,8 @@
 """How ranks are arranged: the rows of the ledger.
 
     dense mesh    [dp, tp]     rank = d * tp + t        every data-parallel rank d has tokens of its own
-    expert mesh   [edp, ep]    rank = i * ep + j        the same ranks, folded; rank j of a group owns experts j * e …
+    expert mesh   [edp, etp, ep]   rank = (i * etp + s) * ep + j   the same ranks, folded: rank j of an ep group owns
+                  experts j * e …, slice s of their hidden dim
 
 Both are cut from ranks 0 .. ranks - 1, so that tensor-parallel ranks are also expert-parallel ranks.
 """
@@ -73,32 +74,33 @@ def default_topologies() -> list[Topology]:
     local: dict[str, Any] = {"transport": "local"}
     return [
         t(ranks=1, **local), t(ranks=1, combine="ordered", **local), t(ranks=1, data="fsdp", **local),
-        t(ranks=2, data="fsdp", **local), t(ranks=2, data="ddp", **local), t(ranks=2, tp=2, tokens="sharded", **local),
-        t(ranks=2, ep=2), t(ranks=2, ep=2, combine="ordered"), t(ranks=2, ep=2, transport="allgather"),
-        t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
+        t(ranks=2, data="fsdp", **local), t(ranks=2, data="ddp", **local),
+        t(ranks=2, tp=2, tokens="sharded", **local), t(ranks=2, ep=2), t(ranks=2, ep=2, combine="ordered"),
+        t(ranks=2, ep=2, transport="allgather"), t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
         t(ranks=2, ep=2, tp=2, tokens="replicated"), t(ranks=2, ep=2, tp=2, tokens="sharded"),
-        t(ranks=3, ep=3), t(ranks=3, data="ddp", **local), t(ranks=3, ep=3, tp=3, tokens="replicated", data="fsdp"),
-        t(ranks=3, ep=3, tp=3, tokens="sharded", transport="allgather", combine="ordered"),
-        t(ranks=4, ep=4), t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, combine="ordered"),
-        t(ranks=4, ep=2, data="fsdp"), t(ranks=4, ep=2, data="ddp"), t(ranks=4, ep=2, data="hsdp"),
-        t(ranks=4, ep=4, data="fsdp"), t(ranks=4, ep=4, tp=2, tokens="replicated"),
-        t(ranks=4, ep=4, tp=2, tokens="sharded", data="ddp"), t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp"),
+        t(ranks=2, etp=2, **local), t(ranks=3, ep=3), t(ranks=3, data="ddp", **local),
+        t(ranks=3, ep=3, tp=3, tokens="replicated", data="fsdp"),
+        t(ranks=3, ep=3, tp=3, tokens="sharded", transport="allgather", combine="ordered"), t(ranks=4, ep=4),
+        t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, combine="ordered"), t(ranks=4, ep=2, data="fsdp"),
+        t(ranks=4, ep=2, data="ddp"), t(ranks=4, ep=2, data="hsdp"), t(ranks=4, ep=4, data="fsdp"),
+        t(ranks=4, ep=4, tp=2, tokens="replicated"), t(ranks=4, ep=4, tp=2, tokens="sharded", data="ddp"),
+        t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp"),
         t(ranks=4, ep=2, tp=4, tokens="replicated", combine="ordered"),
         t(ranks=4, ep=2, tp=2, tokens="replicated", data="ddp"), t(ranks=4, ep=4, tp=4, tokens="sharded"),
-        t(ranks=5, ep=5), t(ranks=5, ep=5, transport="allgather", data="ddp"),
-        t(ranks=6, ep=3, data="fsdp"), t(ranks=6, ep=6, tp=2, tokens="replicated"),
-        t(ranks=6, ep=2, tp=3, tokens="sharded", data="ddp"),
-        t(ranks=7, ep=7),
-        t(ranks=8, ep=8), t(ranks=8, ep=4, data="fsdp"), t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"),
+        t(ranks=4, ep=2, etp=2), t(ranks=4, ep=2, etp=2, tp=2, tokens="sharded", data="fsdp"), t(ranks=5, ep=5),
+        t(ranks=5, ep=5, transport="allgather", data="ddp"), t(ranks=6, ep=3, data="fsdp"),
+        t(ranks=6, ep=6, tp=2, tokens="replicated"), t(ranks=6, ep=2, tp=3, tokens="sharded", data="ddp"),
+        t(ranks=7, ep=7), t(ranks=8, ep=8), t(ranks=8, ep=4, data="fsdp"),
+        t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"),
         t(ranks=8, ep=4, tp=4, tokens="replicated", data="ddp"),
     ]  # fmt: skip
 
 
 def quick_topologies() -> list[Topology]:
-    """Up to 4 ranks, each axis of the default list at least once."""
+    """Up to 4 ranks, each axis of the default list at least once, but for etp."""
     names = (
-        "1r-local", "2r-fsdp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-tp2-sharded", "3r-ep3-tp3-replicated-fsdp",
-        "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
+        "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-tp2-sharded",
+        "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
     )  # fmt: skip
     by_name = {topology.name: topology for topology in default_topologies()}
     return [by_name[name] for name in names]

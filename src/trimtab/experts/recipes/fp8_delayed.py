@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
@@ -30,6 +29,7 @@ from trimtab.experts.recipes.quantised import (
     whole_amax,
 )
 from trimtab.experts.recipes.scales import Scale
+from trimtab.routing.recompute import in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class FP8DelayedCall(Quantiser):
 
     def __init__(self, state: FP8DelayedState) -> None:
         self.alignment, self.state = state.alignment, state
-        self.recomputed = torch._C._current_graph_task_id() != -1  # no public function says this
+        self.recomputed = in_backward()
         self.basis: dict[AmaxHistory, Tensor] = {}
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:

@@ -10,17 +10,25 @@ from trimtab.verify.adapters.base import Implementation
 NAMES = ("trimtab", "transformers", "torchtitan")
 
 
+def home_of(name: str) -> tuple[str, str]:
+    """(module, class) of an implementation. Raises ConfigError where there is none of that name."""
+    module, _, attribute = name.partition(":")
+    if attribute:
+        return module, attribute
+    if name not in NAMES:
+        raise ConfigError(f"--impl {name}: must be one of {', '.join(NAMES)}, or MODULE:CLASS for one of your own")
+    return f"trimtab.verify.adapters.{name}_impl", "Impl"
+
+
 def get_implementation(name: str) -> Implementation:
-    """The adapter of that name.
+    """The adapter of that name, or `MODULE:CLASS`, an `Implementation` of one's own.
 
     Raises:
-        ConfigError: no such name. BackendError: the peer's package can't be imported here; says why.
+        ConfigError: no such name. BackendError: it can't be imported here; says why.
     """
-    if name not in NAMES:
-        raise ConfigError(f"--impl {name}: must be one of {', '.join(NAMES)}")
+    module, attribute = home_of(name)
     try:
-        module = importlib.import_module(f"trimtab.verify.adapters.{name}_impl")
-    except ImportError as error:
-        raise BackendError(f"--impl {name}: {error}. Install {name} to judge it") from error
-    made: Implementation = module.Impl()
+        made: Implementation = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise BackendError(f"--impl {name} can't be judged here: {error}") from error
     return made

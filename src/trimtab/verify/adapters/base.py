@@ -68,9 +68,10 @@ class Subject(Protocol):
 
 
 class Implementation(Protocol):
-    """A way to build subjects."""
+    """A way to build subjects. `refusal`: what it raises, on every rank, for input that can't be used."""
 
     name: str
+    refusal: type[Exception]
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         """Why it can't be asked for this, or None."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.errors import InputError
 from trimtab.layer import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.fsdp import fully_shard_moe
@@ -26,6 +27,7 @@ class Impl:
     """The implementation that lacks nothing."""
 
     name = "trimtab"
+    refusal: type[Exception] = InputError
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         return None

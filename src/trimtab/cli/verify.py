@@ -1,0 +1,140 @@
+"""`trimtab verify`: the options; what each run prints; 0 only where nothing was found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trimtab.cli.progress import Progress
+    from trimtab.verify.collect import Verdict
+    from trimtab.verify.ledger import Ledger
+
+DESCRIPTION = """\
+Prove the numbers of an MoE layer on these ranks: outputs, input gradients and every parameter's gradient against a
+dense float64 truth, over arrangements of ranks and ways for tokens to fall. Nothing may hang, and bad input must raise.
+
+  trimtab verify --quick                             under a minute on two cores
+  trimtab verify                                     1 to 8 local ranks, fp32 and bf16
+  torchrun --nproc-per-node 8 -m trimtab verify      on the ranks, devices and backend of a cluster
+  trimtab verify --impl transformers --quick         judge another implementation
+  trimtab verify --fuzz 100000                       routes over simulated ranks, one process
+  trimtab verify --faults                            kill, freeze, delay and desync ranks: who is named, how soon
+  trimtab verify --mutants                           put known bugs in: does the ledger catch them?
+
+Exit code: 0 nothing found, 1 something found, 2 the arguments cannot be used.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the command's subparsers."""
+    parser = commands.add_parser(
+        "verify",
+        help="prove a layer's numbers over ranks and ways for tokens to fall",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="eleven arrangements of up to 4 ranks, float32")
+    level.add_argument("--full", action="store_true", help="every arrangement in float64 as well")
+    add("--impl", default="trimtab", metavar="NAME", help="trimtab, transformers or torchtitan (default trimtab)")
+    add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")
+    add("--only", nargs="+", default=[], metavar="CASE", help="names, words or globs of TOPOLOGY/PATTERN/DTYPE")
+    add("--seed", type=int, default=0, metavar="N", help="of all data (default 0)")
+    add("--repeat", type=int, default=1, metavar="N", help="run each case N times: every bit must be the same")
+    add("--deadline", type=float, default=60.0, metavar="S", help="seconds after which a case hangs (default 60)")
+    add("--out", default="runs/verify", metavar="DIR", help="for ledger.json and ledger.md (default runs/verify)")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--fuzz", type=int, metavar="N", help="N random cases over simulated ranks")
+    other.add_argument("--fuzz-case", metavar="SEED:INDEX", help="one case of a fuzz run, as its failure names it")
+    other.add_argument("--faults", action="store_true", help="break ranks on purpose, on local processes")
+    other.add_argument("--mutants", nargs="*", metavar="NAME", help="put known bugs in; all, or those named")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what was asked for; returns 0 if nothing was found, else 1."""
+    if options.repeat < 1 or options.deadline <= 0 or (options.nproc is not None and options.nproc < 1):
+        raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0")
+    from trimtab.cli import verify_more
+
+    if options.fuzz_case is not None:
+        return verify_more.fuzz_case(options.fuzz_case)
+    if options.fuzz is not None:
+        return verify_more.fuzz(options.fuzz, options.seed)
+    if options.faults:
+        return verify_more.faults()
+    if options.mutants is not None:
+        return verify_more.mutants(options.mutants, options.seed)
+    return _ledger(options)
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    from trimtab.cli.progress import Progress
+    from trimtab.verify.cases import plan_cases
+    from trimtab.verify.ledger import Ledger
+
+    cluster = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if cluster and options.nproc is not None:
+        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
+    level = "quick" if options.quick else "full" if options.full else "default"
+    world = int(os.environ["WORLD_SIZE"]) if cluster else options.nproc or (4 if options.quick else 8)
+    cases = plan_cases(level, world, only=options.only, seed=options.seed)
+    command = (
+        f"trimtab {shlex.join(sys.argv[1:])}" if not cluster else f"torchrun … -m trimtab {shlex.join(sys.argv[1:])}"
+    )
+    ledger = Ledger(implementation=options.impl, command=command, seed=options.seed)
+    start = time.perf_counter()
+
+    def finish(progress: Progress) -> int:
+        progress.close()
+        ledger.seconds = time.perf_counter() - start
+        return _print(ledger, Path(options.out))
+
+    if not cluster:
+        from trimtab.verify.local import run_local
+
+        with Progress(len(cases)) as progress:
+            for verdict in run_local(cases, options.impl, deadline=options.deadline, repeat=options.repeat):
+                _note(ledger, verdict, progress)
+            return finish(progress)
+    from trimtab.verify.cluster import run_cluster
+
+    with Progress(len(cases), shown=os.environ["RANK"] == "0") as progress:
+        return run_cluster(
+            cases,
+            options.impl,
+            deadline=options.deadline,
+            repeat=options.repeat,
+            report=lambda verdict: _note(ledger, verdict, progress),
+            finish=lambda: finish(progress),
+        )
+
+
+def _note(ledger: Ledger, verdict: Verdict, progress: Progress) -> None:
+    ledger.verdicts.append(verdict)
+    if verdict.failed and len(ledger.failures) <= 20:
+        progress.say(ledger.explain(verdict))
+    progress.step(f"{len(ledger.failures)} failed")
+
+
+def _print(ledger: Ledger, out: Path) -> int:
+    try:
+        ledger.write(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+    more = len(ledger.failures) - 20
+    print(ledger.table(), "", ledger.summary(), sep="\n")
+    if more > 0:
+        print(f"{more} further failures are in the ledger")
+    print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)
+    return int(bool(ledger.failures))

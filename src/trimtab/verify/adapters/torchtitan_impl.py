@@ -1,0 +1,180 @@
+"""torchtitan's MoE, built from its config, with its all-to-all token dispatcher wired to the ledger's meshes.
+
+Softmax scores over all experts, top-k, not normalised, no load-balancing bias. Replayed ids go in through a forward
+hook on the router; its code is as it is. torchtitan's experts compute in bfloat16 whatever the case's dtype is.
+Written for torchtitan's sources of August 2026, whose MoE takes [T, D], and its release 0.3.0, which takes [B, L, D].
+
+Legend: T = B * l tokens, K experts per token, E experts, e experts of this rank.
+"""
+# torchtitan is seldom at hand where types are checked.
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from trimtab.layout import shard_cuts
+from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
+from trimtab.verify.patterns import Pattern
+from trimtab.verify.problem import LayerWeights, Sizes
+from trimtab.verify.topologies import Topology
+
+FLAT = "x_TD" in inspect.signature(MoE.forward).parameters
+"""Whether its MoE takes [T, D] rather than [B, l, D]."""
+
+
+class Impl:
+    """Expert parallelism over tokens of each rank's own. What its trainer lays out around that is not wired here."""
+
+    name = "torchtitan"
+    refusal: type[Exception] = Exception
+
+    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
+        t = topology
+        reasons = {
+            "its tensor and sequence parallelism come with its trainer's meshes, which are not wired": t.tp > 1,
+            "its FSDP and HSDP come with its trainer's meshes, which are not wired": t.data in ("fsdp", "hsdp"),
+            "its data parallelism is FSDP2 and HSDP, it has no DDP": t.data == "ddp",
+            "it has no all-gather transport": t.transport == "allgather",
+            "it has no ordered combine": t.combine == "ordered",
+            "it does not split experts over etp as well as over ep": t.etp > 1,
+            "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
+            "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
+            "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
+            "its ids come from its own top-k, so no token chooses an expert twice": (
+                pattern.name in ("duplicates", "one_rank", "lone_rank")
+            ),
+        }
+        return next((reason for reason, lacking in reasons.items() if lacking), None)
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        return Layers(place, sizes, weights)
+
+
+def _config(sizes: Sizes) -> Any:
+    """One layer's configuration, with all experts."""
+    experts, top_k = sizes.num_experts, sizes.top_k
+    return MoE.Config(
+        num_experts=experts,
+        load_balance_coeff=None,
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=experts,
+            gate=Linear.Config(in_features=sizes.dim, out_features=experts),
+            top_k=top_k,
+            score_func="softmax",
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=GroupedExperts.Config(dim=sizes.dim, hidden_dim=sizes.hidden, num_experts=experts),
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k),
+        ),
+    )
+
+
+class Stack(nn.Module):
+    """Layers with a residual in between, each with this rank's experts."""
+
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+        super().__init__()
+        self.moes: list[Any] = [_config(sizes).build() for _ in range(sizes.layers)]
+        self.layers = nn.ModuleList(self.moes).to(place.device)
+        self.replayed_BlK: Tensor | None = None
+        cuts, j = shard_cuts(sizes.num_experts, place.topology.ep), place.experts["ep"].get_local_rank()
+        for moe, w in zip(self.moes, weights, strict=True):
+            routed = moe.routed_experts
+            gate_EFD, up_EFD = w.up_EID.chunk(2, 1)
+            for name, value in (("w1_EFD", gate_EFD), ("w3_EFD", up_EFD), ("w2_EDF", w.down_EDF)):
+                mine = value[cuts[j] : cuts[j + 1]].to(place.device, sizes.dtype).contiguous()
+                setattr(routed.inner_experts, name, nn.Parameter(mine))
+            moe.router.gate.weight = nn.Parameter(w.router_ED.to(place.device, sizes.dtype))
+            moe.router.register_forward_hook(self._replay)
+            moe.tokens_per_expert_E.zero_()
+            if place.topology.ep > 1:
+                routed.token_dispatcher.wire_meshes(ep_mesh=place.experts["ep"])
+
+    def _replay(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The router's outputs, of the replayed experts: their scores are live."""
+        scores_TK, ids_TK, scores_TE = output
+        if self.replayed_BlK is not None:
+            ids_TK = self.replayed_BlK.view_as(ids_TK)
+            scores_TK = scores_TE.gather(-1, ids_TK)
+        return scores_TK, ids_TK, scores_TE
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = h
+        for i, moe in enumerate(self.moes):
+            h = h + y if i else h
+            y = moe(h.flatten(0, 1)).view_as(h) if FLAT else moe(h)
+        return y
+
+
+class Layers:
+    """One topology's stack."""
+
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+        self.place = place
+        # Gloo refuses the all-to-all of its default backend wherever splits differ, and takes that of the other one.
+        self.typed = place.device.type == "cuda"
+        set_spmd_backend("spmd_types" if self.typed else "partial_dtensor")
+        self.stack = Stack(place, sizes, weights)
+
+    def step(self, share: Share) -> Outcome:
+        self.stack.zero_grad()
+        for moe in self.stack.moes:
+            moe.tokens_per_expert_E.zero_()
+        x = share.x_BlD.clone().requires_grad_()
+        self.stack.replayed_BlK = share.ids_BlK
+        if self.typed:
+            sparse = self.place.experts if self.place.topology.ep > 1 else None
+            set_spmd_meshes(dense_mesh=self.place.dense, sparse_mesh=sparse)
+        # As its trainer does around a step.
+        with set_current_spmd_mesh(self.place.dense) if self.typed else contextlib.nullcontext():
+            y = self.stack(x)
+            y.backward(share.dy_BlD)
+        assert x.grad is not None
+        loads = [self._everywhere(moe.tokens_per_expert_E.clone()) for moe in self.stack.moes]
+        return Outcome(y=y, dx=x.grad, grads=self._gradients(), loads=loads)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients, averaged here."""
+        found: dict[str, Tensor | None] = {}
+        for i, moe in enumerate(self.stack.moes):
+            experts = moe.routed_experts.inner_experts
+            parts = [self._whole(experts.get_parameter(name).grad) for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
+            gate, up, found[f"{i}.down"] = parts
+            found[f"{i}.up"] = None if gate is None or up is None else torch.cat((gate, up), 1)
+            router = moe.router.gate.weight.grad
+            if router is not None:
+                dist.all_reduce(router, group=self.place.dense["dp"].get_group())
+                router /= self.place.topology.dp
+            found[f"{i}.router"] = router
+        return found
+
+    def _whole(self, grad_eXX: Tensor | None) -> Tensor | None:
+        """The mean gradient of all experts."""
+        if grad_eXX is None:
+            return None
+        dist.all_reduce(grad_eXX, group=self.place.experts["edp"].get_group())
+        grad_eXX /= self.place.topology.dp
+        mesh = self.place.experts["ep"]
+        return (
+            DTensor.from_local(grad_eXX, mesh, [Shard(0)], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+        )
+
+    def _everywhere(self, loads_E: Tensor) -> Tensor:
+        """Loads over all ranks of the topology: each routes tokens of its own."""
+        for mesh in (self.place.experts["edp"], self.place.experts["etp"], self.place.experts["ep"]):
+            dist.all_reduce(loads_E, group=mesh.get_group())
+        return loads_E

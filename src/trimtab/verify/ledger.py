@@ -1,0 +1,133 @@
+"""The ledger of a run: the table on the terminal, `ledger.json`, and the page `ledger.md`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from trimtab import __version__
+from trimtab.verify.cases import Case
+from trimtab.verify.collect import MARKS, Verdict
+from trimtab.verify.judge import BOUNDS
+from trimtab.verify.patterns import PATTERNS
+
+WORST = "HEX-."
+"""Marks from the worst to the best: what a cell of several dtypes shows."""
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """What was asked, of whom, and what came of it."""
+
+    implementation: str
+    command: str
+    seed: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[Verdict]:
+        """Mismatches, errors and hangs."""
+        return [verdict for verdict in self.verdicts if verdict.failed]
+
+    def counts(self) -> dict[str, int]:
+        """Cases by status."""
+        found = Counter(verdict.status for verdict in self.verdicts)
+        return {status: found[status] for status in MARKS if found[status]}
+
+    def worst(self) -> dict[str, dict[str, float]]:
+        """Largest relative error by dtype and column, over the cases that were compared."""
+        found: dict[str, dict[str, float]] = {}
+        for verdict in self.verdicts:
+            columns = found.setdefault(verdict.case.dtype, {})
+            for column, error in verdict.errors.items():
+                columns[column] = max(columns.get(column, 0.0), error)
+        return {dtype: columns for dtype, columns in found.items() if columns}
+
+    def table(self) -> str:
+        """Topologies down, patterns across; a cell shows the worst of its dtypes."""
+        names = [p.name for p in PATTERNS if any(v.case.pattern.name == p.name for v in self.verdicts)]
+        cells: dict[tuple[str, str], str] = {}
+        for verdict in self.verdicts:
+            key = verdict.case.topology.name, verdict.case.pattern.name
+            cells[key] = min(cells.get(key, "."), MARKS[verdict.status], key=WORST.index)
+        rows = list(dict.fromkeys(verdict.case.topology.name for verdict in self.verdicts))
+        width = max((len(row) for row in rows), default=0)
+        tens = "".join(str(i // 10 or " ") for i in range(1, len(names) + 1))
+        ones = "".join(str(i % 10) for i in range(1, len(names) + 1))
+        lines = [f"{'':{width}}  {tens}", f"{'':{width}}  {ones}"]
+        lines += [f"{row:{width}}  {''.join(cells.get((row, name), ' ') for name in names)}" for row in rows]
+        says = {pattern.name: pattern.says for pattern in PATTERNS}
+        lines += ["", *(f"{i:3} {name}: {says[name]}" for i, name in enumerate(names, 1))]
+        lines += ["", "    " + "   ".join(f"{mark} {status}" for status, mark in MARKS.items())]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line of counts, and one of errors by dtype."""
+        lines = [", ".join(f"{n} {status}" for status, n in self.counts().items()) + f" in {self.seconds:.0f} s"]
+        for dtype, columns in self.worst().items():
+            bound = BOUNDS[getattr(torch, dtype)]
+            shown = "  ".join(f"{column} {error:.1e}" for column, error in columns.items())
+            lines.append(f"worst relative error, {dtype} (bound {bound:.0e}):  {shown}")
+        return "\n".join(lines)
+
+    def explain(self, verdict: Verdict) -> str:
+        """A failure: where, what, and the command that runs just this case again."""
+        shown = "\n".join(f"    {detail}" for detail in verdict.details[:3])
+        return f"{verdict.case.name}: {verdict.status}\n{shown}\n    again: {self.again(verdict.case)}"
+
+    def again(self, case: Case) -> str:
+        """The command that runs one case again."""
+        return f"trimtab verify --impl {self.implementation} --only {case.name} --seed {case.seed}"
+
+    def write(self, folder: Path) -> None:
+        """`ledger.json` and `ledger.md` in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        cases = [
+            {"case": v.case.name, "status": v.status, "errors": v.errors, "details": v.details, "seconds": v.seconds}
+            for v in self.verdicts
+        ]
+        made = {"command": self.command, "implementation": self.implementation, "seed": self.seed}
+        made |= {"machine": machine(), "counts": self.counts(), "worst": self.worst(), "cases": cases}
+        (folder / "ledger.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        (folder / "ledger.md").write_text(self.page(), encoding="utf-8")
+
+    def page(self) -> str:
+        """The page: what ran, on what, how many, the worst error of each column, and the table."""
+        facts = [f"| {name} | {value} |" for name, value in machine().items()]
+        head = ["# Ledger", "", f"Printed by `{self.command}`.", "", "| | |", "|---|---|", *facts]
+        total = f"{len(self.verdicts)} cases in {self.seconds:.0f} s, seed {self.seed}"
+        head += ["", f"**{self.implementation}: {total}: {', '.join(f'{n} {s}' for s, n in self.counts().items())}.**"]
+        columns = list(dict.fromkeys(column for found in self.worst().values() for column in found))
+        errors = [f"| dtype | bound | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+        for dtype, found in self.worst().items():
+            values = " | ".join(f"{found[c]:.1e}" if c in found else "" for c in columns)
+            errors.append(f"| {dtype} | {BOUNDS[getattr(torch, dtype)]:.0e} | {values} |")
+        text = "Worst error of each tensor over all cases: largest difference over the largest true value."
+        parts = [*head, "", text, "", *errors, "", "```", self.table(), "```"]
+        if self.failures:
+            parts += ["", "## Failures", "", "```", *(self.explain(v) for v in self.failures), "```"]
+        return "\n".join(parts) + "\n"
+
+
+def machine() -> dict[str, str]:
+    """What a number depends on. No host names."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found |= {"processor": _processor(), "cores": str(cores)}
+    if torch.cuda.is_available():
+        found |= {"gpu": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,214 @@
+"""The ledger: its truth is the oracle's, its patterns are what they say, and it finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimtab import oracle
+from trimtab.errors import BackendError, ConfigError
+from trimtab.verify.adapters import get_implementation
+from trimtab.verify.cases import DTYPES, Case, plan_cases
+from trimtab.verify.collect import Verdict
+from trimtab.verify.judge import compare
+from trimtab.verify.ledger import Ledger
+from trimtab.verify.local import run_local
+from trimtab.verify.patterns import PATTERNS, make_problem
+from trimtab.verify.problem import make_weights
+from trimtab.verify.topologies import Topology, default_topologies, quick_topologies, topologies_for
+from trimtab.verify.truth import dense_moe, route, solve
+
+CASES = ["2r-ep2/zipf1/float32", "2r-ep2/top1/float32"]
+
+
+def test_the_default_ledger_has_the_size_it_claims() -> None:
+    topologies = default_topologies()
+    assert len(topologies) >= 36
+    assert len({t.name for t in topologies}) == len(topologies)
+    assert {t.ranks for t in topologies} == set(range(1, 9))
+    assert len(PATTERNS) >= 24
+    assert len({p.name for p in PATTERNS}) == len(PATTERNS)
+    assert len(plan_cases("default", 8)) >= 1700
+    assert {t.name for t in quick_topologies()} <= {t.name for t in topologies}
+    assert all(t.ranks == 12 for t in topologies_for(12))
+    assert any(c.topology.ranks == 12 for c in plan_cases("default", 12))
+
+
+@pytest.mark.parametrize("topology", [t for t in default_topologies() if t.ranks in (1, 3, 4)], ids=lambda t: t.name)
+def test_problems_dictate_every_choice(topology: Topology) -> None:
+    for pattern in PATTERNS:
+        for dtype in DTYPES.values():
+            problem = make_problem(topology, pattern, dtype, seed=3)
+            (first, *_) = make_weights(problem.sizes, seed=1)
+            for batch in problem.batches:
+                assert torch.equal(batch.x_BLD.to(dtype).double().nan_to_num(7), batch.x_BLD.nan_to_num(7))
+                assert batch.cuts[-1] == batch.x_BLD.shape[1]
+                if batch.replayed or batch.mask_BL is not None or pattern.raises:
+                    continue
+                logits = batch.x_BLD @ first.router_ED.T
+                chosen = logits.argsort(dim=-1, descending=True, stable=True)[..., : problem.sizes.top_k]
+                assert torch.equal(chosen, batch.ids_BLK), pattern.name
+
+
+def tokens_by_expert(topology: Topology, name: str) -> list[int]:
+    pattern = next(p for p in PATTERNS if p.name == name)
+    problem = make_problem(topology, pattern, torch.float32, seed=0)
+    ids = torch.cat([b.ids_BLK.reshape(-1) for b in problem.batches])
+    return ids[ids >= 0].bincount(minlength=topology.num_experts).tolist()
+
+
+def test_patterns_are_what_they_say() -> None:
+    t = Topology(ranks=4, ep=4)
+    assert tokens_by_expert(t, "one_rank")[2:] == [0] * 6
+    assert tokens_by_expert(t, "lone_rank")[:6] == [0] * 6
+    assert tokens_by_expert(t, "cold_rank")[6:] == [0, 0]
+    assert sum(tokens_by_expert(t, "one_token")) == 3
+    assert sum(tokens_by_expert(t, "empty_world")) == sum(tokens_by_expert(t, "all_dropped")) == 0
+    balanced = tokens_by_expert(t, "balanced")
+    assert max(balanced) - min(balanced) <= 4  # each rank's 36 slots over 8 experts
+    assert tokens_by_expert(t, "one_expert")[7] == 48
+    assert min(tokens_by_expert(t, "top_all")) == 48
+
+
+def test_the_truth_is_the_oracle() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((7, 6), (4, 10, 6), (4, 6, 5)))
+    ids = torch.randint(-1, 4, (7, 3), generator=g)
+    w = route(x, ids, torch.randn(4, 6, generator=g, dtype=torch.float64))
+    leaves = [t.requires_grad_() for t in (x, w.detach(), up, down)]
+    ours, true = (f(leaves[0], ids, leaves[1], leaves[2], leaves[3]) for f in (dense_moe, oracle.moe))
+    torch.testing.assert_close(ours, true, rtol=0, atol=1e-14)
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(true.sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_the_truth_averages_over_data_parallel_ranks() -> None:
+    pattern = next(p for p in PATTERNS if p.name == "random")
+    problem = make_problem(Topology(ranks=2, ep=2), pattern, torch.float64, seed=0)
+    weights = make_weights(problem.sizes, seed=1)
+    both = solve(problem, weights)
+    alone = [solve(type(problem)(**{**vars(problem), "batches": (b,)}), weights) for b in problem.batches]
+    for name, grad in both.grads.items():
+        torch.testing.assert_close(grad, (alone[0].grads[name] + alone[1].grads[name]) / 2)
+    assert torch.equal(both.dx[1], alone[1].dx[0])
+    assert torch.equal(both.loads[0], alone[0].loads[0] + alone[1].loads[0])
+
+
+def test_a_mismatch_names_the_first_bad_coordinate() -> None:
+    true = torch.ones(2, 3)
+    ours = true.clone()
+    ours[0, 2], ours[1, 0] = 1.5, float("nan")
+    error, found = compare(3, "d up", ours, true, 1e-6)
+    assert error == float("inf")
+    assert found is not None
+    assert "rank 3: d up[0, 2]: got 1.5, expected 1" in str(found)
+    assert "no tensor" in str(compare(0, "d up", None, true, 1e-6)[1])
+    assert "shape (3, 2)" in str(compare(0, "d up", ours.T, true, 1e-6)[1])
+    assert compare(0, "y", torch.empty(0, 4), torch.empty(0, 4), 0.0) == (0.0, None)
+    assert compare(0, "y", torch.tensor([1e-9]), torch.zeros(1), 0.0)[1] is not None
+
+
+def test_only_takes_names_globs_and_words() -> None:
+    assert [c.name for c in plan_cases("quick", 4, only=["2r-ep2/zipf1/float64"])] == ["2r-ep2/zipf1/float64"]
+    assert {c.pattern.name for c in plan_cases("default", 2, only=["*/zipf?/*"])} == {"zipf1", "zipf2"}
+    assert all("sharded" in c.name for c in plan_cases("default", 8, only=["sharded"]))
+    with pytest.raises(ConfigError, match="--only nonsense: no case of up to 2 rank"):
+        plan_cases("default", 2, only=["zipf1", "nonsense"])
+
+
+def test_implementations_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match="must be one of trimtab, transformers, torchtitan"):
+        get_implementation("megatron")
+    with pytest.raises(BackendError, match="no_such_module"):
+        get_implementation("no_such_module:Impl")
+
+
+def judged(implementation: str, repeat: int = 1, deadline: float = 30.0) -> list[Verdict]:
+    return list(run_local(plan_cases("quick", 4, only=CASES), implementation, deadline=deadline, repeat=repeat))
+
+
+def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
+    bad, good = judged("verify.broken_impls:OffByOneImpl")
+    assert (bad.status, good.status) == ("mismatch", "ok")
+    assert len(bad.details) == 1
+    assert bad.details[0].startswith("rank 1: d 0.down[1, 2, 3]: got ")
+    (bad, _) = judged("verify.broken_impls:NoGradientImpl")
+    assert "d 0.up: got no tensor, expected shape (4, 16, 24)" in bad.details[0]
+    bad, good = judged("verify.broken_impls:FlakyImpl", repeat=3)
+    assert (bad.status, good.status) == ("mismatch", "ok")
+    assert "y of run 2[0, 0, 0]" in bad.details[0]
+
+
+def test_a_hang_and_a_death_cost_one_case_each() -> None:
+    hang, good = judged("verify.broken_impls:HangsImpl", deadline=10.0)
+    assert (hang.status, good.status) == ("hang", "ok")
+    assert "rank(s) 1: no answer within 10 s" in hang.details[0]
+    dead, good = judged("verify.broken_impls:DiesImpl")
+    assert (dead.status, good.status) == ("error", "ok")
+    assert "rank(s) 1 died" in dead.details[0]
+
+
+def test_what_an_implementation_lacks_is_said_not_failed(tmp_path: Path) -> None:
+    ledger = Ledger(implementation="x", command="c", seed=0, verdicts=judged("verify.broken_impls:LacksImpl"))
+    assert ledger.counts() == {"ok": 1, "lacking": 1}
+    assert not ledger.failures
+    ledger.write(tmp_path)
+    assert json.loads((tmp_path / "ledger.json").read_text())["counts"] == {"ok": 1, "lacking": 1}
+
+
+def command(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, *(launcher or ()), "-m", "trimtab", "verify", *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent
+    )
+
+
+def test_the_command_prints_and_writes_the_ledger(tmp_path: Path) -> None:
+    done = command("--only", *CASES, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "2r-ep2  .." in done.stdout
+    assert "2 ok" in done.stdout
+    page = (tmp_path / "ledger.md").read_text()
+    assert "| float32 | 2e-06 |" in page
+    assert "2 cases" in page
+    cases = json.loads((tmp_path / "ledger.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == [f"2r-ep2/{name}/float32" for name in ("zipf1", "top1")]
+    assert all(0 < error < 2e-6 for case in cases for name, error in case["errors"].items() if name != "loads")
+
+
+def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path) -> None:
+    broken = "verify.broken_impls:OffByOneImpl"
+    done = command("--impl", broken, "--only", *CASES, "--out", str(tmp_path), "--seed", "5")
+    assert done.returncode == 1
+    again = f"again: trimtab verify --impl {broken} --only 2r-ep2/zipf1/float32 --seed 5"
+    assert again in done.stdout
+    assert again in (tmp_path / "ledger.md").read_text()
+    assert command("--only", "nonsense").returncode == 2
+    assert command("--nproc", "0").returncode == 2
+
+
+@pytest.mark.xdist_group("ranks2")
+def test_under_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = command("--only", *CASES, "1r-local/random", "--out", str(tmp_path), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "ledger.json").read_text())["cases"]) >= 3
+    broken = ("--impl", "verify.broken_impls:HangsImpl", "--deadline", "10")
+    done = command("--only", *CASES, "--out", str(tmp_path), *broken, launcher=launcher)
+    assert done.returncode != 0
+    assert "no answer within 10 s" in (tmp_path / "ledger.md").read_text()
+
+
+def test_a_ledger_shows_the_worst_of_its_dtypes() -> None:
+    one, two = (p for p in PATTERNS if p.name in ("random", "balanced"))
+    t = Topology(ranks=2, ep=2)
+    ledger = Ledger(implementation="x", command="c", seed=0)
+    for pattern, dtype, status in ((one, "float32", "ok"), (one, "bfloat16", "hang"), (two, "float32", "ok")):
+        case = Case(topology=t, pattern=pattern, dtype=dtype, seed=0)
+        ledger.verdicts.append(Verdict(case=case, status=status))  # type: ignore[arg-type]
+    assert "2r-ep2  H." in ledger.table()
