@@ -68,7 +68,8 @@ def mutants(names: Sequence[str], seed: int) -> int:
     with Progress(len(names or known), unit="mutant") as progress:
 
         def report(score: MutantScore) -> None:
-            progress.say(str(score))
+            mark = "killed" if score.killed else "ALIVE "
+            progress.say(f"{mark} {score.name:28} {score.by}  {score.how} ({score.seconds:.1f} s)")
             progress.step()
 
         scores = score_mutants(report, names=list(names) or None, seed=seed)

@@ -112,17 +112,18 @@ def _log_places(out: Path, scratch: Path) -> Any:
 def _root_cause(failures: dict[int, Any], out: Path) -> str:
     """One message for the failure that the others followed from.
 
-    What a rank said on purpose comes first; then a rank that was killed, for its peers then only report a lost
-    connection; then whatever was raised. SIGTERM is what the launcher itself sends to the rest.
+    What a rank said on purpose comes first; then a rank that was killed, for its peers then only report that it is
+    gone; then whatever was raised, the first before what followed from it. SIGTERM is what the launcher itself sends.
     """
 
-    def order(rank: int) -> tuple[int, float]:
+    def order(rank: int) -> tuple[int, float, bool]:
         failure = failures[rank]
-        if failure.error_file_data.get("expected"):
-            return 0, failure.timestamp
+        follows = bool(failure.error_file_data.get("follows"))
+        if failure.error_file_data.get("expected") and not follows:
+            return 0, failure.timestamp, follows
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return 1, failure.timestamp
-        return (3 if failure.exitcode < 0 else 2), failure.timestamp
+            return 1, failure.timestamp, follows
+        return (3 if failure.exitcode < 0 else 2), failure.timestamp, follows
 
     rank = min(failures, key=order)
     failure = failures[rank]

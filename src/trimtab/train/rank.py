@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import NoReturn
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 
@@ -64,7 +64,8 @@ def _fail(error: Exception, config: TrainConfig, launched: bool) -> NoReturn:
     message = str(error) if expected else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     trace = traceback.format_exc()
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        word = {"message": message, "timestamp": int(time.time()), "expected": expected}
+        follows = isinstance(error, (PeerLost, PhaseTimeout))
+        word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}
         Path(path).write_text(json.dumps(word), encoding="utf-8")
     if not expected and (folder := log_file(Path(config.out), rank).parent).is_dir():
         with log_file(folder.parent, rank).open("a", encoding="utf-8") as file:
