@@ -18,7 +18,7 @@ it. With --trace, say in MoE words where a job stopped, from PyTorch Flight Reco
 
   trimtab doctor
   trimtab doctor --places
-  trimtab doctor --trace /tmp/nccl_trace_rank_*
+  trimtab doctor --trace nccl_trace_rank_*
 
 Exit code: 0 all is well, 1 something that trimtab needs is broken, or a job or a rank stopped.
 """
