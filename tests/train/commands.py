@@ -9,23 +9,45 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DEADLINE = 150.0
+DEADLINE = 240.0
 """Seconds after which a command counts as hanging, on a busy machine."""
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+KILL = """
+import os, signal, sys
+
+def hook(event, args):
+    if event == "os.rename" and str(args[1]).endswith({name!r}):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == {rank!r}:
+    sys.addaudithook(hook)
+"""
 
 
-def start_cli(*arguments: object) -> subprocess.Popen[str]:
-    """Start `trimtab …` as a user would, and return at once."""
+def _environment(start: Path | None = None) -> dict[str, str]:
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = [str(start), *filter(None, [own.get("PYTHONPATH")])]
+    return own if start is None else {**own, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def killed_at_rename(folder: Path, name: str, rank: int) -> Path:
+    """A folder for `start`: in it is what kills this rank just before it gives something that name."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(KILL.format(name=name, rank=str(rank)))
+    return folder
+
+
+def start_cli(*arguments: object, start: Path | None = None) -> subprocess.Popen[str]:
+    """Start `trimtab …` as a user would, and return at once. start: of Python modules that are found first."""
     command = [sys.executable, "-m", "trimtab", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment(start))
 
 
-def run_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: object, start: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run `trimtab …` to its end."""
-    return finish(start_cli(*arguments))
+    return finish(start_cli(*arguments, start=start))
 
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:

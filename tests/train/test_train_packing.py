@@ -64,6 +64,17 @@ def test_ranks_share_one_global_batch(size: int, batch: int) -> None:
         assert together == alone[step * batch * size : (step + 1) * batch * size]
 
 
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 30))
+def test_a_run_that_goes_on_reads_what_is_left(batch: int, size: int, skip: int) -> None:
+    def blocks(rank: int, skip: int, count: int) -> list[int]:
+        stream = (([i] * 2, [i] * 2) for i in itertools.count())
+        rows = RankBlocks(stream, seq_len=2, batch=batch, rank=rank, size=size, seed=3, mixed=20, skip=skip)
+        return [int(row["input_ids"][0]) for row in itertools.islice(rows, count)]
+
+    for rank in range(size):
+        assert blocks(rank, skip, 10) == blocks(rank, 0, skip + 10)[skip:]
+
+
 def test_blocks_without_targets_are_left_out() -> None:
     def stream() -> Iterator[Piece]:
         for i in itertools.count():

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from train.commands import finish, first_step_done, ranks_of, run_cli, run_python, start_cli, wait_for
+from train.commands import (
+    finish,
+    first_step_done,
+    killed_at_rename,
+    ranks_of,
+    run_cli,
+    run_python,
+    start_cli,
+    wait_for,
+)
+from trimtab.checkpoint.folder import latest
 
 OPEN_WITHOUT_TRIMTAB = """
 import sys
@@ -48,10 +58,18 @@ def alone(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def pair(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same global batch on two ranks that share the experts."""
-    out = tmp_path_factory.mktemp("pair")
-    result = run_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2)
+    """The same global batch on two ranks that share the experts, killed while it saves step 2, and gone on with."""
+    folder = tmp_path_factory.mktemp("pair")
+    out, start = folder / "run", killed_at_rename(folder / "start", "step-00000002", rank=0)
+    result = run_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2, "--save-every", 1, start=start)
+    assert result.returncode == 1, result.stderr
+    assert "rank 0 was ended by SIGKILL" in result.stderr
+    assert f"go on from step 1 with: trimtab train --resume {out} --nproc 2" in result.stderr
+    assert [record["step"] for record in metrics(out)] == [1, 2]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002.unfinished"]
+    result = run_cli("train", "--resume", out, "--nproc", 2)
     assert result.returncode == 0, result.stderr
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
     for part in ("metrics.jsonl", "load.png", "final", "nats per token in 3 steps"):
         assert part in result.stdout
     return out
@@ -116,20 +134,24 @@ def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -
     assert len(metrics(out)) == 2
 
 
-def test_joins_torchrun(options: list[object], pair: Path, tmp_path: Path) -> None:
+def test_joins_torchrun_and_has_the_bits_of_the_run_that_was_killed(
+    options: list[object], pair: Path, tmp_path: Path
+) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "trimtab"]
     result = run_python(*launcher, *options, "--batch-size", 2, "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     ours = [{**record, "tokens_per_second": 0} for record in metrics(tmp_path / "run")]
     assert ours == [{**record, "tokens_per_second": 0} for record in metrics(pair)]
+    weights = [(out / "final" / "model.safetensors").read_bytes() for out in (tmp_path / "run", pair)]
+    assert weights[0] == weights[1]
 
 
-def assert_ended(process: subprocess.Popen[str], out: Path, code: int, words: str) -> None:
+def assert_ended(process: subprocess.Popen[str], out: Path, code: int, *words: str) -> None:
     """The command's last line, its exit code, no traceback, no rank left and no model that looks finished."""
     result = finish(process)
     assert result.returncode == code, result.stderr
     last = [line for line in result.stderr.replace("\r", "\n").splitlines() if line.strip()][-1]
-    assert words in last
+    assert all(part in last for part in words)
     assert "Traceback" not in result.stderr + result.stdout
     assert ranks_of(out) == []
     assert not (out / "final").exists()
@@ -174,10 +196,10 @@ def test_ctrl_c_stops_all_ranks(endless: Callable[..., subprocess.Popen[str]], t
 def test_a_terminated_process_says_how_far_it_came(
     endless: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = endless()
-    wait_for(first_step_done(tmp_path / "run"))
+    process = endless("--save-every", 1)
+    wait_for(lambda: latest(tmp_path / "run" / "checkpoints") is not None)
     process.terminate()
-    assert_ended(process, tmp_path / "run", 143, "interrupted by SIGTERM after")
+    assert_ended(process, tmp_path / "run", 143, "interrupted by SIGTERM after", "; go on from step ")
 
 
 def test_ranks_follow_a_killed_launcher(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:

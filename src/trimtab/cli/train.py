@@ -10,6 +10,7 @@ from typing import Any
 
 from trimtab.train.config import DTYPES, TrainConfig
 from trimtab.train.launch import Interrupted, launch
+from trimtab.train.resume import advice, resumed
 
 DESCRIPTION = """\
 Train a Mixture-of-Experts language model with transformers' Trainer, its experts spread over the ranks.
@@ -17,6 +18,8 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
   trimtab train --nproc 4                              a small model on the Python standard library
   trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --nproc 8 --out runs/chat
   torchrun --nnodes 4 --nproc-per-node 8 -m trimtab train --model … --out …
+  trimtab train --nproc 4 --save-every 50              checkpoints on the way
+  trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit, options as they were
 """
 
 
@@ -45,6 +48,10 @@ def add_parser(commands: Any) -> None:
     add("--warmup", type=int, metavar="N", help="warm-up steps (default: a tenth of the steps, at most 100)")
     add("--seed", type=int, metavar="N", help="of a preset's weights and the order of the data (default 0)")
     add("--dtype", metavar="|".join(DTYPES), help="what the model computes in (default float32)")
+    add("--save-every", type=int, metavar="N", help="write a checkpoint every N steps to DIR/checkpoints")
+    add("--keep", type=int, metavar="N", help="keep the latest N checkpoints (default: all)")
+    add("--stop-after", type=int, metavar="N", help="write a checkpoint after step N and end")
+    add("--resume", metavar="DIR", help="go on from a run's latest checkpoint, or from the one given")
     add("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
     parser.set_defaults(run=run)
 
@@ -54,14 +61,15 @@ def run(options: argparse.Namespace) -> int:
     given = {k: v for k, v in vars(options).items() if v is not None and k not in ("run", "command", "nproc")}
     if "data" in given:
         given["data"] = tuple(given["data"])
-    config = TrainConfig(**given)
+    config = resumed(given) if "resume" in given else TrainConfig(**given)
     try:
         launch(config, options.nproc)
     except Interrupted as stop:
         done = Path(config.out) / "metrics.jsonl"
         steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
         name = signal.Signals(stop.number).name
-        text = f"trimtab: interrupted by {name} after {steps} step(s); no model was saved, metrics are in {done}"
+        saved = advice(Path(config.out), options.nproc) or "no model was saved"
+        text = f"trimtab: interrupted by {name} after {steps} step(s); {saved}; metrics are in {done}"
         print(f"\n{text}", file=sys.stderr, flush=True)
         return 128 + stop.number
     return 0

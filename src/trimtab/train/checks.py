@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trimtab.checkpoint.folder import latest
 from trimtab.errors import ConfigError
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
+from trimtab.train.resume import CHECKPOINTS, check_resume
 from trimtab.train.sources import check_documents, find_files
 
 RUN = "run.json"
@@ -21,7 +23,21 @@ def check_options(config: TrainConfig, world: int) -> None:
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
     _check_out(Path(config.out), config.model)
+    _check_checkpoints(Path(config.out), config.resume)
+    if config.resume is not None:
+        check_resume(config, world)
     check_documents(find_files(config.data), config.seed)
+
+
+def _check_checkpoints(out: Path, resume: str | None) -> None:
+    """Nothing overwrites the checkpoints of another run."""
+    held = latest(out / CHECKPOINTS)
+    if held is None or (resume is not None and Path(resume).resolve().parent == held.resolve().parent):
+        return
+    raise ConfigError(
+        f"--out {out}: holds checkpoints of a run, up to {held.name}; go on with it by --resume {out}, give a new "
+        f"folder, or remove {held.parent}"
+    )
 
 
 def _check_out(out: Path, model: str) -> None:

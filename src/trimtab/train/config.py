@@ -32,6 +32,10 @@ class TrainConfig:
         lr: peak learning rate, reached after `warmup` steps and then lowered along a cosine.
         seed: decides initial weights of a preset and the order of the data.
         dtype: what the model computes in; master weights and optimizer are float32 in either case.
+        save_every: optimizer steps between checkpoints; none are written if not given.
+        stop_after: the step after which the run writes a checkpoint and ends, its schedule unfinished.
+        keep: how many checkpoints are kept, the latest ones; all if not given.
+        resume: the checkpoint to go on from; see `trimtab.train.resume`.
     """
 
     model: str = "qwen3_moe"
@@ -49,11 +53,16 @@ class TrainConfig:
     warmup: int | None = None
     seed: int = 0
     dtype: str = "float32"
+    save_every: int | None = None
+    stop_after: int | None = None
+    keep: int | None = None
+    resume: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
-        counts = ("ep", "fsdp", "tp", "replicate", "max_steps", "batch_size", "grad_accum")
-        for name, least in [*((name, 1) for name in counts), ("seq_len", 2), ("warmup", 0), ("seed", 0)]:
+        sizes = ("ep", "fsdp", "tp", "replicate", "batch_size", "grad_accum")
+        steps = ("max_steps", "save_every", "stop_after", "keep")
+        for name, least in [*((n, 1) for n in (*sizes, *steps)), ("seq_len", 2), ("warmup", 0), ("seed", 0)]:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")

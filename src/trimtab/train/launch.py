@@ -17,6 +17,7 @@ from trimtab.errors import ConfigError, TrimtabError
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.rank import log_file, make_run_id, run_rank
+from trimtab.train.resume import advice
 
 
 class Interrupted(BaseException):
@@ -85,7 +86,9 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
         try:
             elastic_launch(elastic, sys.executable)("-m", "trimtab.train.rank", plan.config.to_json())
         except ChildFailedError as error:
-            raise TrimtabError(_root_cause(error.failures, plan.out)) from error
+            hint = advice(plan.out, nproc)
+            cause = _root_cause(error.failures, plan.out)
+            raise TrimtabError(f"{cause}; {hint}" if hint else cause) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
 

@@ -23,6 +23,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from trimtab.errors import TrimtabError
 from trimtab.train.balance import balance_loss
 from trimtab.train.chat import IGNORED
+from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loads import LoadCounter, load_metrics
 from trimtab.train.packing import RankBlocks
@@ -67,6 +68,14 @@ class Bar(ProgressCallback):  # type: ignore[misc]
 
     training_bar: Any
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin where the run goes on."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.current_step = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.reset()
+            self.training_bar.initial = self.training_bar.n = state.global_step
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show loss and speed behind the bar."""
         if self.training_bar is not None and "tokens_per_second" in logs:
@@ -90,15 +99,25 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         blocks: this rank's blocks.
         counter: counts the model's expert loads.
         metrics: the file that gets one JSON line per step, written by rank 0.
+        checkpoints: when to save and where to go on from.
+
+    After `train`, `state.global_step` says how many steps are taken.
     """
 
     def __init__(
-        self, model: Any, config: TrainConfig, mesh: Mesh, blocks: RankBlocks, counter: LoadCounter, metrics: Path
+        self,
+        model: Any,
+        config: TrainConfig,
+        mesh: Mesh,
+        blocks: RankBlocks,
+        counter: LoadCounter,
+        metrics: Path,
+        checkpoints: Checkpoints,
     ) -> None:
         super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
-        self.mesh, self.counter, self.metrics = mesh, counter, metrics
+        self.mesh, self.counter, self.metrics, self.checkpoints = mesh, counter, metrics, checkpoints
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -106,6 +125,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._targets = self._nll.clone()
         self._tokens = config.batch_size * (config.seq_len or 0) * config.grad_accum * mesh.data_size
         self._clock = time.perf_counter()
+        self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         self.bar = Bar()
@@ -121,13 +141,35 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         """The blocks of this rank, in batches; they are shared out already, so Accelerate must not do it again."""
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Count on from the checkpoint's step. The stream is one endless epoch: there is none to skip."""
+        told: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        self.state.global_step = self.checkpoints.start
+        return told
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the checkpoint into what the Trainer has just made: model, optimizer and schedule."""
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.checkpoints.restore(self.model, self.optimizer, self.lr_scheduler)
+        return prepared
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The end of a step, its metrics written; called once more when training ends."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step = self.state.global_step
+        if step > self._ended:
+            self._ended = step
+            if self.checkpoints.after_step(step, self.model, self.optimizer, self.lr_scheduler):
+                self.control.should_training_stop = True
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
         """The batches of one step, and the number of targets they hold over all data-parallel ranks."""
-        if self.state.global_step == 0:
+        if self.state.global_step == self.checkpoints.start:
             self._clock = time.perf_counter()  # the first step pays for its data, not for building the optimizer
         samples = [next(epoch_iterator) for _ in range(num_batches)]
+        self.checkpoints.first_batch_drawn()
         targets = sum(int((sample["labels"][:, 1:] != IGNORED).sum()) for sample in samples)
         self._targets = all_sum(torch.tensor(float(targets), dtype=self._wide, device=device)) / self.mesh.tp
         return samples, self._targets

@@ -119,6 +119,7 @@ class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
         rank, size: this rank's place among the data-parallel ranks.
         seed: decides how blocks are mixed.
         mixed: tokens that are held to mix blocks.
+        skip: blocks of this rank that are left out at the beginning, for a run that goes on.
     """
 
     def __init__(
@@ -131,16 +132,18 @@ class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
         size: int,
         seed: int,
         mixed: int = MIXED_TOKENS,
+        skip: int = 0,
     ) -> None:
         self.stream, self.seq_len, self.batch = stream, seq_len, batch
         self.rank, self.size, self.seed, self.mixed = rank, size, seed, mixed
+        self.skip = skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         rng = random.Random(self.seed)
         mixed = mix(self._blocks(), rng, items=max(1, self.mixed // self.seq_len))
-        for index, block in enumerate(mixed):
-            if index // self.batch % self.size == self.rank:
-                yield {"input_ids": block[0].long(), "labels": block[1].long()}
+        mine = (block for index, block in enumerate(mixed) if index // self.batch % self.size == self.rank)
+        for block in itertools.islice(mine, self.skip, None):
+            yield {"input_ids": block[0].long(), "labels": block[1].long()}
 
     def _blocks(self) -> Iterator[torch.Tensor]:
         """Blocks that hold a target, as [2, seq_len] (ids, labels), int32."""

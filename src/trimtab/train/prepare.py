@@ -59,19 +59,24 @@ def check_data(plan: Plan) -> None:
 
 
 def make_room(plan: Plan) -> None:
-    """Make the output folder, drop what an earlier run left there, and write a preset's first weights."""
+    """Make the output folder, drop what an earlier run left there, and write a preset's first weights.
+
+    A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded.
+    """
     out, config = plan.out, plan.config
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / RUN).write_text(config.to_json() + "\n", encoding="utf-8")
-        for name in (METRICS, HEATMAP):
-            (out / name).unlink(missing_ok=True)
-        for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
-            shutil.rmtree(out / name, ignore_errors=True)
-        (out / LOGS).mkdir()
+        if config.resume is None:
+            for name in (METRICS, HEATMAP):
+                (out / name).unlink(missing_ok=True)
+            for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
+                shutil.rmtree(out / name, ignore_errors=True)
+        (out / LOGS).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
-    write_init(plan)
+    if not Path(plan.checkpoint).exists():
+        write_init(plan)
 
 
 def write_init(plan: Plan) -> None:

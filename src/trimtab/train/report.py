@@ -73,5 +73,11 @@ def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str 
     )
 
 
+def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
+    """What a run says that ends before its schedule does."""
+    more = f" --nproc {ranks}" if ranks > 1 else ""
+    return f"stopped after step {step} of {steps}; go on with: trimtab train --resume {out}{more}"
+
+
 def _short(name: str) -> str:
     return next((part for part in name.split(".") if part.isdigit()), name)

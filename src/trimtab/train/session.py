@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
 from trimtab.train.prepare import Plan, check_data, make_room, plan_run, write_init
-from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads
+from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
 
 
 def run_session(config: TrainConfig, *, prepared: bool) -> None:
@@ -42,11 +43,15 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
         trainer = _build(plan, rank)
         with contextlib.closing(trainer.bar):
             trainer.train()
-        _save(trainer.model, plan, rank)
+        done = trainer.state.global_step
+        if done == plan.config.max_steps:
+            _save(trainer.model, plan, rank)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if rank == 0:
+    if rank == 0 and done != plan.config.max_steps:
+        print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
+    elif rank == 0:
         missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
         unit = "byte" if is_preset(config.model) else "token"
         seconds = time.perf_counter() - began
@@ -86,6 +91,7 @@ def _barrier() -> None:
 def _build(plan: Plan, rank: int) -> MoETrainer:
     config, mesh = plan.config, plan.mesh
     model = load_model(plan.checkpoint, config, mesh)
+    checkpoints = Checkpoints(plan)
     blocks = RankBlocks(
         plan.stream,
         seq_len=config.seq_len or 0,
@@ -93,9 +99,10 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
         rank=mesh.data_rank(rank),
         size=mesh.data_size,
         seed=config.seed,
+        skip=checkpoints.start * config.grad_accum * config.batch_size,
     )
     counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
-    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS)
+    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints)
 
 
 def _save(model: Any, plan: Plan, rank: int) -> None:

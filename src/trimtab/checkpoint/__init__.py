@@ -1,0 +1,38 @@
+"""Checkpoints of a model, its optimiser and its ranks' own state, that load at any other layout of ranks.
+
+`save(root, model, optimizer, step=…)`, `load(folder, model, optimizer)`, `latest(root)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.checkpoint.folder import Index as Index
+    from trimtab.checkpoint.folder import latest as latest
+    from trimtab.checkpoint.folder import resolve as resolve
+    from trimtab.checkpoint.loading import load as load
+    from trimtab.checkpoint.saving import save as save
+    from trimtab.checkpoint.tensors import read_tensors as read_tensors
+    from trimtab.checkpoint.tensors import write_tensors as write_tensors
+
+_HOMES = {
+    "Index": "trimtab.checkpoint.folder",
+    "latest": "trimtab.checkpoint.folder",
+    "load": "trimtab.checkpoint.loading",
+    "read_tensors": "trimtab.checkpoint.tensors",
+    "resolve": "trimtab.checkpoint.folder",
+    "save": "trimtab.checkpoint.saving",
+    "write_tensors": "trimtab.checkpoint.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,202 @@
+"""What a checkpoint is on disk, and which of those in a folder are whole. Imports no torch.
+
+    ROOT/step-00000010/              whole: nothing gets this name before every rank has written and synced its files
+        trimtab.json                 `Index`: format, versions, step, ranks, experts per layer, sizes of the other files
+        .metadata, __<rank>_0.distcp torch.distributed.checkpoint, whole tensors of global shape by key:
+                                         model.<name>         parameters and persistent buffers, as the module names
+                                                              them (no wrapper's prefix); experts are [E, …] in one
+                                         optim.<name>.<slot>  optimiser state of parameter <name>
+        rank-00000.pt                what is one rank's own: random numbers, loads that `update_bias` has yet to see
+        config.json                  of a transformers model, as `save_pretrained` writes it
+    ROOT/step-00000010.unfinished/   a save that has not ended: being written, or killed
+
+A kill at any moment leaves the whole ones as they are; the next `save` removes what is unfinished. All ranks write
+into one folder: several machines need a file system that they share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import ConfigError, InputError
+
+FORMAT = 1
+INDEX, CONFIG, UNFINISHED = "trimtab.json", "config.json", ".unfinished"
+MODEL, OPTIM = "model.", "optim."
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """`trimtab.json`.
+
+    step: optimiser steps taken. world: ranks that wrote it.
+    optimizer: its groups, each {"params": names, "options": lr, betas …, "values": numbers by name and slot}; None
+        where no optimiser was saved.
+    experts: by name of the experts module, its parameters' global shapes, the number of experts first.
+    extra: what the caller added, JSON. files: bytes by name, of every other file of the folder.
+    trimtab, torch: versions that wrote it. format: of the folder; a newer one than FORMAT is refused.
+    """
+
+    step: int
+    world: int
+    experts: dict[str, dict[str, list[int]]]
+    optimizer: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    trimtab: str
+    torch: str
+    format: int = FORMAT
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return root / f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's own file."""
+    return f"rank-{rank:05d}.pt"
+
+
+def whole_checkpoints(root: Path | str) -> list[Path]:
+    """The whole checkpoints below `root`, by step; none where there is no such folder."""
+    found = [path for path, name in _entries(Path(root)) if _STEP.fullmatch(name) and (path / INDEX).is_file()]
+    return sorted(found, key=step_of)
+
+
+def unfinished_checkpoints(root: Path | str) -> list[Path]:
+    """What is named like a checkpoint below `root` and is not whole: a save that never ended, or half a copy."""
+    return sorted(path for path, _ in _entries(Path(root)) if _is_step(path) and not _is_whole(path))
+
+
+def latest(root: Path | str) -> Path | None:
+    """The whole checkpoint of the highest step below `root`, or None."""
+    return next(reversed(whole_checkpoints(root)), None)
+
+
+def resolve(path: Path | str) -> Path:
+    """The checkpoint that `path` means: itself, or the latest below it.
+
+    Raises InputError, naming what was left unfinished, where there is none that is whole.
+    """
+    path = Path(path)
+    if (path / INDEX).is_file() and not path.name.endswith(UNFINISHED):
+        return path
+    if found := latest(path):
+        return found
+    if broken := [path] if _is_step(path) and path.is_dir() else unfinished_checkpoints(path):
+        names = ", ".join(p.name for p in broken)
+        raise InputError(f"{path}: no whole checkpoint: {names} was not written to the end and cannot be loaded")
+    raise InputError(f"{path}: no checkpoint there" if path.exists() else f"{path}: no such folder")
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    match = _STEP.match(folder.name)
+    if match is None:
+        raise InputError(f"{folder}: not named like a checkpoint (step-00000010)")
+    return int(match[1])
+
+
+def read_index(folder: Path | str) -> Index:
+    """Read `trimtab.json` and check that the files it lists are there in full.
+
+    Raises InputError for a folder that is no whole checkpoint, and for one of a newer format.
+    """
+    folder = Path(folder)
+    if folder.name.endswith(UNFINISHED) or not (folder / INDEX).is_file():
+        raise InputError(f"{folder}: not a whole checkpoint: its save did not end, or {INDEX} was not copied")
+    try:
+        fields = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        version = int(fields["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / INDEX}: not an index of a checkpoint ({error!r})") from None
+    if version > FORMAT:
+        raise InputError(
+            f"{folder}: format {version}, written by trimtab {fields.get('trimtab')}; this trimtab reads up to format "
+            f"{FORMAT}: update it"
+        )
+    names = {f.name for f in dataclasses.fields(Index)}
+    if missing := sorted(names - set(fields)):
+        raise InputError(f"{folder / INDEX}: lacks {', '.join(missing)}")
+    index = Index(**{name: fields[name] for name in names})
+    for name, size in index.files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if found != size:
+            raise InputError(f"{folder}: not whole: {name} has {found} of {size} bytes; copy it again")
+    return index
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write `trimtab.json` with the sizes of the files that lie in `folder`, and sync all of it: the last file."""
+    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.name != INDEX}
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(index, files=files)), indent=1) + "\n"
+    with (folder / INDEX).open("w", encoding="utf-8") as file:
+        file.write(text)
+    for name in (*files, INDEX):
+        sync(folder / name)
+    sync(folder)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the folder that a save writes into; what earlier saves left unfinished is removed. One rank calls.
+
+    Raises ConfigError if there is a whole checkpoint of this step, or `root` cannot be written.
+    """
+    folder = step_folder(root, step)
+    if folder.exists():
+        raise ConfigError(f"{folder}: there is a checkpoint of step {step} already; remove it or save elsewhere")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in unfinished_checkpoints(root):
+            if left.name.endswith(UNFINISHED):
+                shutil.rmtree(left)
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        unfinished.mkdir()
+    except OSError as error:
+        raise ConfigError(f"{root}: cannot be written ({error.strerror})") from error
+    return unfinished
+
+
+def finish(unfinished: Path) -> Path:
+    """Give a folder whose files are all written and synced its name. One rank calls, after all have written."""
+    folder = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+    unfinished.rename(folder)
+    sync(folder.parent)
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill leaves it whole or unfinished, never in between."""
+    doomed = folder.with_name(folder.name + UNFINISHED)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _entries(root: Path) -> list[tuple[Path, str]]:
+    return [(path, path.name) for path in root.iterdir()] if root.is_dir() else []
+
+
+def _is_step(path: Path) -> bool:
+    return _STEP.fullmatch(path.name.removesuffix(UNFINISHED)) is not None
+
+
+def _is_whole(path: Path) -> bool:
+    return not path.name.endswith(UNFINISHED) and (path / INDEX).is_file()

@@ -1,0 +1,159 @@
+"""An optimiser's state by the names of the parameters it belongs to, whatever groups they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from trimtab.checkpoint.folder import OPTIM
+from trimtab.checkpoint.model_state import parameter_names
+from trimtab.errors import ConfigError
+
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Keys of a group that say how it is computed, not what: those of the optimiser at hand stay."""
+
+Groups = list[dict[str, Any]]
+Slots = dict[str, dict[str, Any]]
+"""State by parameter name and slot."""
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Groups]:
+    """(tensors by key, groups for `Index.optimizer`).
+
+    Raises:
+        ConfigError: a parameter that is not of the model, or state that is neither tensor nor number, or a plain
+            tensor where the parameter is a DTensor.
+    """
+    names, tensors, groups = _names(model, optimizer), {}, []
+    for group in optimizer.param_groups:
+        values: dict[str, dict[str, float]] = {}
+        for param in group["params"]:
+            for slot, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    if value.dim() and issubclass(type(param), DTensor) and not isinstance(value, DTensor):
+                        raise ConfigError(
+                            f"the optimiser's {slot} of {names[param]} is a plain tensor {tuple(value.shape)} and the "
+                            "parameter a DTensor: which part of it this rank holds is not known"
+                        )
+                    tensors[f"{OPTIM}{names[param]}.{slot}"] = value
+                elif isinstance(value, (int, float)):
+                    values.setdefault(names[param], {})[slot] = value
+                elif value is not None:
+                    raise ConfigError(f"the optimiser's {slot} of {names[param]} is a {type(value).__name__}")
+        options = {key: _to_json(value) for key, value in group.items() if key not in _HOW}
+        kept = {key: value for key, value in options.items() if value is not _UNKNOWN}
+        groups.append({"params": [names[p] for p in group["params"]], "options": kept, "values": values})
+    return tensors, groups
+
+
+def targets(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, TensorStorageMetadata], groups: Groups
+) -> tuple[dict[str, Tensor], Slots]:
+    """(tensors to read into, by key; the same and the numbers, by parameter and slot). The optimiser is not touched.
+
+    Raises:
+        ConfigError: parameters that only one of both has, a group of parameters that had different options, or state
+            that has no place yet and not its parameter's shape.
+    """
+    names = _names(model, optimizer)
+    saved = {name for group in groups for name in group["params"]}
+    here = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    if saved != here:
+        raise ConfigError(
+            f"the optimiser has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
+            "only here"
+        )
+    options = _options(groups)
+    for group in optimizer.param_groups:
+        own = [names[param] for param in group["params"]]
+        for name in own:
+            if options[name] != options[own[0]]:
+                raise ConfigError(
+                    f"one group of the optimiser holds {own[0]} and {name}, which had other options in the checkpoint: "
+                    f"{options[own[0]]} and {options[name]}"
+                )
+    kept: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for key, metadata in stored.items():
+        if key.startswith(OPTIM):
+            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+            kept.setdefault(name, {})[slot] = metadata
+    tensors: dict[str, Tensor] = {}
+    slots: Slots = {name: dict(values) for group in groups for name, values in group["values"].items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names[param]
+            for slot, metadata in kept.get(name, {}).items():
+                held = optimizer.state.get(param, {}).get(slot)
+                tensor = _target(f"{name}.{slot}", param, held, metadata, group)
+                tensors[f"{OPTIM}{name}.{slot}"] = slots.setdefault(name, {})[slot] = tensor
+    return tensors, slots
+
+
+@torch.no_grad()
+def put(model: nn.Module, optimizer: torch.optim.Optimizer, slots: Slots, groups: Groups) -> None:
+    """Give the optimiser the state that `targets` made room for, once it is read, and the groups' options."""
+    names, options = _names(model, optimizer), _options(groups)
+    for group in optimizer.param_groups:
+        for key, value in (options[names[group["params"][0]]] if group["params"] else {}).items():
+            held = group.get(key)
+            if isinstance(held, Tensor):
+                held.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(held, tuple) else value
+    optimizer.state.clear()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if names[param] in slots:
+            optimizer.state[param] = slots[names[param]]
+
+
+def _options(groups: Groups) -> dict[str, dict[str, Any]]:
+    """A group's options by the name of each parameter in it."""
+    return {name: group["options"] for group in groups for name in group["params"]}
+
+
+def _target(name: str, param: Tensor, held: Any, metadata: TensorStorageMetadata, group: Mapping[str, Any]) -> Tensor:
+    size, dtype = metadata.size, metadata.properties.dtype
+    if isinstance(held, Tensor) and held.size() == size and held.dtype == dtype:
+        return held
+    if size == param.size():
+        return torch.zeros_like(param.detach(), dtype=dtype)
+    if not size:  # Adam's count of steps: on the host, unless the kernels read it
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
+    raise ConfigError(
+        f"the optimiser's {name} is {tuple(size)} {dtype} in the checkpoint, and its layout is not known here: take a "
+        "step before loading, so that the state exists"
+    )
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    names = parameter_names(model)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param not in names:
+                raise ConfigError(
+                    f"the optimiser holds a parameter {tuple(param.shape)} that is not of the model: make it after "
+                    "parallelize, fully_shard_moe and the like"
+                )
+    return names
+
+
+_UNKNOWN = object()
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else _UNKNOWN
+    if isinstance(value, (list, tuple)):
+        return [_to_json(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

@@ -1,0 +1,80 @@
+"""What is one rank's own: the states of its random number generators, and loads that `update_bias` has yet to see."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.checkpoint.model_state import plain_name, unwrapped
+from trimtab.routing.bias import routers
+
+State = dict[str, Any]
+
+
+def rank_state(model: nn.Module, extra: Any = None) -> State:
+    """Random numbers of Python, NumPy (where it is in use), torch, the accelerator and each router's own generator;
+    each router's loads; and `extra`."""
+    found = {plain_name(name): router for name, router in routers(unwrapped(model)).items()}
+    return {
+        "random": _get_random(),
+        "generators": {n: r.generator.get_state() for n, r in found.items() if r.generator is not None},
+        "loads": {name: (router._loads.cpu(), router._counts.cpu()) for name, router in found.items()},
+        "extra": extra,
+    }
+
+
+def put_rank_state(model: nn.Module, state: State) -> None:
+    """Restore what the same rank saved."""
+    set_random(state["random"])
+    for name, router in routers(unwrapped(model)).items():
+        saved = state["generators"].get(plain_name(name))
+        if router.generator is not None and saved is not None:
+            router.generator.set_state(saved)
+    put_loads(model, [state], 0, 1)
+
+
+def put_loads(model: nn.Module, states: Sequence[State], rank: int, ranks: int) -> None:
+    """Share out the loads that other ranks saved, so that their sum stays what it is: rank r takes those of ranks r,
+    r + ranks, … The counts of the step are the same on all ranks of a batch."""
+    for name, router in routers(unwrapped(model)).items():
+        saved = [state["loads"][plain_name(name)] for state in states if plain_name(name) in state["loads"]]
+        router._loads.zero_()
+        for loads_E, _ in saved[rank::ranks]:
+            router._loads += loads_E.to(router._loads.device)
+        for _, counts_E in saved[:1]:
+            router._counts.copy_(counts_E)
+
+
+def _get_random() -> State:
+    state: State = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    if torch.accelerator.is_available():
+        state["device"] = _device_module().get_rng_state()
+    return state
+
+
+def set_random(state: State) -> None:
+    """Restore what `rank_state` has under "random"."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+    if "device" in state and torch.accelerator.is_available():
+        _device_module().set_rng_state(state["device"])
+
+
+def _device_module() -> Any:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.get_device_module(device)

@@ -1,0 +1,108 @@
+"""Saving: into a folder with another name, synced, and named a checkpoint only when every rank is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.checkpoint import folder as on_disk
+from trimtab.checkpoint.agree import on_every_rank, on_first_rank
+from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapped
+from trimtab.checkpoint.optimizer_state import Groups, state_of
+from trimtab.checkpoint.rank_state import rank_state
+from trimtab.checkpoint.tensors import make_index, write_dcp
+from trimtab.errors import ConfigError
+
+
+def save(
+    root: Path | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: dict[str, Any] | None = None,
+    rank_extra: Any = None,
+    files: Mapping[str, str] | None = None,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write ROOT/step-<step>; see `trimtab.checkpoint.folder` for what is in it. Every rank of the group must call.
+
+    Call it between optimiser steps: gradients and `main_grad` are not saved. Experts are saved as [E, …] whatever
+    ranks they lie on, and load at any other layout. Generators other than the default ones and the routers' are not
+    known here: put their states into `rank_extra`.
+
+    Args:
+        root: one folder for all ranks.
+        model: plain, or under `parallelize`, `fully_shard_moe`, `ddp`, transformers' own sharding or torch.compile;
+            the same modules on every rank.
+        step: optimiser steps taken.
+        extra: JSON, the same on all ranks; the first rank's is kept.
+        rank_extra: of this rank: tensors, numbers, strings and containers of them.
+        files: text files to put beside it by name. Without it, config.json of a transformers model.
+        keep: so many whole checkpoints are kept, this one among them; older ones are removed. All if not given.
+        group: the ranks that hold the model; all if not given.
+
+    Returns the folder, on every rank.
+
+    Raises, on every rank:
+        ConfigError: there is a checkpoint of this step, or `root` cannot be written.
+        InputError: state that cannot be saved, or a rank that could not write.
+    """
+    root = Path(root)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep={keep}: at least 1")
+    if files is None:
+        files = _config_file(model)
+    tensors: dict[str, Tensor] = {}
+    groups: list[Groups] = []
+
+    def collect() -> None:
+        tensors.update(model_tensors(model))
+        if optimizer is not None:
+            state, own = state_of(model, optimizer)
+            tensors.update(state)
+            groups.append(own)
+
+    on_every_rank(collect, group)
+    unfinished = on_first_rank(lambda: on_disk.begin(root, step), group)
+    write_dcp(unfinished, tensors, group)
+
+    def write_own() -> None:
+        path = unfinished / on_disk.rank_file(rank)
+        torch.save(rank_state(model, rank_extra), path)
+        on_disk.sync(path)
+
+    ranks = len(on_every_rank(write_own, group))  # and so all have written
+
+    def end() -> Path:
+        for name, text in files.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+        index = make_index(
+            step=step, world=ranks, experts=expert_shapes(model), optimizer=next(iter(groups), None), extra=extra or {}
+        )
+        on_disk.write_index(unfinished, index)
+        folder = on_disk.finish(unfinished)
+        for old in on_disk.whole_checkpoints(root)[: -keep if keep else 0]:
+            on_disk.remove(old)
+        return folder
+
+    return on_first_rank(end, group)
+
+
+def _config_file(model: nn.Module) -> dict[str, str]:
+    """config.json of a transformers model, without what is about this run's ranks."""
+    config = getattr(unwrapped(model), "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    assert config is not None
+    fields = json.loads(config.to_json_string(use_diff=False))
+    fields.pop("distributed_config", None)
+    return {on_disk.CONFIG: json.dumps(fields, indent=2, sort_keys=True) + "\n"}

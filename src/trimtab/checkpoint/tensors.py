@@ -1,0 +1,155 @@
+"""Tensors of global shape, by key, into the files of torch.distributed.checkpoint and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import trimtab
+from trimtab.checkpoint import folder as on_disk
+from trimtab.checkpoint.folder import Index
+from trimtab.checkpoint.pieces import Pieces
+from trimtab.errors import InputError
+
+
+def write_dcp(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> None:
+    """Write what this rank holds of `tensors`. Every rank of the group must call; synced when it returns.
+
+    alone: this process writes all of it, whether it is in a group or not.
+    """
+    pieces = {key: Pieces(key, tensor) for key, tensor in tensors.items()}
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _errors_of(folder):
+        dcp_save(
+            pieces,
+            storage_writer=FileSystemWriter(folder),
+            planner=planner,
+            process_group=group,
+            no_dist=alone or not dist.is_initialized(),
+        )
+
+
+def read_dcp(
+    folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> None:
+    """Fill the tensors in place, each with what this rank holds of it. Keys, shapes and dtypes were checked before.
+
+    Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
+    """
+    pieces = {key: Pieces(key, tensor) for key, tensor in into.items()}
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _errors_of(folder):
+        dcp_load(
+            pieces,
+            storage_reader=FileSystemReader(folder),
+            planner=planner,
+            process_group=group,
+            no_dist=alone or not dist.is_initialized(),
+        )
+
+
+def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
+    """Shapes (`size`) and dtypes (`properties.dtype`) by key, of what a checkpoint holds."""
+    with _errors_of(Path(folder)):
+        found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
+
+
+def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, in one process and without a process group; all of them if no keys are given.
+
+    Args:
+        folder: a whole checkpoint.
+        keys: such as "model.layers.0.moe.experts.up"; see `trimtab.checkpoint.folder`.
+
+    Raises:
+        InputError: the folder is not a whole checkpoint, or lacks a key.
+    """
+    folder = Path(folder)
+    on_disk.read_index(folder)
+    found = stored(folder)
+    wanted = list(found if keys is None else keys)
+    if absent := [key for key in wanted if key not in found]:
+        raise InputError(f"{folder}: holds no {', '.join(absent)}")
+    tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in wanted}
+    read_dcp(folder, tensors, alone=True)
+    return tensors
+
+
+def write_tensors(
+    root: Path | str,
+    tensors: Mapping[str, Tensor],
+    *,
+    step: int,
+    experts: dict[str, dict[str, list[int]]],
+    extra: dict[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """A checkpoint of whole tensors, written by one process without a process group: ROOT/step-<step>.
+
+    Args:
+        tensors: by key, "model.<name>".
+        experts, extra: as in `Index`.
+        files: text files that go beside it, by name ("config.json").
+
+    Raises:
+        ConfigError: there is one of this step, or `root` cannot be written.
+    """
+    unfinished = on_disk.begin(Path(root), step)
+    write_dcp(unfinished, tensors, alone=True)
+    for name, text in (files or {}).items():
+        (unfinished / name).write_text(text, encoding="utf-8")
+    index = make_index(step=step, world=1, experts=experts, extra=extra or {})
+    on_disk.write_index(unfinished, index)
+    return on_disk.finish(unfinished)
+
+
+def make_index(**fields: Any) -> Index:
+    """An `Index` of the versions that run here."""
+    return Index(trimtab=trimtab.__version__, torch=str(torch.__version__), **fields)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        pieces: Pieces = self.state_dict[index.fqn]
+        return pieces.__get_tensor_shard__(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's own would put tensors of its making in the place of what is no tensor.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        pieces: Pieces = self.state_dict[index.fqn]
+        return pieces.__get_tensor_shard__(index)
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """What went wrong on any rank, as one InputError on every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:  # a BaseException
+        rank, (first, _) = min(error.failures.items())
+        raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}") from error

@@ -1,0 +1,81 @@
+"""When a run saves, what goes into its checkpoints beside model and optimiser, and how it comes back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.agree import on_first_rank
+from trimtab.checkpoint.folder import CONFIG, latest, step_of
+from trimtab.checkpoint.loading import Loaded, load
+from trimtab.checkpoint.saving import save
+from trimtab.train.prepare import Plan
+from trimtab.train.report import METRICS
+from trimtab.train.resume import CHECKPOINTS, describe_run, rewind
+
+_COUNTS = ("last_epoch", "_step_count")
+"""What a schedule holds beside the groups' rates, which the optimiser's state has."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Attributes:
+        start: the step that the run goes on from, 0 for a new one.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        self.root, self.out = plan.out / CHECKPOINTS, plan.out
+        self.every, self.stop_after, self.keep = config.save_every, config.stop_after, config.keep
+        self.resume = None if config.resume is None else Path(config.resume)
+        self.start = 0 if self.resume is None else step_of(self.resume)
+        self._run = describe_run(config, plan.mesh, plan.stream.files)
+        self._config_json = (Path(plan.checkpoint) / CONFIG).read_text(encoding="utf-8")
+        self._loaded: Loaded | None = None
+
+    def restore(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """Load the checkpoint to go on from, if there is one, and take back what came after it."""
+        if self.resume is None:
+            return
+        loaded = self._loaded = load(self.resume, model, inner(optimizer))
+        groups = inner(optimizer).param_groups  # how many there are depends on the ranks
+        rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
+        scheduler.__dict__.update(loaded.index.extra["scheduler"], **rates)
+        on_first_rank(lambda: rewind(loaded.folder, self.start, self.out), None)
+
+    def first_batch_drawn(self) -> None:
+        """Random numbers as they were: making a DataLoader's iterator has drawn some."""
+        if self._loaded is not None:
+            self._loaded.restore_random()
+            self._loaded = None
+
+    def after_step(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> bool:
+        """Save where a checkpoint is due. Returns whether the run is to stop here. Every rank must call."""
+        stop = self.stop_after is not None and step >= self.stop_after
+        if (self.every and step % self.every == 0) or stop:
+            on_first_rank(self._sync_metrics, None)
+            save(
+                self.root,
+                model,
+                inner(optimizer),
+                step=step,
+                extra={"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}},
+                files={CONFIG: self._config_json},
+                keep=self.keep,
+            )
+        return stop
+
+    def last(self) -> Path | None:
+        """The latest one that is whole."""
+        return latest(self.root)
+
+    def _sync_metrics(self) -> None:
+        with (self.out / METRICS).open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimiser in Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

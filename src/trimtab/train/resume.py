@@ -1,0 +1,155 @@
+"""Going on from a checkpoint: what a run was made of comes from there, and what must not change is held against it.
+
+The order of the data, the batches of a step and the schedule follow from FIXED options, the data's files and the
+number of ranks that read different data. How those ranks share the model (ep, fsdp, tp, replicate) is free: then the
+state is the same bit for bit, and the sums that follow may be rounded otherwise. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint import folder as on_disk
+from trimtab.errors import ConfigError, InputError
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.presets import PRESETS
+from trimtab.train.report import FINAL, HEATMAP, METRICS
+from trimtab.train.sources import find_files
+
+CHECKPOINTS = "checkpoints"
+FIXED = ("model", "seq_len", "batch_size", "grad_accum", "max_steps", "lr", "warmup", "seed", "dtype")
+_PER_RUN = ("resume", "stop_after", "debug", "out")
+
+
+def resumed(given: dict[str, Any]) -> TrainConfig:
+    """The configuration of a run that goes on: the checkpoint's, with those of `given` that may change.
+
+    Args:
+        given: options by name; `resume` is a run's folder, its checkpoints' or a checkpoint.
+
+    Raises:
+        InputError: no whole checkpoint there.
+        ConfigError: one that `trimtab train` did not write, or an option of FIXED with another value.
+    """
+    asked = Path(given["resume"])
+    folder = on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked).resolve()
+    saved = _run_of(folder)["config"]
+    for name in FIXED:
+        if name in given and _plain(name, given[name]) != saved[name]:
+            hint = "; --stop-after ends a run early" if name == "max_steps" else ""
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
+                f"change it{hint}"
+            )
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_PER_RUN)
+    fields = {name: value for name, value in saved.items() if name in known} | given
+    if "out" not in given:
+        if folder.parent.name != CHECKPOINTS:
+            raise ConfigError(f"--resume {asked}: {folder} lies in no run's folder; say with --out where to write")
+        fields["out"] = str(folder.parent.parent)
+    return TrainConfig(**{**fields, "data": tuple(fields["data"]), "resume": str(folder)})
+
+
+def check_resume(config: TrainConfig, world: int) -> None:
+    """Hold the run against its checkpoint: data, ranks, steps and metrics. Raises ConfigError or InputError."""
+    folder = Path(config.resume or "")
+    run, step = _run_of(folder), on_disk.read_index(folder).step
+    ranks = Mesh.of(config, world=world).data_size
+    if ranks != run["data_ranks"]:
+        raise ConfigError(
+            f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
+            "would not be the same; change --nproc, --tp, --fsdp or --replicate"
+        )
+    now = describe_data(find_files(config.data))
+    if now != run["data"]:
+        raise ConfigError(
+            f"--data {' '.join(config.data)}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes "
+            f"now, {run['data']['files']} of {run['data']['bytes']} then, or other names"
+        )
+    last = min(config.stop_after or step + 1, config.max_steps or step + 1)
+    if step >= last:
+        raise ConfigError(f"--resume {folder}: step {step} is taken already, and the run would end after step {last}")
+    read_metrics_until(folder, step)
+
+
+def describe_data(files: Sequence[Path]) -> dict[str, Any]:
+    """Number and size of the data's files, and a hash of their names and sizes in order; contents are not read."""
+    sizes = [path.stat().st_size for path in files]
+    lines = "".join(f"{path.name} {size}\n" for path, size in zip(files, sizes, strict=True))
+    return {"files": len(files), "bytes": sum(sizes), "names": hashlib.sha256(lines.encode()).hexdigest()}
+
+
+def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict[str, Any]:
+    """What a checkpoint keeps of its run, JSON, for `resumed` and `check_resume`."""
+    fields = dataclasses.asdict(config)
+    fields["data"] = [str(Path(path).resolve()) for path in config.data]
+    fields["model"] = _plain("model", config.model)
+    return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(files)}
+
+
+def read_metrics_until(folder: Path, step: int) -> list[str]:
+    """The lines of the metrics of the run that wrote the checkpoint, up to its step; none where no such file is.
+
+    Raises InputError where a step is missing or doubled.
+    """
+    path = folder.parent.parent / METRICS
+    if not path.exists():
+        return []
+    lines: dict[int, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            number = json.loads(line)["step"]
+        except ValueError:  # the last line of a run that was killed
+            break
+        if number > step:
+            break
+        if lines and number != (previous := next(reversed(lines))) + 1:
+            raise InputError(f"{path}: after step {previous} comes step {number}")
+        lines[number] = line
+    if lines and step not in lines:
+        raise InputError(f"{path}: ends with step {next(reversed(lines))}, the checkpoint {folder} is of step {step}")
+    return list(lines.values())
+
+
+def rewind(folder: Path, step: int, out: Path) -> None:
+    """Take back what came after the checkpoint: later checkpoints, later lines of metrics, pictures and models."""
+    lines = read_metrics_until(folder, step)
+    for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
+        if on_disk.step_of(later) > step:
+            on_disk.remove(later)
+    fresh = out / f"{METRICS}.unfinished"
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(out / METRICS)
+    (out / HEATMAP).unlink(missing_ok=True)
+    for name in (FINAL, f"{FINAL}.unfinished"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def advice(out: Path, nproc: int | None) -> str | None:
+    """How to go on with the run that writes to `out`; None where it has no whole checkpoint."""
+    held = on_disk.latest(out / CHECKPOINTS)
+    if held is None:
+        return None
+    ranks = f" --nproc {nproc}" if nproc and nproc > 1 else ""
+    return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {out}{ranks}"
+
+
+def _run_of(folder: Path) -> dict[str, Any]:
+    run = on_disk.read_index(folder).extra.get("run")
+    if not isinstance(run, dict):
+        raise ConfigError(f"{folder}: was not written by trimtab train; load it with trimtab.checkpoint.load")
+    return run
+
+
+def _plain(name: str, value: Any) -> Any:
+    return str(Path(value).resolve()) if name == "model" and value not in PRESETS else value

@@ -1,0 +1,187 @@
+"""What does not fit is refused, with names and both values, before anything is overwritten."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from checkpoint.reshard_case import D, Model
+from trimtab.checkpoint import load, read_tensors, save, write_tensors
+from trimtab.checkpoint.folder import INDEX, whole_checkpoints
+from trimtab.checkpoint.pieces import Pieces
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.recipes.amax_history import AmaxHistory
+from trimtab.experts.recipes.formats import E4M3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a model and its optimiser."""
+    return save(tmp_path, *trained(), step=7, extra={"note": "x"})
+
+
+def trained(experts: int = 4, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(experts)
+    model = Model(experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    model(torch.randn(2, 3, D)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | fields))
+
+
+def test_other_models_are_refused_and_stay_as_they_are(folder: Path) -> None:
+    other, optimizer = trained(6)
+    renamed = nn.Module()
+    renamed.layer = Model().layers[0]["moe"]
+    cases = [
+        ((other, optimizer), ["(4, 16, 8)", "(6, 16, 8) here (4 experts there, 6 here)", "experts.up"]),
+        ((Model(4).double(),), ["float32", "float64 here"]),
+        ((renamed,), ["lacks layer.", "has, and the model has not, layers.0", "more"]),
+        ((Model(), torch.optim.SGD([nn.Parameter(torch.ones(2))])), ["a parameter (2,) that is not of the model"]),
+        ((model := Model(), torch.optim.SGD([model.layers[0]["moe"].router.weight])), ["other parameters", "only in"]),
+    ]
+    for wrong, parts in cases:
+        before = [p.clone() for p in wrong[0].parameters()]
+        with pytest.raises(ConfigError) as error:
+            load(folder, *wrong)
+        for part in parts:
+            assert part in str(error.value)
+        assert all(torch.equal(a, b) for a, b in zip(before, wrong[0].parameters(), strict=True))
+
+
+def test_groups_of_other_options_are_refused(tmp_path: Path) -> None:
+    model = Model()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "weight_decay": 0.5}, {"params": others}]
+    folder = save(tmp_path, model, torch.optim.AdamW(groups, lr=torch.tensor(0.25)), step=0)
+    with pytest.raises(ConfigError, match="had other options"):
+        load(folder, model, torch.optim.AdamW(model.parameters()))
+    again = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=0.1, betas=(0.5, 0.5))
+    load(folder, model, again)
+    assert [g["weight_decay"] for g in again.param_groups] == [0.5] + [0.01] * len(others)
+    assert all((g["lr"], g["betas"]) == (0.25, (0.9, 0.999)) for g in again.param_groups)
+
+
+def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
+    model = Model()
+    with pytest.raises(InputError, match="no such folder"):
+        load(tmp_path / "nowhere", model)
+    with pytest.raises(ConfigError, match="a checkpoint of step 7 already"):
+        save(tmp_path, model, step=7)
+    with pytest.raises(ConfigError, match="keep=0"):
+        save(tmp_path, model, step=8, keep=0)
+    edit(folder, format=99, trimtab="9.9")
+    with pytest.raises(InputError, match=r"format 99, written by trimtab 9\.9; .* up to format 1"):
+        load(folder, model)
+    edit(folder, format=1)
+    data = folder / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-5])
+    with pytest.raises(InputError, match=r"not whole: __0_0.distcp has \d+ of \d+ bytes"):
+        load(tmp_path, model)
+    (folder / INDEX).write_text("{")
+    with pytest.raises(InputError, match="not an index"):
+        load(folder, model)
+    (folder / INDEX).unlink()
+    with pytest.raises(InputError, match="step-00000007 was not written to the end"):
+        load(tmp_path, model)
+
+
+def test_without_an_optimiser(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = save(tmp_path, model, step=1)
+    with pytest.raises(ConfigError, match="no optimiser state"):
+        load(folder, model, optimizer)
+    assert load(folder, Model()).index.optimizer is None
+    assert save(tmp_path, model, step=2, keep=1) == whole_checkpoints(tmp_path)[0]
+
+
+def test_states_of_other_optimisers(tmp_path: Path) -> None:
+    for number, make in enumerate((torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Rprop)):
+        options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        model = Model()
+        optimizer = make(model.parameters(), lr=0.1, **options)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(torch.ones(1, 3, D)).square().sum().backward()
+            optimizer.step()
+
+        step()
+        folder = save(tmp_path, model, optimizer, step=number)
+        saved = {key: value.clone() for key, value in read_tensors(folder).items() if key.startswith("optim.")}
+        step()
+        load(folder, model, optimizer)
+        again = read_tensors(save(tmp_path / "again", model, optimizer, step=number))
+        assert saved.keys() == {key for key in again if key.startswith("optim.")}
+        assert all(torch.equal(saved[key], again[key]) for key in saved)
+    fresh = Model()
+    with pytest.raises(ConfigError, match="take a step before loading"):
+        load(tmp_path / "step-00000002", fresh, torch.optim.Adafactor(fresh.parameters()))
+
+
+def test_random_numbers_of_every_kind_come_back(tmp_path: Path) -> None:
+    def draw(model: Model) -> tuple[Any, ...]:
+        own = model.layers[0]["moe"].router.generator
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),  # noqa: NPY002
+            torch.rand(2).tolist(),
+            own.get_state()[:99],
+        )
+
+    def make() -> Model:
+        model = Model()
+        model.layers[0]["moe"].router.generator = torch.Generator().manual_seed(len(whole_checkpoints(tmp_path)))
+        return model
+
+    model = make()
+    random.gauss(0, 1)  # which keeps a second number
+    save(tmp_path, model, step=1)
+    drawn = draw(model)
+    other = make()
+    loaded = load(tmp_path, other)
+    assert str(draw(other)) == str(drawn)
+    loaded.restore_random()
+    assert torch.rand(2).tolist() == drawn[3]
+
+
+def test_buffers_that_take_their_width_from_a_checkpoint(tmp_path: Path) -> None:
+    used, fresh = (AmaxHistory(2, E4M3, 0, "max") for _ in range(2))
+    used.step(torch.tensor([1.0, 2.0, 3.0]))
+    folder = save(tmp_path, used, step=1)
+    load(folder, fresh)
+    assert fresh.history_He.tolist() == used.history_He.tolist()
+    load(save(tmp_path, AmaxHistory(2, E4M3, 0, "max"), step=2), fresh)
+    assert fresh.history_He.shape == (2, 0)
+
+
+def test_whole_tensors_without_a_model(tmp_path: Path) -> None:
+    tensors = {"model.a": torch.randn(3, 4)[:, ::2], "model.none": torch.zeros(0, 2), "model.one": torch.tensor(1.5)}
+    tensors["model.low"] = torch.randn(5).bfloat16()
+    folder = write_tensors(tmp_path, tensors, step=0, experts={}, files={"config.json": "{}"})
+    assert (folder / "config.json").read_text() == "{}"
+    found = read_tensors(folder)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype for key in tensors)
+    with pytest.raises(InputError, match=r"holds no model\.b"):
+        read_tensors(folder, ["model.b"])
+
+
+def test_a_plain_tensor_is_one_piece() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    pieces = Pieces("x", tensor)
+    assert pieces.__get_tensor_shard__(MetadataIndex("x", torch.Size([0, 0]))).data_ptr() == tensor.data_ptr()
+    assert len(pieces.__create_chunk_list__()) == 1
