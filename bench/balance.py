@@ -88,7 +88,7 @@ def plot(results: dict[str, tuple[list[float], list[float]]], path: str) -> None
     left.set(xlabel="step", ylabel="max_vio")
     right.set(xlabel="step", ylabel="nats per byte")
     left.legend(title="balancing", frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 class Index:
     """`trimtab.json`.
 
-    step: optimiser steps taken. world: ranks that wrote it.
+    step: optimiser steps taken. world: ranks that wrote it and left a file each; 0 for tensors alone.
     optimizer: its groups, each {"params": names, "options": lr, betas …, "values": numbers by name and slot}; None
         where no optimiser was saved.
     experts: by name of the experts module, its parameters' global shapes, the number of experts first.

@@ -114,7 +114,7 @@ def write_tensors(
     write_dcp(unfinished, tensors, alone=True)
     for name, text in (files or {}).items():
         (unfinished / name).write_text(text, encoding="utf-8")
-    index = make_index(step=step, world=1, experts=experts, extra=extra or {})
+    index = make_index(step=step, world=0, experts=experts, extra=extra or {})
     on_disk.write_index(unfinished, index)
     return on_disk.finish(unfinished)
 

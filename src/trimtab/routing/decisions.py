@@ -9,7 +9,6 @@ Legend: B sequences, L positions, K experts per token.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +98,11 @@ class Decisions:
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-            raise InputError(f"{path} is no file of routing decisions: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # what torch.load raises for a file of another kind depends on its first bytes
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{path} is no file of routing decisions: {reason}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"{path} is no file of routing decisions")
         if content.get("version") != VERSION:

@@ -1,0 +1,110 @@
+"""`trimtab convert`: the options, and what is printed of a conversion."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trimtab.cli.progress import Progress
+    from trimtab.hf.convert import Converted
+
+DESCRIPTION = """\
+Convert a checkpoint (trimtab's, torch.distributed.checkpoint) to a folder that plain transformers opens, or back.
+Which tensor goes where is transformers' own mapping. Every tensor and every expert is accounted for before anything
+is written; what was written is read back through the inverse, and each tensor's hash must be the source's.
+
+  trimtab convert runs/moe/checkpoints ./model --to safetensors
+  trimtab convert ./Qwen3-30B-A3B ./start --to dcp
+  trimtab convert ./Qwen3-30B-A3B ./start --to dcp --layout qwen3_moe    for a model of trimtab.MoE layers
+
+Optimiser state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
+layer's experts three times over and one file of safetensors (MALLOC_MMAP_THRESHOLD_=65536 has glibc return the rest).
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the command's subparsers."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to safetensors of transformers, or back",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("src", metavar="SRC", help="a checkpoint folder; of several in one folder the latest")
+    add("dst", metavar="DST", help="a folder that is not there yet, or empty")
+    add("--to", required=True, metavar="safetensors|dcp", help="what is written")
+    add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
+    add("--leave", nargs="+", default=[], metavar="GLOB", help="tensors of SRC to leave behind")
+    add("--config", metavar="FOLDER", help="where config.json is, if not in SRC")
+    add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert and print what was done; returns 0. Errors are raised."""
+    if not options.shard_size > 0:
+        raise ConfigError("--shard-size must be more than 0")
+    from trimtab.cli.progress import Progress
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"trimtab convert needs transformers (pip install 'trimtab[hf]'): {error}") from error
+    from trimtab.hf.convert import convert
+
+    transformers.logging.set_verbosity_error()
+    bars: list[Progress] = []
+
+    def on_tensor(done: int, total: int) -> None:
+        if not bars:
+            bars.append(Progress(total, unit="tensor"))
+        bars[0].step()
+
+    try:
+        done = convert(
+            options.src,
+            options.dst,
+            to=options.to,
+            layout=options.layout,
+            leave=options.leave,
+            config=options.config,
+            shard_bytes=int(options.shard_size * 1e9),
+            on_tensor=on_tensor,
+        )
+    finally:
+        for bar in bars:
+            bar.close()
+    print(describe(done), flush=True)
+    return 0
+
+
+def describe(done: Converted) -> str:
+    """What was converted, left behind, written and proved, in lines."""
+    kinds = Counter(str(layout) for layout in done.experts.values())
+    lines = [f"{done.tensors} tensors, {_size(done.nbytes)}, converted; layout {done.layout}"]
+    lines += [f"{count} layers of experts: {kind}" for kind, count in kinds.items()]
+    if done.optimizer[0]:
+        entries, nbytes = done.optimizer
+        lines.append(f"left behind: optimiser state, {entries} tensors, {_size(nbytes)}")
+    if done.left:
+        lines.append(f"left behind as asked: {len(done.left)} tensors, {', '.join(done.left[:3])} ...")
+    lines += [
+        f"source   {done.source_hash}" + (", as its record says" if done.recorded else ""),
+        f"written  {done.hash}",
+        "read back through the inverse mapping: every tensor's hash is the source's",
+        f"{done.folder}: {', '.join(name for name in done.files if not name.endswith('.distcp'))}",
+    ]
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
