@@ -16,6 +16,7 @@ from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import COLUMNS, MOVEMENT, MOVEMENTS, Tag, fill
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import DesyncError, InputError, TrimtabError
 from trimtab.verify.ranks import run_ranks
 
@@ -72,7 +73,7 @@ def mistakes_on_rank(transport: type) -> dict[str, tuple[str, str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("transport", [AllToAll, AllGather])
+@pytest.mark.parametrize("transport", [AllToAll, AllGather, SharedMemory])
 def test_each_mistake_of_one_rank_is_named_on_every_rank_and_the_group_lives_on(transport: type) -> None:
     """The last mistake is found as well as the first: nothing is left over in the group between them."""
     everyone = run_ranks(mistakes_on_rank, RANKS, transport, deadline=30.0)

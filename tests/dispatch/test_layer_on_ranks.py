@@ -12,12 +12,13 @@ from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.plan import plan_experts
+from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.kernels.grouped import get_kernels
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 12
-TRANSPORTS = {"alltoall": AllToAll, "allgather": AllGather}
+TRANSPORTS = {"alltoall": AllToAll, "allgather": AllGather, "shared_memory": SharedMemory}
 
 
 def expert_weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +86,7 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
-@pytest.mark.parametrize("transport", ["alltoall", "allgather"])
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)], ids=str
 )

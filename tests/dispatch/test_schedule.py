@@ -20,6 +20,8 @@ from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import COLUMNS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.dispatch.plan import plan_experts
+from trimtab.dispatch.shared_host import HostMemory
+from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Headers, Lanes
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
@@ -67,11 +69,14 @@ def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str
     warnings.simplefilter("error", FutureWarning)  # this process ends with the test
     dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
     found = {}
+    turn = HostMemory.turn
     for pattern in PATTERNS:
         x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, torch.float32)
-        with recorded() as forward:
+        with recorded() as forward, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostMemory, "turn", lambda self, calls=forward: (calls.append("meet"), turn(self)))
             y = run_layer(dispatcher, x.requires_grad_(), ids, w.requires_grad_(), mask)
-        with recorded() as backward:
+        with recorded() as backward, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostMemory, "turn", lambda self, calls=backward: (calls.append("meet"), turn(self)))
             y.square().sum().backward()
         assert x.grad is not None
         assert w.grad is not None
@@ -81,17 +86,23 @@ def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
 @pytest.mark.parametrize("guard", [True, False])
-@pytest.mark.parametrize(("transport", "spread"), [(AllToAll, 1), (AllGather, 2)])
+@pytest.mark.parametrize(
+    ("transport", "name", "spread"),
+    [(AllToAll, "all_to_all_single", 1), (AllGather, ALL_GATHER, 2), (SharedMemory, "meet", 1)],
+)
 def test_every_rank_issues_the_same_collectives_whatever_the_routing(
-    transport: type, spread: int, guard: bool, combine: Combine
+    transport: type, name: str, spread: int, guard: bool, combine: Combine
 ) -> None:
-    """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index.
+    """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index. Ranks
+    that share memory meet as often, and issue no collective.
 
     With a guard each movement but the first, which has its headers, is announced by one more.
     """
-    name = "all_to_all_single" if transport is AllToAll else ALL_GATHER
     expected = ([name] * (2 + spread + guard), [name] * (1 + spread + 2 * guard))
     for found in run_ranks(schedule_on_rank, 4, transport, combine, guard):
+        if transport is SharedMemory:  # the first call is when the ranks get to know each other
+            first = found[PATTERNS[0]][0]
+            assert first.pop(0) == "meet"
         assert found == dict.fromkeys(PATTERNS, expected)
 
 
@@ -114,12 +125,12 @@ class OneSync:
         assert headers_PC.shape == (2, COLUMNS)
         return Headers(sent=told, received=told, everyone=[])
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        return self.move(table_TB.index_select(0, row_token_M), lanes)
+    def spread(self, tensors: list[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        return self.move([t.index_select(0, row_token_M) for t in tensors], lanes, tokens)
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        assert rows_MB.shape[0] == sum(lanes.outgoing)
-        return rows_MB.new_empty(sum(lanes.incoming), rows_MB.shape[1])
+    def move(self, tensors: list[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        assert {t.shape[0] for t in tensors} == {sum(lanes.outgoing)}
+        return [t.new_empty(sum(lanes.incoming), t.shape[1]) for t in tensors]
 
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])

@@ -126,6 +126,7 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
     reduce_float64_like_float32()
     trimtab.hf.register()
     trimtab.hf.register("trimtab_ordered", combine="ordered")
+    trimtab.hf.register("trimtab_shared", transport="shared_memory")
     answers = []
     for case in cases:
         try:

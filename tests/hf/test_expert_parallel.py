@@ -105,6 +105,12 @@ def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     verify(both_precisions(case), tmp_path)
 
 
+def test_ranks_that_share_memory(tmp_path: Path) -> None:
+    name = "trimtab_shared"
+    case = Case(family="qwen3_moe", mesh=TWO, experts=name, exchange=name, dtype=torch.float64, patterns=PATTERNS)
+    verify([case], tmp_path)
+
+
 def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> None:
     run_ranks(run_shared, 2, Case(family="qwen3_moe", mesh=TWO), str(tmp_path), deadline=120.0)
 

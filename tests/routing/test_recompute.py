@@ -115,8 +115,8 @@ def test_rounding_before_the_layer_is_told_from_other_tokens(
     block.norm.register_forward_hook(lambda _m, _a, y: y * (1 + 4e-3 * torch.randn(y.shape).double()))
     recall, found = Memory.recall, []
 
-    def spy(memory: Memory, tokens: int, sum_D: Tensor) -> Remembered | None:
-        found.append(recall(memory, tokens, sum_D))
+    def spy(memory: Memory, tokens: int, sum_C: Tensor) -> Remembered | None:
+        found.append(recall(memory, tokens, sum_C))
         return found[-1]
 
     monkeypatch.setattr(Memory, "recall", spy)

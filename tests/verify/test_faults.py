@@ -24,6 +24,16 @@ BROKEN = [
     Fault(kind="delay", phase="experts", direction="forward"),
     Fault(kind="delay", phase="experts", direction="backward", look=False, store="tcp"),
 ]
+SHARED = [
+    Fault(kind="kill", phase="count", layer=0, step=0, transport="shared_memory"),
+    Fault(kind="kill", phase="experts", direction="backward", transport="shared_memory", look=False),
+    Fault(kind="freeze", phase="dispatch", direction="backward", transport="shared_memory"),
+    Fault(kind="raise", phase="combine", direction="forward", transport="shared_memory"),
+    Fault(kind="stall", phase="experts", direction="forward", transport="shared_memory", combine="ordered"),
+    Fault(kind="delay", phase="experts", direction="backward", transport="shared_memory"),
+    Fault(kind="skip_combine", transport="shared_memory"),
+    Fault(kind="wrong_splits", phase="combine", direction="backward", transport="shared_memory"),
+]
 DERAILED = [Fault(kind=kind) for kind in DESYNCS if kind != "wrong_splits"]
 DERAILED += [Fault(kind="wrong_splits", phase=p, direction=d) for p, d in (PLACES[1], PLACES[4], PLACES[5], PLACES[7])]
 DERAILED += [Fault(kind="skip_combine", transport="allgather"), Fault(kind="combine_rows"), Fault(kind="bad_shape")]
@@ -38,6 +48,10 @@ def check(cases: Sequence[Fault]) -> None:
 @pytest.mark.xdist_group("ranks4")
 def test_a_rank_that_dies_freezes_or_stalls_is_named_with_its_phase_by_all_others() -> None:
     check(BROKEN)
+
+
+def test_ranks_that_share_memory_are_named_as_those_that_send() -> None:
+    check(SHARED)
 
 
 def test_ranks_out_of_step_are_caught_before_data_moves_on_every_rank() -> None:

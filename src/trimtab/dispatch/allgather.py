@@ -5,7 +5,7 @@ Gloo's all-gather takes equal sizes only, so tables are padded to the longest; p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
 from trimtab.guard.guard import Guard
 
@@ -49,15 +50,18 @@ class AllGather:
         everyone = gather_uneven(headers_PC, self.size, self.group, self.guard).tolist()
         return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        tables = gather_uneven(table_TB, max(tokens), self.group, self.guard)
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        tables = gather_uneven(pack(tensors), max(tokens), self.group, self.guard)
         indices = gather_uneven(row_token_M, max(sum(row) for row in lanes.everyone), self.group, self.guard)
         mine = [indices[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
-        return torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)])
+        return unpack(torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)]), tensors)
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        rows = gather_uneven(rows_MB, max(sum(row) for row in lanes.everyone), self.group, self.guard)
-        return torch.cat([rows[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))])
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        rows = gather_uneven(pack(tensors), max(sum(row) for row in lanes.everyone), self.group, self.guard)
+        parts = [rows[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
+        return unpack(torch.cat(parts), tensors)
 
     def _segments(self, lanes: Lanes) -> list[tuple[int, int]]:
         """Where in each rank's outgoing rows those for this rank lie."""

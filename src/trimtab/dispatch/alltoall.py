@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.dispatch.packing import gather_packed, pack, row_bytes, unpack
 from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
+from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
+
+PACKED_BYTES = 1 << 20
+"""Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
+here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself."""
 
 
 class AllToAll:
     """Transport over `torch.distributed.all_to_all_single`, for any backend that has it (NCCL, Gloo, MPI …).
+
+    On the CPU it keeps the memory of rows that nobody uses any more, and puts the next rows into it.
 
     Args:
         group: the expert group.
@@ -24,6 +34,7 @@ class AllToAll:
         self.guard = guard_for(group, guard)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._workspace = Workspace()
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
         received_PC = torch.empty_like(headers_PC)
@@ -31,11 +42,31 @@ class AllToAll:
         sent, received = torch.stack((headers_PC, received_PC)).tolist()
         return Headers(sent=sent, received=received, everyone=[])
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        return self.move(table_TB.index_select(0, row_token_M), lanes)
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        rows_MB = self._rows(row_token_M.shape[0], tensors)
+        return self._send(gather_packed(tensors, row_token_M, out=rows_MB), tensors, lanes)
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        received = rows_MB.new_empty(sum(lanes.incoming), rows_MB.shape[1])
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        large = max(tokens) * row_bytes(tensors) > PACKED_BYTES and tensors[0].device.type == "cpu"
+        parts = [[tensor] for tensor in tensors] if large else [tensors]
+        return [received for part in parts for received in self._move(part, lanes)]
+
+    def _move(self, tensors: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
+        as_is = len(tensors) == 1 and tensors[0].is_contiguous()
+        rows_MB = None if as_is else self._rows(tensors[0].shape[0], tensors)
+        return self._send(pack(tensors, out=rows_MB), tensors, lanes)
+
+    def _send(self, rows_MB: Tensor, like: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
+        received = self._rows(sum(lanes.incoming), like)
         splits = (list(lanes.incoming), list(lanes.outgoing))
         watched(self.guard, dist.all_to_all_single, received, rows_MB, *splits, group=self.group)
-        return received
+        return [part.data for part in unpack(received, like)]  # each counts its own changes in place
+
+    def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
+        """Memory for packed rows, [rows, B]."""
+        width = row_bytes(like)
+        if like[0].device.type != "cpu":
+            return like[0].new_empty(rows, width, dtype=torch.uint8)
+        return self._workspace.take(rows * width).bytes(rows * width).view(rows, width)

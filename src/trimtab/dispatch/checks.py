@@ -5,8 +5,14 @@ Legend: T local tokens, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from trimtab.errors import InputError
+
+NAME_BYTES = 64
 
 
 def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> list[str]:
@@ -23,7 +29,24 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
     return problems
 
 
+def name_bytes(layer: str) -> Tensor:
+    """A layer's name as data on the host: layers that differ in it alone share one graph of `torch.compile`."""
+    name = layer.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    return torch.tensor(list(name), dtype=torch.uint8, device="cpu")
+
+
 def bad_slots(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
     bad_ids = (ids_TK < -1) | (ids_TK >= num_experts)
     return (bad_ids | ((ids_TK >= 0) & ~w_TK.detach().isfinite())).sum()
+
+
+def raise_if_bad(bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False) -> None:
+    """Raise InputError if any rank has bad slots. ranked: whether the counts are of ranks of a group."""
+    guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
+    if guilty:
+        raise InputError(
+            f"{'; '.join(guilty.values())} with an expert id outside -1..{num_experts - 1} or a weight that "
+            "is not finite. Look at the router's logits there; -1 drops a slot",
+            ranks=tuple(guilty) if ranked else (), layer=layer, phase="route",
+        )  # fmt: skip

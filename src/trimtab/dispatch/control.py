@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,11 +46,15 @@ class Tag:
 
     def columns(self, phase: str, direction: str) -> list[int]:
         """The columns from MOVEMENT on. The name travels as its last 32 bytes, the facts as a checksum."""
+        return [MOVEMENTS.index((phase, direction)), *self._fixed]
+
+    @cached_property
+    def _fixed(self) -> list[int]:
+        """What is the same at each movement of the call."""
         tail = self.layer.encode()[-8 * NAME_COLUMNS :].rjust(8 * NAME_COLUMNS, b"\0")
         name = [int.from_bytes(tail[i : i + 8], "little", signed=True) for i in range(0, len(tail), 8)]
         facts = zlib.crc32(f"{self.layer} {self.facts}".encode())
-        fixed = [self.call, self.experts, self.top_k, self.width, facts]
-        return [MOVEMENTS.index((phase, direction)), *fixed, *name]
+        return [self.call, self.experts, self.top_k, self.width, facts, *name]
 
 
 def fill(

@@ -11,13 +11,14 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.checks import bad_slots, shape_problems
+from trimtab.dispatch.checks import bad_slots, name_bytes, raise_if_bad, shape_problems
 from trimtab.dispatch.control import (
     BAD,
     ROWS,
@@ -97,10 +98,14 @@ class Dispatcher:
             self.layer = layer or f"(unnamed {self.guard.layers})"
             self.guard.layers += 1
         self._named = None if transport is None else NamedTransport(transport, self.layer)
+        self._layer_bytes = name_bytes(self.layer)
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
-        self._at("route")
+        if self._runs_eagerly():
+            self._eagerly(self.begin)
+        else:
+            self._at("route")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Rows:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
@@ -116,6 +121,8 @@ class Dispatcher:
             DesyncError: the ranks of the group are not in the same call.
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
         """
+        if self._runs_eagerly():
+            return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T))
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
         ids = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
@@ -124,7 +131,11 @@ class Dispatcher:
         w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
         bad = bad_slots(ids, w, self.num_experts)
         if self._named is None:
-            if bad.device.type == "cpu":
+            if torch.compiler.is_compiling():
+                from trimtab.dispatch.compiled import checked_ids
+
+                ids = checked_ids(ids, bad, self._layer_bytes, self.num_experts)
+            elif bad.device.type == "cpu":
                 self._raise_if_bad([int(bad)])
             else:
                 torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
@@ -133,9 +144,9 @@ class Dispatcher:
         else:
             route = self._connect(ids, bad, self._named, x_TD)
             x, rows_w, rows_ids = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
-            start = self._named.rank * self.experts_per_rank
-            mine = (rows_ids >= start) & (rows_ids < start + self.experts_per_rank)
-            rows_ids = torch.where(mine, rows_ids - start, -1)
+            rows_ids = rows_ids.contiguous() - self._named.rank * self.experts_per_rank  # strided, ops are 10x slower
+            mine = (rows_ids >= 0) & (rows_ids < self.experts_per_rank)
+            rows_ids = torch.where(mine, rows_ids, -1)
         if self.combine_mode == "sum":
             return Rows(
                 x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route,
@@ -160,6 +171,8 @@ class Dispatcher:
             InputError: another number of rows; on every rank of the group where a guard waits, else here alone.
             DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
         """
+        if self._runs_eagerly():
+            return cast(Tensor, self._eagerly(self.combine, y, rows))
         if y.dim() != 2 or y.shape[0] != rows.x.shape[0]:
             error = InputError(
                 f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out, as {tuple(y.shape)}",
@@ -174,6 +187,15 @@ class Dispatcher:
             out = Collect.apply(rows.route, y, rows.x)  # type: ignore[no-untyped-call]
         return out
 
+    def _runs_eagerly(self) -> bool:
+        """Whether a graph is being traced that ends here: what goes over ranks reads counts, and is no part of any."""
+        return self._named is not None and torch.compiler.is_compiling()
+
+    def _eagerly(self, method: Callable[..., Any], *args: Any) -> Any:
+        from trimtab.dispatch.compiled import eagerly
+
+        return eagerly(method, *args)
+
     def _connect(self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor) -> RankRoute:
         """Sort, count, tell the peers, and check what they told, before any row moves."""
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
@@ -186,7 +208,8 @@ class Dispatcher:
         raise_if_desynced(headers, transport.rank, tag, "count")
         self._raise_if_bad([header[BAD] for header in headers.received])
         rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
-        plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing))
+        ordered = self.combine_mode == "ordered"
+        plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
         if plan.row_token_M.shape[0] != sum(rows.outgoing):
             error = DesyncError(
                 f"rank {transport.rank} has {plan.row_token_M.shape[0]} rows to send and told its peers of "
@@ -229,10 +252,4 @@ class Dispatcher:
         raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")
 
     def _raise_if_bad(self, bad_P: list[int]) -> None:
-        guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
-        if guilty:
-            raise InputError(
-                f"{'; '.join(guilty.values())} with an expert id outside -1..{self.num_experts - 1} or a weight that "
-                "is not finite. Look at the router's logits there; -1 drops a slot",
-                ranks=tuple(guilty) if self.transport is not None else (), layer=self.layer, phase="route",
-            )  # fmt: skip
+        raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=self.transport is not None)

@@ -1,9 +1,11 @@
 """A transport on behalf of one layer: every exchange runs below a stack frame with the layer's name.
 
-Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received, B bytes of a row.
+Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -22,10 +24,12 @@ class NamedTransport:
         headers: Headers = self._frame(self._transport.exchange_headers, headers_PC)
         return headers
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        received: Tensor = self._frame(self._transport.spread, table_TB, row_token_M, lanes, tokens)
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        received: list[Tensor] = self._frame(self._transport.spread, tensors, row_token_M, lanes, tokens)
         return received
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        received: Tensor = self._frame(self._transport.move, rows_MB, lanes)
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        received: list[Tensor] = self._frame(self._transport.move, tensors, lanes, tokens)
         return received

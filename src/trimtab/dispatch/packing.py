@@ -2,7 +2,7 @@
 
     [ tokens D x dtype | weights K x float32 | ids K x int32 ]      each part starts at a multiple of 8 bytes
 
-Legend: n rows, B bytes of a row.
+Legend: n rows, T tokens, M rows sent, B bytes of a row.
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ from trimtab.layout import align_up
 PART_ALIGNMENT = 8
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [n, *] of any dtypes as one [n, B] uint8. A single one is not copied if it is contiguous."""
-    if len(tensors) == 1:
-        return tensors[0].contiguous().view(torch.uint8)
-    widths = [align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in tensors]
-    packed = torch.empty(tensors[0].shape[0], sum(widths), dtype=torch.uint8, device=tensors[0].device)
+def row_bytes(like: Sequence[Tensor]) -> int:
+    """B of rows that hold one row [*] of each tensor [n, *]."""
+    return sum(align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in like)
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, a contiguous one alone is not copied."""
+    if len(tensors) == 1 and out is None and tensors[0].is_contiguous():
+        return tensors[0].detach().view(torch.uint8)
+    packed = _empty(tensors[0].shape[0], tensors) if out is None else out
     for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
-        part.copy_(tensor)
+        part.copy_(tensor.detach())
+    return packed
+
+
+def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
+    packed = _empty(row_token_M.shape[0], tensors) if out is None else out
+    for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+        torch.index_select(tensor.detach(), 0, row_token_M, out=part)
     return packed
 
 
@@ -36,3 +48,7 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         parts.append(packed[:, start : start + size].view(tensor.dtype))
         start += align_up(size, PART_ALIGNMENT)
     return parts
+
+
+def _empty(rows: int, like: Sequence[Tensor]) -> Tensor:
+    return torch.empty(rows, row_bytes(like), dtype=torch.uint8, device=like[0].device)

@@ -33,13 +33,13 @@ class RankPlan:
 
     row_token_M: [M] token of each row; rows are grouped by rank, in token order within a rank.
     token_bags: T bags over the M rows, the ranks of a token in the order of its slots.
-    slot_bags: T bags over the kept slots grouped by (rank, token, k): the order in which slots come back.
+    slot_bags: T bags over the kept slots grouped by (rank, token, k), the order in which slots come back; or None.
     rows_P, slots_P: [P] int64 rows and kept slots for each rank.
     """
 
     row_token_M: Tensor
     token_bags: Bags
-    slot_bags: Bags
+    slot_bags: Bags | None
     rows_P: Tensor
     slots_P: Tensor
 
@@ -74,13 +74,18 @@ def inverse_of(order_N: Tensor) -> Tensor:
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(order_N.shape[0], device=order_N.device))
 
 
+def static_by_default(t: Tensor) -> bool:
+    """Whether sizes must not depend on what `t` holds."""
+    return t.device.type != "cpu" or torch.compiler.is_compiling()
+
+
 def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static: bool | None = None) -> Tensor:
     """The kept values in order.
 
-    Static (the default on a device): nothing is read back to the host, so the result has `size` elements, the number
-    of kept values where it is known and N where it is not, filled up with zeros.
+    Static (the default on a device and under `torch.compile`): nothing is read back to the host, so the result has
+    `size` elements, the number of kept values where it is known and N where it is not, filled up with zeros.
     """
-    if not (values_N.device.type != "cpu" if static is None else static):
+    if not (static_by_default(values_N) if static is None else static):
         return values_N[keep_N]
     n = values_N.shape[0] if size is None else size
     place_N = torch.where(keep_N, keep_N.cumsum(0) - 1, n).clamp_(max=n)
@@ -102,6 +107,7 @@ class RankSort:
     rows_P: Tensor
     slots_P: Tensor
     order_N: Tensor
+    token_N: Tensor
     row_N: Tensor
     new_row_N: Tensor
     kept_N: Tensor
@@ -114,35 +120,43 @@ def sort_by_rank(ids_TK: Tensor, experts_per_rank: int, ranks: int) -> RankSort:
     ids_N = ids_TK.reshape(-1)
     kept_N = ids_N >= 0
     key_N = torch.where(kept_N, ids_N.div(experts_per_rank, rounding_mode="floor"), ranks)
-    order_N = torch.argsort(narrow(key_N, ranks), stable=True)
-    sorted_key_N, sorted_token_N = key_N[order_N], order_N // max(top_k, 1)
+    sorted_key_N, order_N = torch.sort(narrow(key_N, ranks), stable=True)
+    # Each sorted slot's token: looked up, for a division of 64-bit integers takes ten times as long.
+    token_N = torch.arange(tokens, device=ids_N.device)[:, None].expand(tokens, top_k).reshape(-1)
+    sorted_token_N = token_N.index_select(0, order_N)
     # A row begins where the token or the rank changes; -1 differs from every token.
     before = torch.full((1,), -1, dtype=torch.int64, device=ids_N.device)
     new_row_N = sorted_token_N != torch.cat((before, sorted_token_N))[:-1]
     new_row_N |= sorted_key_N != torch.cat((before.to(sorted_key_N.dtype), sorted_key_N))[:-1]
     new_row_N &= sorted_key_N < ranks
-    size_P1 = torch.zeros(ranks + 1, dtype=torch.int64, device=ids_N.device)
+    rows_N = new_row_N.cumsum(0)
+    # Where each rank's slots begin, and how many rows lie before.
+    cuts_P1 = torch.searchsorted(sorted_key_N, torch.arange(ranks + 1, device=ids_N.device, dtype=sorted_key_N.dtype))
+    rows_before_P1 = torch.cat((before + 1, rows_N)).index_select(0, cuts_P1)
     return RankSort(
-        rows_P=size_P1.scatter_add(0, sorted_key_N.long(), new_row_N.long())[:ranks],
-        slots_P=size_P1.scatter_add(0, sorted_key_N.long(), torch.ones_like(order_N))[:ranks],
+        rows_P=rows_before_P1.diff(),
+        slots_P=cuts_P1.diff(),
         order_N=order_N,
-        row_N=new_row_N.cumsum(0) - 1,
+        token_N=sorted_token_N,
+        row_N=rows_N - 1,
         new_row_N=new_row_N,
         kept_N=kept_N,
         tokens=tokens,
     )
 
 
-def plan_ranks(sort: RankSort, num_rows: int, num_slots: int) -> RankPlan:
-    """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank."""
+def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool = True) -> RankPlan:
+    """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank.
+
+    ordered: whether slots come back one by one, so that `slot_bags` are needed.
+    """
     order_N = sort.order_N
-    top_k = order_N.shape[0] // max(sort.tokens, 1)
     first_N = torch.empty_like(sort.new_row_N).scatter_(0, order_N, sort.new_row_N)
     slot_row_N = torch.empty_like(sort.row_N).scatter_(0, order_N, sort.row_N)
     return RankPlan(
-        row_token_M=compact(order_N // max(top_k, 1), sort.new_row_N, num_rows),
+        row_token_M=compact(sort.token_N, sort.new_row_N, num_rows),
         token_bags=bags_of(slot_row_N, first_N, sort.tokens, num_rows),
-        slot_bags=bags_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots),
+        slot_bags=bags_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots) if ordered else None,
         rows_P=sort.rows_P,
         slots_P=sort.slots_P,
     )
@@ -160,7 +174,8 @@ def plan_experts(
 
     Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
     `num_slots` is the number of kept slots where the caller knows it. Without it a static plan (the default on a
-    device: nothing is read back) takes the bound N (+ padding); its expert rows beyond offsets_e[-1] are padding too.
+    device and under `torch.compile`: nothing is read back) takes the bound N (+ padding); its expert rows beyond
+    offsets_e[-1] are padding too.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
@@ -177,7 +192,7 @@ def plan_experts(
     shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)
     place_N = inverse_of(order_N) + shift_e[key_N.clamp(max=num_experts - 1).long()]
     bound = (ids_N.shape[0] if num_slots is None else num_slots) + num_experts * (alignment - 1)
-    static = ids_N.device.type != "cpu" if static is None else static
+    static = static_by_default(ids_N) if static is None else static
     total = bound if static else int(offsets_e[-1])
     slot_R = order_N.new_full((total + 1,), -1)
     slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)

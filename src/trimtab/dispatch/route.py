@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.control import MOVEMENTS, UNUSABLE, Tag, announce
-from trimtab.dispatch.packing import pack, unpack
+from trimtab.dispatch.packing import row_bytes
 from trimtab.dispatch.plan import RankPlan, bags_of
 from trimtab.dispatch.transport import Lanes, Transport, guard_of
 from trimtab.errors import InputError
@@ -101,27 +101,23 @@ class RankRoute:
         return sum(self.slots.incoming)
 
     def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        table = pack(tensors)
         phase = "dispatch" if direction == "forward" else "combine"
-        with self._movement(phase, direction, self.rows, table):
-            packed = self.transport.spread(table, self.plan.row_token_M, self.rows, self.tokens)
-        return unpack(packed, tensors)
+        with self._movement(phase, direction, self.rows, tensors):
+            return self.transport.spread(tensors, self.plan.row_token_M, self.rows, self.tokens)
 
     def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        lanes, rows = self.rows.reversed(), pack(tensors)
+        lanes = self.rows.reversed()
         phase = "combine" if direction == "forward" else "dispatch"
-        with self._movement(phase, direction, lanes, rows):
-            packed = self.transport.move(rows, lanes)
-        if len({t.dtype for t in tensors}) == 1:  # one sum over the whole row
-            summed = combine_rows(packed.view(tensors[0].dtype), self.plan.token_bags)
-            return unpack(summed.view(torch.uint8), tensors)
-        return [combine_rows(part, self.plan.token_bags) for part in unpack(packed, tensors)]
+        with self._movement(phase, direction, lanes, tensors):
+            received = self.transport.move(tensors, lanes, self.tokens)
+        return combine_parts(received, self.plan.token_bags)
 
     def collect_slots(self, rows_RD: Tensor) -> Tensor:
-        lanes, rows = self.slots.reversed(), pack([rows_RD])
-        with self._movement("combine", "forward", lanes, rows):
-            packed = self.transport.move(rows, lanes)
-        return combine_rows(packed.view(rows_RD.dtype), self.plan.slot_bags)
+        lanes, bags = self.slots.reversed(), self.plan.slot_bags
+        assert bags is not None
+        with self._movement("combine", "forward", lanes, [rows_RD]):
+            (received,) = self.transport.move([rows_RD], lanes, self.tokens)
+        return combine_rows(received, bags)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
         if guard_of(self.transport) is not None and like.device.type == "cpu":
@@ -130,15 +126,15 @@ class RankRoute:
         raise error
 
     @contextmanager
-    def _movement(self, phase: str, direction: Direction, lanes: Lanes, rows: Tensor) -> Iterator[None]:
+    def _movement(self, phase: str, direction: Direction, lanes: Lanes, rows: Sequence[Tensor]) -> Iterator[None]:
         """Say where this rank is and, where the host waits anyway, see that all are there before rows move."""
         guard, tag = guard_of(self.transport), self.tag
         if guard is None:
             yield
             return
         guard.at(tag.layer, phase, direction, tag.call)
-        if rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
-            announce(self.transport, lanes, tag, phase, direction, row_bytes=rows.shape[1])
+        if rows[0].device.type == "cpu" and (phase, direction) in MOVEMENTS:
+            announce(self.transport, lanes, tag, phase, direction, row_bytes=row_bytes(rows))
         yield
         after, turn, state = _AFTER[phase, direction]
         guard.at(tag.layer, after, turn, tag.call, state)
@@ -150,3 +146,21 @@ def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Bags]:
     bags = bags_of(torch.arange(kept_N.shape[0], device=kept_N.device), kept_N, ids_MK.shape[0], num_slots)
     place = Bags(index=torch.arange(bags.index.shape[0], device=kept_N.device), offsets=bags.offsets)
     return bags.index, place
+
+
+def combine_parts(parts: Sequence[Tensor], bags: Bags) -> list[Tensor]:
+    """`combine_rows` of each part [n, *], which lie side by side in the same rows or each alone.
+
+    Side by side, all parts of the first one's dtype come out of one sum over the whole row: to sum a part whose rows
+    are not adjacent, kernels would copy it first. The others, which are narrow, are summed alone.
+    """
+    first = parts[0]
+    stride = first.stride(0)
+    if len(parts) == 1 or stride == first.shape[1]:
+        return [combine_rows(part, bags) for part in parts]
+    summed = combine_rows(first.as_strided((first.shape[0], stride), (stride, 1)), bags)
+    starts = [part.storage_offset() - first.storage_offset() for part in parts]
+    return [
+        summed[:, start : start + part.shape[1]] if part.dtype == first.dtype else combine_rows(part, bags)
+        for part, start in zip(parts, starts, strict=True)
+    ]

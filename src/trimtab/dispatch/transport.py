@@ -2,12 +2,12 @@
 
 A transport knows nothing of experts, weights or gradients, and never asks whether a count is zero.
 
-Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received, B bytes of a row.
+Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,13 +89,20 @@ class Transport(Protocol):
         """Give row p of `headers_PC` [P, C] int64 to rank p. The only host sync of a layer."""
         ...
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        """Rows `table_TB[row_token_M]` [M, B] uint8, grouped by rank, to their ranks: [M', B] by source rank.
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Rows `t[row_token_M]` of each tensor [T, *], grouped by rank, to their ranks: [M', *] each, by source rank.
 
-        tokens: [P] the number of rows of each rank's table.
+        Tensors of one call differ in dtype and width, which are the same on all ranks. tokens: [P] each rank's T.
         """
         ...
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        """Rows [M, B] uint8, grouped by rank, to their ranks: [M', B], grouped by source rank."""
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, grouped by source rank.
+
+        tokens: as in `spread`: what all ranks know alike of how much there is.
+
+        What comes out belongs to the caller; its rows may be parts of longer ones (`route.combine_parts`).
+        """
         ...

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.constants import default_pg_timeout
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
@@ -18,6 +19,14 @@ def has_gloo(group: dist.ProcessGroup) -> bool:
         return str(group._get_backend(torch.device("cpu")).name()).lower() == "gloo"
     except RuntimeError:
         return False
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which this group's own collectives on CPU tensors give up."""
+    if not has_gloo(group):
+        return default_pg_timeout.total_seconds()
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
 
 
 def store_host(store: Any, world: Sequence[int]) -> int | None:

@@ -17,23 +17,21 @@ import sys
 import threading
 import time
 import weakref
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.guard.group import has_gloo, outlive, store_host
+from trimtab.guard.group import has_gloo, outlive, store_host, timeout_of
 from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
 from trimtab.guard.peers import Peer
 from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
+from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
 
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
-_SLICE = timedelta(milliseconds=100)
 _NAMES = 120
 
 
@@ -68,8 +66,7 @@ class Guard:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.gloo = has_gloo(group)
         if self.gloo:
-            limit = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            self.deadline = min(self.deadline, 0.9 * limit)
+            self.deadline = min(self.deadline, 0.9 * timeout_of(group))
         self._slate = Slate(self.rank)
         self._watches: list[Watch] = []
         self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches)
@@ -94,8 +91,8 @@ class Guard:
         """Where this rank is, by its own record."""
         return self._slate.view().place()
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective over Gloo, in slices, so that this thread stays in charge.
+    def wait(self, work: Waiting) -> None:
+        """Wait for a collective over Gloo, or through shared memory, in slices, so that this thread stays in charge.
 
         Raises:
             PeerLost, PhaseTimeout: the cause, the same on every rank. What else a rank published with `fail`.
@@ -126,15 +123,15 @@ class Guard:
         """Stop watching. Also done when the guard is collected and when the process ends."""
         self._finish()
 
-    def _done(self, work: dist.Work, start: float) -> bool:
+    def _done(self, work: Waiting, start: float) -> bool:
         try:
-            work.wait(_SLICE)
+            work.wait(SLICE)
             return True
         except RuntimeError:
             if not work.is_completed():
                 return False
         try:
-            work.wait(_SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
+            work.wait(SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
             return True
         except RuntimeError as error:
             failure = str(error).splitlines()[0]

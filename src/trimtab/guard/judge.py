@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from trimtab.errors import DesyncError, InputError, PeerLost, PhaseTimeout, TrimtabError
+from trimtab.errors import BackendError, ConfigError, DesyncError, InputError, PeerLost, PhaseTimeout, TrimtabError
 from trimtab.guard.peers import Peer
 from trimtab.guard.place import Place
 
 _KINDS: dict[str, type[TrimtabError]] = {
-    kind.__name__: kind for kind in (PeerLost, PhaseTimeout, DesyncError, InputError)
+    kind.__name__: kind for kind in (PeerLost, PhaseTimeout, DesyncError, InputError, ConfigError, BackendError)
 }
 
 

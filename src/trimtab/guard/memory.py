@@ -1,4 +1,6 @@
-"""Shared memory without a file name: one page that its process writes and others read.
+"""Shared memory without a file name: what one process creates and others of its host map.
+
+Nothing is left in the file system, whatever ends the processes: the memory is gone with the last that has it mapped.
 
 Python's own `mmap` keeps a file descriptor for each mapping; a rank that watches all its peers in every layer would run
 out of them. Here only the owner keeps one.
@@ -13,15 +15,31 @@ import weakref
 from typing import Any
 
 SIZE = 4096
+"""Bytes of a guard's record: one page."""
 
 
-def create(name: str) -> tuple[Any, int]:
-    """A fresh page of zeros, as a writable buffer, and the descriptor by which others find it (-1: they cannot)."""
+def create(name: str, size: int = SIZE) -> tuple[Any, int]:
+    """Fresh zeros, as a writable buffer, and the descriptor by which others find them (-1: they cannot)."""
+    fd = reserve(name, size)
+    if fd < 0:
+        return mmap.mmap(-1, size), -1
+    return map_range(fd, size), fd
+
+
+def reserve(name: str, size: int) -> int:
+    """The descriptor of `size` bytes that take no memory until they are written; -1 where the system has none.
+
+    OSError if the process may not have a file of that size (`ulimit -f`).
+    """
     if not hasattr(os, "memfd_create"):
-        return mmap.mmap(-1, SIZE), -1
+        return -1
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, SIZE)
-    return _map(fd, mmap.PROT_READ | mmap.PROT_WRITE), fd
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def open_readonly(path: str) -> Any:
@@ -30,21 +48,23 @@ def open_readonly(path: str) -> Any:
     try:
         if os.fstat(fd).st_size != SIZE:
             raise OSError(f"{path} does not hold one page of {SIZE} bytes")
-        return _map(fd, mmap.PROT_READ)
+        return map_range(fd, SIZE, writable=False)
     finally:
         os.close(fd)
 
 
-def _map(fd: int, protection: int) -> Any:
+def map_range(fd: int, size: int, offset: int = 0, *, writable: bool = True) -> Any:
+    """`size` bytes from `offset` (a multiple of the page size), as a buffer; unmapped when nobody holds it any more."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
     )  # fmt: skip
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address = libc.mmap(None, SIZE, protection, mmap.MAP_SHARED, fd, 0)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
     if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap")
-    page = (ctypes.c_char * SIZE).from_address(address)
-    weakref.finalize(page, libc.munmap, address, SIZE).atexit = False
-    return page
+        raise OSError(ctypes.get_errno(), f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    return memory

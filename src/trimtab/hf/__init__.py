@@ -11,20 +11,26 @@ if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import Combine
 
 
-def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
+def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str = "alltoall") -> None:
     """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
 
     Args:
         name: what `experts_implementation=` and `ep_implementation=` will call it.
         combine: "sum", or "ordered" for bits that do not depend on the number of ranks
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
+        transport: how rows travel, by a name that `trimtab.parallel.style.ExpertParallel` knows.
 
-    Calling it again is harmless; another name with another `combine` lives beside the first.
+    Calling it again is harmless; another name with other options lives beside the first.
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
+        ConfigError: there is no transport of that name.
     """
-    from trimtab.errors import BackendError
+    from trimtab.errors import BackendError, ConfigError
+    from trimtab.parallel.wiring import TRANSPORTS
+
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
 
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -37,5 +43,8 @@ def register(name: str = "trimtab", *, combine: Combine = "sum") -> None:
 
     kernels = KernelChoice("auto")  # one for all layers: tested once
     ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=kernels))
-    own = {"experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet()}
+    own = {
+        "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
+        "make_transport": staticmethod(TRANSPORTS[transport]),
+    }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

@@ -11,19 +11,20 @@ Legend: T tokens of this rank, K experts per token, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
 from trimtab.dispatch.shard import shard, unshard
+from trimtab.dispatch.transport import Transport
 from trimtab.hf.experts import experts_forward
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.layout import SequenceLayout
@@ -56,6 +57,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     experts_name: str
     combine: Combine
     kernels: KernelChoice
+    make_transport: Callable[[dist.ProcessGroup], Transport]
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
@@ -75,14 +77,14 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
             layer=f"{type(experts).__name__} {next(self.built)}",
         )
 
-    def _transport_over(self, ep_mesh: DeviceMesh) -> AllToAll:
+    def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
         """One for all modules that were given this very mesh, which is one model's.
 
         All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
         found until its cycles are collected, and when that is differs between ranks.
         """
         shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
-        return next(shared, None) or AllToAll(self.ep_group)
+        return next(shared, None) or self.make_transport(self.ep_group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""

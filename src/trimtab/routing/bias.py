@@ -11,11 +11,10 @@ Legend: E experts.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
-from trimtab.routing.losses import StepTotals, all_sum
+from trimtab.routing.losses import Groups, StepTotals, all_sum
 from trimtab.routing.router import Router
 
 
@@ -31,11 +30,12 @@ def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
 
 
 @torch.no_grad()
-def update_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
     """End an optimiser step: update every expert bias, forget the step's loads, and return them, global, by router.
 
     Every rank of `group` must call (one all-reduce for the whole model); None if this rank holds the global batch.
-    Ranks that route shares of the same tokens count each token once, so `group` holds all of them.
+    Ranks that route shares of the same tokens count each token once, so `group` holds all of them: in a model that
+    `trimtab.parallel` has laid out, `router.groups.batch`.
 
     Raises:
         ConfigError: the model has no router.

@@ -11,7 +11,8 @@ For real tokens t, with p[t] the scores as a distribution and f the fraction of 
 times their coefficients. The first three are 1 where the load is even; a sequence counts by its real tokens.
 
 Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and one of
-B E counts over `LossGroups.sequence`), issued by every rank on every call, whatever its tokens. Each rank's value is
+B E counts over `LossGroups.sequence`; one after another where these are several groups), issued by every rank on every
+call, whatever its tokens. Each rank's value is
 the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging parameter
 gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
 
@@ -23,6 +24,7 @@ Legend: T tokens of this rank, B sequences, E experts, K experts per token, N re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +34,13 @@ from torch import Tensor
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.scores import count_ids, probabilities
 
+Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
+"""One group; several that cross, as the dims of a mesh do: the sums over one are summed over the next; or none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossGroups:
-    """Who shares what.
+    """Who shares what. `trimtab.parallel` sets it from the meshes it is handed; a value set by hand stays.
 
     batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.
     sequence: the ranks that hold parts of the same sequences (TP, CP); None if sequences are whole.
@@ -43,18 +48,18 @@ class LossGroups:
         some of the ranks and a mean over the others needs the number of the others.
     """
 
-    batch: dist.ProcessGroup | None = None
-    sequence: dist.ProcessGroup | None = None
+    batch: Groups = None
+    sequence: Groups = None
     divisor: int | None = None
 
     @property
     def gradient_scale(self) -> int:
         if self.divisor is not None:
             return self.divisor
-        return 1 if self.everyone is None else dist.get_world_size(self.everyone)
+        return math.prod([dist.get_world_size(group) for group in each_group(self.everyone)])
 
     @property
-    def everyone(self) -> dist.ProcessGroup | None:
+    def everyone(self) -> Groups:
         return self.sequence if self.batch is None else self.batch
 
 
@@ -76,9 +81,16 @@ def fraction(counts: Tensor) -> Tensor:
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
-def all_sum(t: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`t` summed over the group, in place."""
-    if group is not None:
+def each_group(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
+    """All of them, in their order."""
+    if groups is None:
+        return ()
+    return groups if isinstance(groups, tuple) else (groups,)
+
+
+def all_sum(t: Tensor, groups: Groups) -> Tensor:
+    """`t` summed over the ranks of all groups, in place."""
+    for group in each_group(groups):
         dist.all_reduce(t, group=group)
     return t
 
@@ -112,7 +124,7 @@ def balance_losses(
     real_T1 = real_T[:, None]
     p_TE = probabilities(scores_TE, c.score).masked_fill(~real_T1, 0)
     p_E = p_TE.sum(0)
-    z = logits_TE.logsumexp(-1).square().masked_fill(~real_T, 0).sum()
+    z = _log_sum_exp(logits_TE).square().masked_fill(~real_T, 0).sum()
     f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
     sequence = (f_BE * _per(p_TE, batch)).sum()
     sums = (real_T.sum()[None], count_ids(chosen_TK, num_experts), p_E, sequence[None], z[None])
@@ -136,6 +148,14 @@ def balance_losses(
         "z": joined(z, sum_z),
     }
     return {name: found[name] * factor for name, factor in coefficients.items() if factor}, counts_E
+
+
+def _log_sum_exp(logits_TE: Tensor) -> Tensor:
+    """[T]. torch's own asks whether there are any logits, which a graph for any number of tokens cannot answer."""
+    if not torch.compiler.is_compiling():
+        return logits_TE.logsumexp(-1)
+    top_T1 = logits_TE.detach().amax(-1, keepdim=True)
+    return (logits_TE - top_T1).exp().sum(-1).log() + top_T1[:, 0]
 
 
 def _per(t_TE: Tensor, batch: int) -> Tensor:

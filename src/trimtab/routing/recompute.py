@@ -10,7 +10,7 @@ A decision lives as long as the autograd graph of its forward. Where there is no
 most. Of several forwards of the same tokens the last counts; those that were given their `ids` are given them again.
 Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
 
-Legend: T tokens, D model dim, K experts per token.
+Legend: T tokens, D model dim, K experts per token, C columns that are summed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+
+COLUMNS = 64
+"""How many of a token's columns are summed: all would cost as much as a copy of the tokens, and more in bf16."""
 
 TOLERANCE = 0.05
 """How far apart the sums of the tokens of two runs may be, relative to their size. bfloat16 rounding makes 0.004."""
@@ -45,7 +48,7 @@ class Remembered:
     the micro-batches before."""
 
     choice: Choice
-    sum_D: Tensor
+    sum_C: Tensor
     noise: Tensor | None
     counts_before_E: Tensor
 
@@ -69,8 +72,8 @@ def in_backward() -> bool:
 
 
 def token_sum(x_TD: Tensor) -> Tensor:
-    """[D], in float32 at least."""
-    return x_TD.detach().sum(0, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    """Sum over the tokens of their first columns, in float32 at least: what tells micro-batches apart."""
+    return x_TD.detach()[:, :COLUMNS].sum(0, dtype=torch.promote_types(x_TD.dtype, torch.float32))
 
 
 class Memory:
@@ -95,18 +98,18 @@ class Memory:
             self._held.append(remembered)
         return weights_TK
 
-    def recall(self, tokens: int, sum_D: Tensor) -> Remembered | None:
+    def recall(self, tokens: int, sum_C: Tensor) -> Remembered | None:
         """What was decided for these tokens, if this is a forward that runs again. One host sync then, on a device."""
         if not in_backward():
             return None
         in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
         newest_first = (*reversed(in_graphs), *reversed(self._held))
-        alike = (tokens, sum_D.dtype, sum_D.device)
-        known = [m for m in newest_first if (m.choice.chosen.shape[0], m.sum_D.dtype, m.sum_D.device) == alike]
+        alike = (tokens, sum_C.dtype, sum_C.device)
+        known = [m for m in newest_first if (m.choice.chosen.shape[0], m.sum_C.dtype, m.sum_C.device) == alike]
         if not known:
             return None
-        size = sum_D.norm().clamp(min=torch.finfo(sum_D.dtype).tiny)
-        distances = ((torch.stack([one.sum_D for one in known]) - sum_D).norm(dim=-1) / size).tolist()
+        size = sum_C.norm().clamp(min=torch.finfo(sum_C.dtype).tiny)
+        distances = ((torch.stack([one.sum_C for one in known]) - sum_C).norm(dim=-1) / size).tolist()
         near = min(distances)
         if not near <= TOLERANCE:
             return None

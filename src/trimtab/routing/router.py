@@ -2,7 +2,8 @@
 
     jitter -> logits -> scores -> select -> weights -> capacity -> losses
 
-Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding).
+Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding),
+C columns that recompute sums.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class Router(nn.Module):
         real_T = x_TD.new_ones(tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
         x = x_TD if token_mask_T is None else x_TD.masked_fill(~real_T[:, None], 0)
         remembers = (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()
-        sum_D = token_sum(x) if remembers else None
-        again = None if sum_D is None else self.memory.recall(tokens, sum_D)
+        sum_C = token_sum(x) if remembers else None
+        again = None if sum_C is None else self.memory.recall(tokens, sum_C)
         noise = self._noise() if again is None else again.noise
         before_E = self._counts.clone() if again is None else again.counts_before_E
 
@@ -139,8 +140,8 @@ class Router(nn.Module):
         )  # fmt: skip
         if again is None:
             self._count(choice, counts_E, batch)
-        if sum_D is not None:
-            made = Remembered(choice=choice, sum_D=sum_D, noise=noise, counts_before_E=before_E)
+        if sum_C is not None:
+            made = Remembered(choice=choice, sum_C=sum_C, noise=noise, counts_before_E=before_E)
             weights = self.memory.hold(made, weights, self.training)
         ids, loads = choice.kept, count_ids(choice.kept, c.num_experts)
         if c.pad:
@@ -170,9 +171,16 @@ class Router(nn.Module):
 
     def _count(self, choice: Choice, counts_E: Tensor | None, batch: int) -> None:
         if self.training:
-            self._loads += count_ids(choice.chosen, self.config.num_experts)
+            counts = count_ids(choice.chosen, self.config.num_experts)
+            if torch.compiler.is_compiling():
+                from trimtab.routing.compiled import counted_once
+
+                of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
+                counts = counted_once(counts, False)
+                counts_E = None if counts_E is None else counted_once(counts_E, of_step)
+            self._loads.add_(counts)
             if counts_E is not None:
-                self._counts += counts_E
+                self._counts.add_(counts_E)
         if self.tap is not None:
             self.tap(choice, batch)
 

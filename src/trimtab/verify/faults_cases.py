@@ -41,7 +41,7 @@ class Fault:
     layer: int = 1
     step: int = 1
     ranks: int = 3
-    transport: Literal["alltoall", "allgather"] = "alltoall"
+    transport: Literal["alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
     look: bool = True
     store: Literal["file", "tcp"] = "file"
@@ -100,10 +100,15 @@ def fault_cases() -> list[Fault]:
     cases = [Fault(kind=k, phase=p, direction=d) for k in ("kill", "freeze", "raise", "stall") for p, d in PLACES]
     cases += [Fault(kind="delay", phase=p, direction=d) for p, d in (("experts", "forward"), ("combine", "backward"))]
     wrong = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
-    for transport in ("alltoall", "allgather"):
+    for transport in ("alltoall", "allgather", "shared_memory"):
         cases += [Fault(kind=k, transport=transport) for k in DESYNCS if k != "wrong_splits"]
         cases += [Fault(kind="wrong_splits", phase=p, direction=d, transport=transport) for p, d in wrong]
         cases += [Fault(kind="combine_rows", transport=transport), Fault(kind="bad_shape", transport=transport)]
+    cases += [
+        Fault(kind=k, phase=p, direction=d, transport="shared_memory")
+        for k in ("kill", "freeze", "raise", "stall")
+        for p, d in PLACES
+    ]
     places = (("count", "forward"), ("experts", "forward"), ("combine", "backward"))
     for kind in ("kill", "freeze", "raise", "stall"):
         cases += [Fault(kind=kind, phase=p, direction=d, transport="allgather", combine="ordered") for p, d in places]

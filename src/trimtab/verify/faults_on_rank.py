@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +26,7 @@ from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import MOVEMENT, MOVEMENTS, ROWS
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Headers, Lanes, Transport
 from trimtab.errors import TrimtabError
 from trimtab.experts.module import ExpertMLP
@@ -104,13 +105,15 @@ class Tampered:
             headers_PC[(self.rank + 1) % self.size, ROWS] += 1
         return self.inner.exchange_headers(headers_PC)
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
         if self.guard.place() is not None and "dispatch forward" in str(self.guard.place()):
             self.saboteur.at("dispatch", "forward")
-        return self.inner.spread(table_TB, row_token_M, lanes, tokens)
+        return self.inner.spread(tensors, row_token_M, lanes, tokens)
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        return self.inner.move(rows_MB, lanes)
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        return self.inner.move(tensors, lanes, tokens)
 
 
 class Layer:
@@ -163,8 +166,9 @@ def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
     guard = Guard(deadline=deadline, look=fault.look, patience=min(1.0, deadline / 2))
     group = dist.group.WORLD
     assert group is not None
-    made = AllToAll if fault.transport == "alltoall" else AllGather
-    inner: Transport = made(group, guard=guard)
+    kinds: dict[str, Callable[..., Transport]]
+    kinds = {"alltoall": AllToAll, "allgather": AllGather, "shared_memory": SharedMemory}
+    inner = kinds[fault.transport](group, guard=guard)
     layers = [Layer(index, Tampered(inner, guard, saboteur), saboteur) for index in range(2)]
     for step in range(STEPS):
         saboteur.step = step

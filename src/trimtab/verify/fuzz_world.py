@@ -9,12 +9,13 @@ Legend: P ranks, C columns of the header, M rows sent, M' rows received, B bytes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.transport import Headers, Lanes
 
 Result = TypeVar("Result")
@@ -125,13 +126,15 @@ class MemoryTransport:
         everyone = self.turns.swap(self.rank, "headers", headers_PC.tolist())
         return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=[])
 
-    def spread(self, table_TB: Tensor, row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> Tensor:
-        return self.move(table_TB.index_select(0, row_token_M), lanes)
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        return self.move([t.index_select(0, row_token_M) for t in tensors], lanes, tokens)
 
-    def move(self, rows_MB: Tensor, lanes: Lanes) -> Tensor:
-        sent = self.turns.swap(self.rank, "rows", torch.split(rows_MB.detach(), list(lanes.outgoing)))
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        sent = self.turns.swap(self.rank, "rows", torch.split(pack(tensors).detach(), list(lanes.outgoing)))
         mine = [parts[self.rank] for parts in sent]
         sizes = tuple(part.shape[0] for part in mine)
         if sizes != lanes.incoming:
             raise OutOfStep(f"rank {self.rank} expects {lanes.incoming} rows by source and is sent {sizes}")
-        return torch.cat(mine)
+        return unpack(torch.cat(mine), tensors)

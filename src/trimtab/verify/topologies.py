@@ -34,7 +34,7 @@ class Topology:
     etp: int = 1
     data: Data = "none"
     tokens: Tokens = "own"
-    transport: Literal["local", "alltoall", "allgather"] = "alltoall"
+    transport: Literal["local", "alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Topology:
         sizes = [("ep", self.ep), ("etp", self.etp), ("tp", self.tp)]
         parts = [f"{self.ranks}r", *(f"{name}{size}" for name, size in sizes if size > 1)]
         parts += [str(part) for part in (self.tokens, self.data) if part not in ("own", "none")]
-        parts += [self.transport] if self.transport != "alltoall" else []
+        parts += [self.transport.replace("_", "")] if self.transport != "alltoall" else []
         return "-".join([*parts, "ordered"] if self.combine == "ordered" else parts)
 
 
@@ -76,12 +76,15 @@ def default_topologies() -> list[Topology]:
         t(ranks=1, **local), t(ranks=1, combine="ordered", **local), t(ranks=1, data="fsdp", **local),
         t(ranks=2, data="fsdp", **local), t(ranks=2, data="ddp", **local),
         t(ranks=2, tp=2, tokens="sharded", **local), t(ranks=2, ep=2), t(ranks=2, ep=2, combine="ordered"),
-        t(ranks=2, ep=2, transport="allgather"), t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
+        t(ranks=2, ep=2, transport="allgather"), t(ranks=2, ep=2, transport="shared_memory"),
+        t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
         t(ranks=2, ep=2, tp=2, tokens="replicated"), t(ranks=2, ep=2, tp=2, tokens="sharded"),
         t(ranks=2, etp=2, **local), t(ranks=3, ep=3), t(ranks=3, data="ddp", **local),
         t(ranks=3, ep=3, tp=3, tokens="replicated", data="fsdp"),
         t(ranks=3, ep=3, tp=3, tokens="sharded", transport="allgather", combine="ordered"), t(ranks=4, ep=4),
-        t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, combine="ordered"), t(ranks=4, ep=2, data="fsdp"),
+        t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, transport="shared_memory"),
+        t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp", transport="shared_memory", combine="ordered"),
+        t(ranks=4, ep=4, combine="ordered"), t(ranks=4, ep=2, data="fsdp"),
         t(ranks=4, ep=2, data="ddp"), t(ranks=4, ep=2, data="hsdp"), t(ranks=4, ep=4, data="fsdp"),
         t(ranks=4, ep=4, tp=2, tokens="replicated"), t(ranks=4, ep=4, tp=2, tokens="sharded", data="ddp"),
         t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp"),
@@ -91,7 +94,7 @@ def default_topologies() -> list[Topology]:
         t(ranks=5, ep=5, transport="allgather", data="ddp"), t(ranks=6, ep=3, data="fsdp"),
         t(ranks=6, ep=6, tp=2, tokens="replicated"), t(ranks=6, ep=2, tp=3, tokens="sharded", data="ddp"),
         t(ranks=7, ep=7), t(ranks=8, ep=8), t(ranks=8, ep=4, data="fsdp"),
-        t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"),
+        t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"), t(ranks=8, ep=8, transport="shared_memory"),
         t(ranks=8, ep=4, tp=4, tokens="replicated", data="ddp"),
     ]  # fmt: skip
 
@@ -99,8 +102,9 @@ def default_topologies() -> list[Topology]:
 def quick_topologies() -> list[Topology]:
     """Up to 4 ranks, each axis of the default list at least once, but for etp."""
     names = (
-        "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-tp2-sharded",
-        "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
+        "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory",
+        "2r-ep2-tp2-sharded", "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp",
+        "4r-ep4-tp2-sharded-ddp",
     )  # fmt: skip
     by_name = {topology.name: topology for topology in default_topologies()}
     return [by_name[name] for name in names]

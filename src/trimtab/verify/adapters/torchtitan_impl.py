@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
@@ -28,6 +27,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from trimtab.layout import shard_cuts
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
+from trimtab.verify.adapters.reading import averaged, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
@@ -49,6 +49,7 @@ class Impl:
             "its FSDP and HSDP come with its trainer's meshes, which are not wired": t.data in ("fsdp", "hsdp"),
             "its data parallelism is FSDP2 and HSDP, it has no DDP": t.data == "ddp",
             "it has no all-gather transport": t.transport == "allgather",
+            "it has no shared-memory transport": t.transport == "shared_memory",
             "it has no ordered combine": t.combine == "ordered",
             "it does not split experts over etp as well as over ep": t.etp > 1,
             "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
@@ -144,7 +145,7 @@ class Layers:
             y = self.stack(x)
             y.backward(share.dy_BlD)
         assert x.grad is not None
-        loads = [self._everywhere(moe.tokens_per_expert_E.clone()) for moe in self.stack.moes]
+        loads = [over_all_ranks(moe.tokens_per_expert_E.clone(), self.place) for moe in self.stack.moes]
         return Outcome(y=y, dx=x.grad, grads=self._gradients(), loads=loads)
 
     def _gradients(self) -> dict[str, Tensor | None]:
@@ -156,25 +157,15 @@ class Layers:
             gate, up, found[f"{i}.down"] = parts
             found[f"{i}.up"] = None if gate is None or up is None else torch.cat((gate, up), 1)
             router = moe.router.gate.weight.grad
-            if router is not None:
-                dist.all_reduce(router, group=self.place.dense["dp"].get_group())
-                router /= self.place.topology.dp
-            found[f"{i}.router"] = router
+            found[f"{i}.router"] = None if router is None else averaged(router, self.place, False)
         return found
 
     def _whole(self, grad_eXX: Tensor | None) -> Tensor | None:
         """The mean gradient of all experts."""
         if grad_eXX is None:
             return None
-        dist.all_reduce(grad_eXX, group=self.place.experts["edp"].get_group())
-        grad_eXX /= self.place.topology.dp
+        averaged(grad_eXX, self.place, True)
         mesh = self.place.experts["ep"]
         return (
             DTensor.from_local(grad_eXX, mesh, [Shard(0)], run_check=False).redistribute(mesh, [Replicate()]).to_local()
         )
-
-    def _everywhere(self, loads_E: Tensor) -> Tensor:
-        """Loads over all ranks of the topology: each routes tokens of its own."""
-        for mesh in (self.place.experts["edp"], self.place.experts["etp"], self.place.experts["ep"]):
-            dist.all_reduce(loads_E, group=mesh.get_group())
-        return loads_E

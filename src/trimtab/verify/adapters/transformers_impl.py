@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -25,9 +23,12 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
+from trimtab.verify.adapters.reading import gradients_of
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
+
+SHORT = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}
 
 
 class Impl:
@@ -43,6 +44,7 @@ class Impl:
                 t.tokens == "sharded"
             ),
             "it has no all-gather transport": t.transport == "allgather",
+            "it has no shared-memory transport": t.transport == "shared_memory",
             "it has no ordered combine": t.combine == "ordered",
             "it does not split experts over etp as well as over ep": t.etp > 1,
             "with tp, its ep_size must be a multiple of tp_size": t.ep % t.tp > 0,
@@ -141,19 +143,4 @@ class Layers:
         y = self.model(x)
         y.backward(share.dy_BlD)
         assert x.grad is not None
-        return Outcome(y=y, dx=x.grad, grads=self._gradients(), loads=None)
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        """Whole gradients; without data parallelism they are averaged here."""
-        found: dict[str, Tensor | None] = {}
-        for name, param in self.stack.named_parameters():
-            grad = param.grad
-            if grad is not None and self.place.topology.data == "none":
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                group = self.place.experts["edp"] if ".experts." in name else self.place.dense["dp"]
-                dist.all_reduce(local, group=group.get_group())
-                local /= self.place.topology.dp
-            layer, part = name.removeprefix("layers.").split(".", 1)
-            short = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}[part]
-            found[f"{layer}.{short}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        return found
+        return Outcome(y=y, dx=x.grad, grads=gradients_of(self.stack.named_parameters(), self.place, SHORT), loads=None)

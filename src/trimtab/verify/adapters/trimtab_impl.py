@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trimtab.errors import InputError
 from trimtab.layer import MoE, MoEConfig
@@ -18,19 +17,23 @@ from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
+from trimtab.verify.adapters.reading import gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
 
+SHORT = {"router.weight": "router", "experts.up": "up", "experts.down": "down"}
+
 
 class Impl:
-    """The implementation that lacks nothing."""
+    """The implementation that lacks nothing, but for what the machine lacks."""
 
     name = "trimtab"
     refusal: type[Exception] = InputError
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        return None
+        far = topology.transport == "shared_memory" and not _one_host_of_cpus()
+        return "shared memory is for the ranks of one host without a GPU" if far else None
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         return Layers(place, sizes, weights)
@@ -61,6 +64,12 @@ class Stack(nn.Module):
         return y, loads
 
 
+def _one_host_of_cpus() -> bool:
+    """The same on every rank: torchrun says on how many hosts; other ranks are local and on the CPU."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is None or (local == os.environ.get("WORLD_SIZE") and not torch.cuda.is_available())
+
+
 class Layers:
     """One topology's stack."""
 
@@ -73,7 +82,7 @@ class Layers:
                 moe.experts.up.copy_(w.up_EID)
                 moe.experts.down.copy_(w.down_EDF)
         style = ExpertParallel(
-            transport="allgather" if t.transport == "allgather" else "alltoall",
+            transport="alltoall" if t.transport == "local" else t.transport,
             tokens=t.tokens,
             combine=t.combine,
             tp_mesh=place.dense["tp"] if t.tp > 1 else None,
@@ -94,25 +103,5 @@ class Layers:
         y, loads = self.model(x, share.mask_Bl, share.ids_BlK)
         y.backward(share.dy_BlD)
         assert x.grad is not None
-        return Outcome(y=y, dx=x.grad, grads=self._gradients(), loads=[self._everywhere(load) for load in loads])
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        """Whole gradients; without data parallelism they are averaged here."""
-        found: dict[str, Tensor | None] = {}
-        for name, param in self.model.named_parameters():
-            grad = param.grad
-            if grad is not None and self.place.topology.data == "none":
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                group = self.place.experts["edp"] if ".experts." in name else self.place.dense["dp"]
-                dist.all_reduce(local, group=group.get_group())
-                local /= self.place.topology.dp
-            layer, part = name.removeprefix("module.").removeprefix("layers.").split(".", 1)
-            short = {"router.weight": "router", "experts.up": "up", "experts.down": "down"}[part]
-            found[f"{layer}.{short}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        return found
-
-    def _everywhere(self, loads_E: Tensor) -> Tensor:
-        """Loads over all ranks of the topology: each routes tokens of its own."""
-        for mesh in (self.place.experts["edp"], self.place.experts["etp"], self.place.experts["ep"]):
-            dist.all_reduce(loads_E, group=mesh.get_group())
-        return loads_E
+        grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
+        return Outcome(y=y, dx=x.grad, grads=grads, loads=[over_all_ranks(load, self.place) for load in loads])

@@ -31,7 +31,7 @@ class Groups:
 class Tried:
     """Kernels tried on a device with parameters of a dtype: a self-test, or why there was none.
 
-    chosen: what "auto" takes on the device.
+    chosen: what "auto" takes on the device. instructions: those that the kernels were compiled for.
     """
 
     kernels: str
@@ -39,6 +39,7 @@ class Tried:
     dtype: str
     chosen: bool
     milliseconds: float | None = None
+    instructions: str | None = None
     computed_in: str | None = None
     refused: str | None = None
     fault: str | None = None
@@ -116,6 +117,8 @@ def _judge_one(name: str, device: str, tried: list[Tried]) -> Finding:
     if None not in refusals and len(refusals) == 1:
         return Finding(severity="note", where=where, what=f"cannot run on {device}: {refusals.pop()}")
     passed = [one for one in tried if one.fault is None and one.refused is None]
+    compiled = {one.instructions for one in passed if one.instructions}
+    on += "".join(f"compiled for {name}; " for name in compiled)
     lines = [on + (", ".join(_passed(one) for one in passed) or "nothing passed")]
     lines += [f"{one.dtype}: cannot: {one.refused}" for one in tried if one.refused]
     faults = [one for one in tried if one.fault]
@@ -145,6 +148,7 @@ def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> T
         dtype=_short(dtype),
         chosen=chosen,
         milliseconds=test.seconds * 1e3,
+        instructions=getattr(kernels, "instructions", None),
         computed_in=None if computed == dtype else _short(computed),
         fault=test.fault,
     )

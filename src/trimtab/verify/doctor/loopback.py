@@ -132,7 +132,7 @@ def _bandwidth(transport: AllToAll, times: int = 5) -> float:
     rows = torch.zeros(MEGABYTES * 1024, 1024, dtype=torch.uint8)
     half = rows.shape[0] // RANKS
     lanes = Lanes(outgoing=(half,) * RANKS, incoming=(half,) * RANKS)
-    seconds = statistics.median(_timed(lambda: transport.move(rows, lanes)) for _ in range(times))
+    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, (half,) * RANKS)) for _ in range(times))
     return rows.numel() / RANKS / seconds / 1e9  # what stays on the rank crosses nothing
 
 

@@ -17,6 +17,7 @@ from trimtab.dispatch import allgather, dispatcher, exchange, route
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.dispatcher import Dispatcher, Rows
 from trimtab.dispatch.exchange import Collect, Spread
+from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import RankRoute, Route
 from trimtab.dispatch.transport import Lanes
@@ -59,8 +60,8 @@ def _ranks_reversed(p: Patches) -> None:
 def _change_plan(p: Patches, change: Any) -> None:
     """change: RankPlan -> RankPlan."""
 
-    def plan(sort: RankSort, num_rows: int, num_slots: int) -> RankPlan:
-        made: RankPlan = change(plan_ranks(sort, num_rows, num_slots))
+    def plan(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool) -> RankPlan:
+        made: RankPlan = change(plan_ranks(sort, num_rows, num_slots, ordered=ordered))
         return made
 
     p.put(dispatcher, "plan_ranks", plan)
@@ -77,7 +78,8 @@ def _first_rank(p: Patches) -> None:
 
 def _arrival_order(p: Patches) -> None:
     def change(plan: RankPlan) -> RankPlan:
-        return replace(plan, slot_bags=replace(plan.slot_bags, index=torch.arange(plan.slot_bags.index.shape[0])))
+        bags = plan.slot_bags
+        return plan if bags is None else replace(plan, slot_bags=replace(bags, index=torch.arange(bags.index.shape[0])))
 
     _change_plan(p, change)
 
@@ -134,12 +136,13 @@ def _shared_plan(p: Patches) -> None:
 
 
 def _reads_padding(p: Patches) -> None:
-    def move(self: AllGather, rows_MB: Tensor, lanes: Lanes) -> Tensor:
+    def move(self: AllGather, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
         totals = [sum(row) for row in lanes.everyone]
-        flat = allgather.gather_uneven(rows_MB, max(totals), self.group, self.guard).flatten(0, 1)
+        flat = allgather.gather_uneven(pack(tensors), max(totals), self.group, self.guard).flatten(0, 1)
         starts = [0, *accumulate(totals)]
         parts: Sequence[tuple[int, int]] = self._segments(lanes)
-        return torch.cat([flat[start + a : start + b] for start, (a, b) in zip(starts, parts, strict=False)])
+        mine = torch.cat([flat[start + a : start + b] for start, (a, b) in zip(starts, parts, strict=False)])
+        return unpack(mine, tensors)
 
     p.put(AllGather, "move", move)
 

@@ -1,0 +1,44 @@
+"""What `torch.compile` needs of a dispatcher: a check that is not compiled away, and a way out of the graph.
+
+Imported while a graph is traced and at no other time: importing it defines an operator `trimtab::checked_ids` and
+loads the compiler. Nothing that runs eagerly sees either.
+
+Legend: T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.checks import raise_if_bad
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="trimtab: ranks exchange rows, or an option has state: this part runs eagerly"
+)
+def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""
+    return fn(*args, **kwargs)
+
+
+@torch.library.custom_op("trimtab::checked_ids", mutates_args=())
+def checked_ids(ids_TK: Tensor, bad: Tensor, name: Tensor, num_experts: int) -> Tensor:
+    """The ids, if `bad` is 0. What is made of them needs this operator, so that it stays in the graph.
+
+    Raises:
+        InputError: as `Dispatcher.dispatch`; on a device an assertion there.
+    """
+    if bad.device.type == "cpu":
+        raise_if_bad([int(bad)], num_experts, layer=bytes(name.tolist()).decode(errors="replace").rstrip())
+    else:
+        torch._assert_async(bad == 0, "trimtab: expert id out of range or routing weight not finite")
+    return ids_TK.clone()
+
+
+@checked_ids.register_fake
+def _(ids_TK: Tensor, bad: Tensor, name: Tensor, num_experts: int) -> Tensor:
+    return torch.empty_like(ids_TK)

@@ -1,0 +1,165 @@
+"""Shared memory between the ranks of one host: rows are gathered straight into the memory of the rank that needs them.
+
+    sender      rows of rank d -> the slot that d named last, behind those of the ranks before
+    all         meet
+    receiver    its slot is the received tensors; it comes back to the pool when the last of them is gone
+
+Each byte is copied once, and nothing passes through the kernel. The parts of a row lie apart, each as one contiguous
+tensor. Counts go the same way.
+
+Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.dispatch.introduction import wait_for
+from trimtab.dispatch.shared_host import MAX_COLUMNS, SLOT_BYTES, HostMemory
+from trimtab.dispatch.transport import Headers, Lanes, guard_for
+from trimtab.dispatch.workspace import Slot
+from trimtab.errors import BackendError, TrimtabError
+from trimtab.guard.group import timeout_of
+from trimtab.guard.guard import Guard
+from trimtab.guard.waiting import Waiting
+from trimtab.layout import align_up
+
+_ALIGNMENT = 64
+
+
+class SharedMemory:
+    """Transport through shared memory, for CPU tensors and ranks of one host. Same results as `AllToAll`, bit for bit.
+
+    The memory has no name in any file system: nothing is left behind, however the ranks end. It grows with the rows
+    that are in use at once and is kept until the transport and what it gave out are gone.
+
+    Args:
+        group: the expert group; only its store is used. Every rank of it must build its transport.
+        guard: as for `AllToAll`.
+
+    Raises:
+        BackendError: this system has no shared memory of the kind. In the first exchange: a peer's memory cannot be
+            opened; in any: tensors of a device, or an exchange before was given up.
+        ConfigError: in the first exchange, on every rank: the ranks are not all on one host, or bring tensors of a
+            device.
+        PeerLost, PhaseTimeout: in any exchange; without a guard they do not name layer and phase.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
+        self.group = group
+        self.guard = guard_for(group, guard)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._host = HostMemory(group)
+        self._timeout = timeout_of(group)
+        self._met = False
+        self._broken = ""
+
+    def exchange_headers(self, headers_PC: Tensor) -> Headers:
+        self._begin(headers_PC)
+        columns = headers_PC.shape[1]
+        if columns > MAX_COLUMNS:
+            raise BackendError(f"headers of {columns} columns: shared memory carries {MAX_COLUMNS}", rank=self.rank)
+        headers_PPC = self._host.headers(columns)
+        headers_PPC[self.rank].copy_(headers_PC)
+        self._meet(self._host.inbox)
+        everyone = headers_PPC.tolist()
+        return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
+
+    def spread(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
+            torch.index_select(part, 0, row_token_M[start:end], out=out)
+
+        return self._exchange(tensors, lanes, write)
+
+    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+        def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
+            out.copy_(part[start:end])
+
+        return self._exchange(tensors, lanes, write)
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], lanes: Lanes, write: Callable[[Tensor, int, int, Tensor], None]
+    ) -> list[Tensor]:
+        """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
+        self._begin(tensors[0])
+        host, sources = self._host, [tensor.detach() for tensor in tensors]
+        cuts = [0, *accumulate(lanes.outgoing)]
+        for rank in range(self.size):
+            column = [row[rank] for row in lanes.everyone]
+            layout = _layout(sources, sum(column))
+            memory = host.inbox_of(rank, self._fits(layout[-1]))
+            first, rows = sum(column[: self.rank]), lanes.outgoing[rank]
+            for source, begin in zip(sources, layout, strict=False):
+                write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
+        mine, total = host.inbox, sum(lanes.incoming)
+        layout = _layout(sources, total)
+        self._meet(host.workspace.take(layout[-1], besides=mine))
+        memory = mine.bytes(layout[-1])
+        parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
+        return [part.data for part in parts]  # each counts its own changes in place
+
+    def _begin(self, like: Tensor) -> None:
+        """Refuse what cannot be; at the first call, get to know the peers."""
+        self._host.check()
+        if self._broken:
+            raise BackendError(
+                f"this shared memory was given up on rank {self.rank} ({self._broken}): build new transports on all "
+                "ranks",
+                rank=self.rank,
+            )
+        if not self._met:
+            self._host.introduce(like.device)
+            self._wait(self._host.introductions)
+            try:
+                self._host.open()
+            except BackendError as error:
+                raise self._told(error) from None
+            self._met = True
+            self._meet(self._host.inbox)
+        if like.device.type != "cpu":
+            where = f"rank {self.rank} brings tensors of {like.device}"
+            raise self._told(BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank))
+
+    def _meet(self, next_inbox: Slot) -> None:
+        """All ranks come here before any goes on."""
+        self._wait(self._host.arrive(next_inbox))
+        self._host.turn()
+
+    def _wait(self, work: Waiting) -> None:
+        try:
+            wait_for(work, self.guard, self._timeout)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _fits(self, size: int) -> int:
+        if size > SLOT_BYTES:
+            raise BackendError(f"{size} bytes of rows for one rank: shared memory holds {SLOT_BYTES}", rank=self.rank)
+        return size
+
+    def _told(self, error: TrimtabError) -> TrimtabError:
+        """The error, of which the others have been told."""
+        if self.guard is not None and self.guard.gloo:
+            self.guard.fail(error)
+        return error
+
+
+def _layout(like: Sequence[Tensor], rows: int) -> list[int]:
+    """Where each part of so many rows starts, and the end of the last."""
+    sizes = [align_up(rows * t.shape[1] * t.element_size(), _ALIGNMENT) for t in like]
+    return [0, *accumulate(sizes)]
+
+
+def _part(memory: Tensor, start: int, like: Tensor, first: int, rows: int) -> Tensor:
+    """Rows first .. first + rows - 1 of the part that starts there, with the width and dtype of `like`."""
+    width = like.shape[1] * like.element_size()
+    begin = start + first * width
+    return memory[begin : begin + rows * width].view(like.dtype).view(rows, like.shape[1])

@@ -1,0 +1,41 @@
+"""What `torch.compile` needs of a router: loads that are counted once, also where a compiled forward runs again.
+
+Imported while a graph is traced and at no other time: importing it defines the operator `trimtab::counted_once`.
+
+Legend: E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError
+from trimtab.routing.recompute import in_backward
+
+
+@torch.library.custom_op("trimtab::counted_once", mutates_args=())
+def counted_once(counts_E: Tensor, of_step: bool) -> Tensor:
+    """The counts, or zeros inside a backward: there a checkpoint runs again what has been counted.
+
+    Args:
+        of_step: whether a loss was taken from the counts of the step so far, which this run's are then part of.
+
+    Raises:
+        ConfigError: inside a backward with `of_step`.
+    """
+    if not in_backward():
+        return counts_E.clone()
+    if of_step:
+        raise ConfigError(
+            "global_aux_loss from the counts of the step so far, in a compiled layer that a checkpoint runs again: it "
+            "would count this micro-batch twice. Set `StepTotals.counts_E`, or compile the checkpointed block as a "
+            "whole, with the checkpoint inside",
+            phase="route",
+        )
+    return torch.zeros_like(counts_E)
+
+
+@counted_once.register_fake
+def _(counts_E: Tensor, of_step: bool) -> Tensor:
+    return torch.empty_like(counts_E)

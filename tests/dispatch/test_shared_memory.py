@@ -1,0 +1,274 @@
+"""Rows through shared memory: the bits of the all-to-all, memory that is used again, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dispatch.cases import PATTERNS, case
+from trimtab.dispatch import introduction
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.auto import Auto
+from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
+from trimtab.guard.guard import Guard
+from trimtab.guard.peers import Peer
+from trimtab.verify.ranks import _rank_main, run_ranks
+
+E, K, D = 8, 3, 16
+
+
+def layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Experts without parameters whose outputs and gradients differ by expert and rank."""
+    rows = dispatcher.dispatch(x, ids, w, mask)
+    here = (rows.weights * (rows.ids >= 0)).sum(1, keepdim=True) + dist.get_rank()
+    return dispatcher.combine((rows.x * here.to(rows.x.dtype)).tanh(), rows)
+
+
+def results(transport: Any, dtype: torch.dtype, combine: Combine) -> list[Tensor]:
+    dispatcher = Dispatcher(E, transport, combine=combine, layer="moe")
+    found = []
+    for seed, pattern in enumerate(PATTERNS):
+        x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, dtype, seed)
+        y = layer(dispatcher, x.requires_grad_(), ids, w.requires_grad_(), mask)
+        found += [y.detach(), *torch.autograd.grad(y.square().sum(), (x, w))]
+    return found
+
+
+def bits_on_rank(kinds: list[tuple[torch.dtype, Combine, bool]]) -> list[bool]:
+    group = dist.group.WORLD
+    equal = []
+    for dtype, combine, guard in kinds:
+        truth = results(AllToAll(group, guard=guard), dtype, combine)
+        ours = results(SharedMemory(group, guard=guard), dtype, combine)
+        equal.append(all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True)))
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.xdist_group("ranks4"))])
+def test_outputs_and_gradients_have_the_bits_of_the_all_to_all(ranks: int) -> None:
+    kinds: list[tuple[torch.dtype, Combine, bool]] = [
+        (torch.bfloat16, "sum", True), (torch.float32, "ordered", False), (torch.float64, "sum", False),
+    ]  # fmt: skip
+    for equal in run_ranks(bits_on_rank, ranks, kinds):
+        assert equal == [True] * len(kinds)
+
+
+def lives_on_rank() -> dict[str, Any]:
+    """Several calls in flight over one transport, whose rows nobody may overwrite, then the same again and again."""
+    rank = dist.get_rank()
+    transport = SharedMemory(dist.group.WORLD)
+    layers = [Dispatcher(E, transport, layer=name) for name in "abc"]
+    slots, found = [], {"kept": True}
+    for step in range(4):
+        for tokens in (7, 3000, 0):  # 3,000 tokens need a slot to grow, which then serves 7
+            x = torch.randn(tokens + rank, D, generator=torch.Generator().manual_seed(step))
+            ids = torch.rand(x.shape[0], E).argsort(1)[:, :K]
+            flying = [one.dispatch(x + i, ids, torch.rand(ids.shape)) for i, one in enumerate(layers)]
+            copies = [rows.x.clone() for rows in flying]
+            for one, rows in zip(layers, flying, strict=True):
+                one.combine(rows.x * 2, rows)
+                layer(one, x, ids, torch.rand(ids.shape))
+            found["kept"] &= all(torch.equal(a.x, b) for a, b in zip(flying, copies, strict=True))
+            found["contiguous"] = all(rows.x.is_contiguous() for rows in flying)
+            del flying, rows
+        slots.append(len(transport._host.workspace.slots))
+    found["slots"] = slots
+    with torch.inference_mode():
+        layer(layers[0], x, ids, torch.rand(ids.shape))
+    x = torch.randn(9, D, requires_grad=True)
+    ids, w = torch.rand(9, E).argsort(1)[:, :K], torch.rand(9, K)
+    plain = torch.autograd.grad(layer(layers[0], x, ids, w).sum(), x)[0]
+    for reentrant in (True, False):
+        y = checkpoint(layer, layers[1], x, ids, w, use_reentrant=reentrant)
+        (again,) = torch.autograd.grad(y.sum(), x) if not reentrant else (_reentrant_grad(y, x),)
+        found[f"recomputed {reentrant}"] = torch.equal(again, plain)
+    rows = layers[2].dispatch(x, ids, w)
+    copy = rows.x.detach().clone()
+    found["descriptors"] = len(arenas())
+    kept = rows.x.detach()
+    dist.barrier()
+    del transport, layers, rows, y, one
+    gc.collect()
+    found["closed"] = arenas() == []
+    found["outlives"] = torch.equal(kept, copy)
+    return found
+
+
+def arenas() -> list[str]:
+    """This process's descriptors of rows."""
+    return [fd for fd in os.listdir("/proc/self/fd") if "trimtab-rows" in _link(f"/proc/self/fd/{fd}")]
+
+
+def _reentrant_grad(y: Tensor, x: Tensor) -> Tensor:
+    x.grad = None
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_rows_in_flight_are_nobody_elses_and_their_memory_is_used_again() -> None:
+    for found in run_ranks(lives_on_rank, 4, deadline=60.0):
+        slots = found.pop("slots")
+        assert slots[-1] == slots[1] <= 8, "no more slots than tensors were in use at once"
+        assert found.pop("descriptors") == 4, "one arena a rank, however many slots it has"
+        assert found == dict.fromkeys(found, True)
+
+
+def refused_on_rank() -> dict[str, tuple[str, str]]:
+    group, rank, said = dist.group.WORLD, dist.get_rank(), {}
+
+    def told(what: str, run: Callable[[], object]) -> None:
+        try:
+            run()
+            said[what] = ("nothing", "")
+        except Exception as error:
+            said[what] = (type(error).__name__, str(error))
+
+    x, ids, w, _ = case("random", rank, 2, E, K, D, torch.float32)
+    me = Peer.me
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(introduction.Peer, "me", lambda *a: replace(me(*a), here=f"host {rank}", host=f"h{rank}"))
+        shared, auto = SharedMemory(group), Auto(group)
+        told("hosts", lambda: Dispatcher(E, shared).dispatch(x, ids, w))
+        told("auto", lambda: layer(Dispatcher(E, auto), x, ids, w))
+        said["auto chose"] = (type(auto.chosen).__name__, auto.why)
+    on = SharedMemory(group)
+    told("device", lambda: on.exchange_headers(torch.zeros(2, 4, dtype=torch.int64, device="meta" if rank else "cpu")))
+    here = Auto(group, guard=False)
+    told("auto here", lambda: layer(Dispatcher(E, here), x, ids, w))
+    said["auto here chose"] = (type(here.chosen).__name__, here.why)
+    good = SharedMemory(group, guard=Guard(deadline=20.0))
+    layer(Dispatcher(E, good), x, ids, w)
+    columns = torch.zeros(2, 40, dtype=torch.int64)
+    told("columns", lambda: good.exchange_headers(columns))
+    told("device later", lambda: good.exchange_headers(columns[:, :4].to("meta") if rank else columns[:, :4]))
+    child = os.fork()
+    if child == 0:
+        try:
+            good.exchange_headers(columns[:, :4])
+        except BackendError as error:
+            os._exit(7 if "forked child" in str(error) else 1)
+        os._exit(2)
+    said["fork"] = (str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), "")
+    return said
+
+
+def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -> None:
+    for rank, said in enumerate(run_ranks(refused_on_rank, 2, deadline=60.0)):
+        kind, text = said["hosts"]
+        assert kind == ConfigError.__name__
+        assert "2 hosts or in as many containers (h0: ranks 0; h1: ranks 1). Use the transport alltoall" in text
+        assert said["auto"] == ("nothing", "")
+        assert said["auto chose"][0] == "AllToAll"
+        assert "on 2 hosts" in said["auto chose"][1]
+        assert said["device"][0] == "ConfigError"
+        assert "the tensors are on cpu, meta, and only those of the CPU can be shared" in said["device"][1]
+        assert said["auto here"] == ("nothing", "")
+        assert said["auto here chose"] == ("SharedMemory", "")
+        assert said["columns"][0] == "BackendError"
+        assert said["device later"][0] == "BackendError", rank
+        assert "rank 1 brings tensors of meta" in said["device later"][1]
+        assert said["fork"] == ("7", "")
+
+
+def alone_on_rank(fault: str) -> tuple[str, tuple[int, ...], str, float]:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    transport = SharedMemory(group, guard=False)
+    headers = torch.zeros(2, 4, dtype=torch.int64)
+    transport.exchange_headers(headers)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if fault == "kill":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(5.0)
+        return "", (), "", 0.0
+    start = time.monotonic()
+    try:
+        transport.exchange_headers(headers)
+    except (PeerLost, PhaseTimeout) as error:
+        waited = time.monotonic() - start
+        try:
+            transport.exchange_headers(headers)
+        except BackendError as again:
+            return type(error).__name__, error.ranks, str(again), waited
+    return "nothing", (), "", 0.0
+
+
+def test_without_a_guard_the_group_s_timeout_ends_the_wait_and_the_transport_is_given_up() -> None:
+    kind, ranks, again, waited = run_ranks(alone_on_rank, 2, "stall", deadline=40.0)[0]
+    assert (kind, ranks) == ("PhaseTimeout", (1,))
+    assert 2.0 <= waited < 5.0
+    assert "was given up on rank 0 (PhaseTimeout" in again
+
+
+def crash_on_rank(pipe: Any) -> None:
+    x, ids, w, _ = case("random", dist.get_rank(), 2, E, K, D, torch.float32)
+    dispatcher = Dispatcher(E, SharedMemory(dist.group.WORLD))
+    rows = dispatcher.dispatch(x, ids, w)
+    pipe.send([os.stat(f"/proc/self/fd/{fd}").st_ino for fd in os.listdir("/proc/self/fd")
+               if "memfd:trimtab" in _link(f"/proc/self/fd/{fd}")])  # fmt: skip
+    time.sleep(60.0)
+    del rows
+
+
+def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
+    """Its files have no name, and no process that lives has them open or mapped."""
+    context = multiprocessing.get_context("forkserver")
+    before = set(os.listdir("/dev/shm"))
+    processes, inodes = [], set()
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        args = (crash_on_rank, rank, 2, str(tmp_path / "store"), 60.0, (theirs,), context.Pipe()[1])
+        processes.append((context.Process(target=_rank_main, args=args, daemon=True), ours))
+        processes[-1][0].start()
+    for _, pipe in processes:
+        assert pipe.poll(60.0)
+        inodes |= set(pipe.recv())
+    assert len(inodes) >= 3, "two arenas and the control page"
+    mapped = Path(f"/proc/{processes[0][0].pid}/maps").read_text()
+    assert "memfd:trimtab-rows" in mapped
+    assert set(os.listdir("/dev/shm")) - before == set()
+    for process, _ in processes:
+        process.kill()
+        process.join()
+    assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if inodes & _memory_of(pid)]
+
+
+def _memory_of(pid: str) -> set[int]:
+    """Inodes of the nameless files of ours that a process has open or mapped."""
+    found = set()
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:trimtab" in line:
+                found.add(int(line.split()[4]))
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            if "memfd:trimtab" in _link(f"/proc/{pid}/fd/{fd}"):
+                found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
+    except OSError:
+        return found
+    return found
