@@ -1,207 +1,236 @@
-"""Two MoE layers with residuals under a layout of ranks, against one process in float64.
+"""One layout of ranks after another, each model against what one process computed.
 
-    d     data-parallel rank, each with sequences of its own        loss of d = sum(h * dy); the mean over d counts
-    tp    ranks that hold the same sequences, or positions of them
+    dense mesh    [dp, cp, tp]       d has sequences of its own, c and t hold positions of them
+    expert mesh   [edp, etp, ep]     the same ranks, folded
 
-Legend: B batch, L positions, D model dim, E experts.
+Loss of a rank (d, c) = sum(h * dy) over its positions; the mean over all d and c counts, plus the balance losses.
+
+Legend: B batch, L positions, D model dim.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from comparing import relative_error
-from trimtab import oracle
-from trimtab.layer import MoEConfig
+from parallel.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
+from trimtab.layout import SequenceLayout, shard_cuts
 from trimtab.parallel.clip import clip_grad_norm_
-from trimtab.parallel.ddp import ddp
+from trimtab.parallel.data import join_data_parallel
+from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
-from trimtab.routing.config import RouterConfig
-
-E, D, F, K = 4, 8, 8, 2
+from trimtab.routing.bias import routers, set_totals, update_bias
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """W ranks as dense [dp, tp] and experts [edp, etp, ep]."""
+    """W ranks as dense [dp, cp, tp] and experts [edp, etp, ep]. zigzag: the order of a cp rank's positions.
+
+    data: "none" reduces gradients by hand; "hsdp2" has experts over two dims, too.
+    """
 
     ep: int = 1
     etp: int = 1
     tp: int = 1
+    cp: int = 1
+    zigzag: bool = False
     tokens: str = "own"
     data: str = "none"
     transport: str = "alltoall"
     combine: str = "sum"
     bias: bool = False
     activation: str = "swiglu"
+    delay_wgrad: bool = False
+    main_grad: str = "off"
+
+    @property
+    def truth(self) -> dict[str, Any]:
+        """What the values depend on."""
+        return {"bias": self.bias, "activation": self.activation}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.truth | {"delay_wgrad": self.delay_wgrad, "main_grad": self.main_grad}
 
 
-class Model(nn.Module):
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        super().__init__()
-        config = MoEConfig(
-            dim=D, hidden=F, router=RouterConfig(num_experts=E, top_k=K, normalize=True), shared_hidden=6,
-            bias=layout.bias, activation=layout.activation, dtype=dtype,
+class Meshes:
+    """Made once for each shape."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, DeviceMesh] = {}
+
+    def get(self, **dims: int) -> DeviceMesh:
+        key = tuple(dims.items())
+        if key not in self.made:
+            ranks = torch.arange(dist.get_world_size()).view(*dims.values())
+            self.made[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(dims))
+        return self.made[key]
+
+
+class Ranks:
+    """One layout's model and meshes, by the calls that a user makes."""
+
+    def __init__(self, layout: Layout, meshes: Meshes) -> None:
+        o, world = layout, dist.get_world_size()
+        self.layout, self.dp, edp = o, world // (o.cp * o.tp), world // (o.ep * o.etp)
+        self.dense = meshes.get(dp=self.dp, cp=o.cp, tp=o.tp)
+        self.experts = meshes.get(edp=edp, etp=o.etp, ep=o.ep)
+        self.d, self.c, self.t = self.dense.get_coordinate() or (0, 0, 0)
+        self.divisor = self.dp * o.cp
+        model = build(torch.float32, **o.config)
+        style = ExpertParallel(
+            transport=o.transport, tokens=o.tokens, combine=o.combine,  # type: ignore[arg-type]
+            tp_mesh=self.dense["tp"] if o.tokens != "own" else None, cp_mesh=self.dense["cp"] if o.cp > 1 else None,
+            etp="etp" if o.etp > 1 else None,
         )  # fmt: skip
-        self.layers = nn.ModuleList(nn.ModuleDict({"moe": config.build()}) for _ in range(2))
+        on = self.experts["etp", "ep"] if o.etp > 1 else self.experts["ep"]
+        parallelize(model, on, {"layers.*.moe": style})
+        flat = meshes.get(data=self.divisor, tp=o.tp)["data"]
+        self.model: Model = model
+        self.runner: Any = model
+        if o.data == "fsdp":
+            mesh = self.dense["dp", "cp"] if min(self.dp, o.cp) > 1 else flat
+            self.runner = fully_shard_moe(model, mesh, self.experts["edp"], blocks=["layers.*.moe"])
+        elif o.data in ("hsdp", "hsdp2"):
+            dense = meshes.get(replicate=2, shard=self.divisor // 2, tp=o.tp)["replicate", "shard"]
+            folded = meshes.get(replicated=2, sharded=edp // 2, etp=o.etp, ep=o.ep) if o.data == "hsdp2" else None
+            self.runner = fully_shard_moe(
+                model, dense, self.experts["edp"] if folded is None else folded["replicated", "sharded"]
+            )
+        elif o.data == "ddp":
+            self.runner = ddp(model, flat, self.experts["edp"])
+        else:
+            join_data_parallel(model, flat, self.experts["edp"])
+        self.flat = flat
+        experts = [layer["moe"].experts for layer in model.layers if o.main_grad != "off"]
+        self.fused = [param for module in experts for param in (module.up, module.down)]
 
-    def forward(self, h: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = h + layer["moe"](h).y
-        return h
+    def mine(self, length: int) -> list[int]:
+        """The positions that this rank is given, of any sequence."""
+        o = self.layout
+        cuts = uneven(length, o.cp)
+        held = list(range(cuts[self.c], cuts[self.c + 1]))
+        if o.zigzag:
+            half = shard_cuts(length, 2 * o.cp)
+            held = [p for i in (self.c, 2 * o.cp - 1 - self.c) for p in range(half[i], half[i + 1])]
+        if o.tokens == "sharded":
+            cuts = uneven(len(held), o.tp)
+            held = held[cuts[self.t] : cuts[self.t + 1]]
+        return held
 
-
-def build(layout: Layout, dtype: torch.dtype, hot: bool) -> Model:
-    torch.manual_seed(5)
-    model = Model(layout, torch.float64)
-    with torch.no_grad():
-        for layer in model.layers:
-            layer["moe"].router.weight[:, 0] *= 6 if hot else 1
-    return model.to(dtype)
-
-
-def truth_forward(model: Model, x: Tensor) -> Tensor:
-    """The same layers by plain formulas and the oracle, every parameter in float64."""
-    h = x.reshape(-1, D)
-    activations = {"swiglu": oracle.swiglu, "clamped_swiglu": clamped}
-    for layer in model.layers:
-        moe = layer["moe"]
-        p = (h @ moe.router.weight.T).softmax(-1)
-        ids = p.topk(K, -1).indices
-        w = p.gather(1, ids)
-        e = moe.experts
-        y = oracle.moe(
-            h, ids, w / w.sum(-1, keepdim=True), e.up, e.down, up_bias_EI=e.up_bias, down_bias_ED=e.down_bias,
-            activation=activations[moe.config.activation],
-        )  # fmt: skip
-        up, down = moe.shared.up, moe.shared.down
-        act = activations[moe.config.activation]
-        h = h + y + act(h @ weight(up).T) @ weight(down).T
-    return h.view(x.shape)
-
-
-def weight(module: Any) -> Tensor:
-    found: Tensor = module.weight if isinstance(module, nn.Module) else module
-    return found
-
-
-def clamped(pre: Tensor) -> Tensor:
-    """gpt-oss: interleaved, clamped at 7, alpha 1.702."""
-    gate, up = pre[..., ::2].clamp(max=7), pre[..., 1::2].clamp(-7, 7)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-def data_of(d: int, micro: int, batch: int, length: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x, dy) [B, L, D] in float64, exact in `dtype`."""
-    g = torch.Generator().manual_seed(100 * d + 10 * micro + batch + length)
-    length = 0 if case == "cold" and d == 0 else length
-    x, dy = (torch.randn(batch, length, D, generator=g, dtype=torch.float64) for _ in range(2))
-    if case == "hot":
-        x[..., 0] = 3
-    return x.to(dtype).double(), dy.to(dtype).double()
-
-
-def meshes(layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
-    ranks = torch.arange(dist.get_world_size())
-    edp, dp = len(ranks) // (layout.ep * layout.etp), len(ranks) // layout.tp
-    experts = DeviceMesh("cpu", ranks.view(edp, layout.etp, layout.ep), mesh_dim_names=("edp", "etp", "ep"))
-    if layout.data == "hsdp":
-        dense = ranks.view(2, dp // 2, layout.tp)
-        return DeviceMesh("cpu", dense, mesh_dim_names=("replicate", "shard", "tp")), experts
-    return DeviceMesh("cpu", ranks.view(dp, layout.tp), mesh_dim_names=("dp", "tp")), experts
-
-
-def spread(model: Model, layout: Layout, dense: DeviceMesh, experts: DeviceMesh) -> nn.Module:
-    """The calls that a user makes."""
-    style = ExpertParallel(
-        transport=layout.transport, tokens=layout.tokens, combine=layout.combine,  # type: ignore[arg-type]
-        tp_mesh=dense["tp"] if layout.tokens != "own" else None, etp="etp" if layout.etp > 1 else None,
-    )  # fmt: skip
-    parallelize(model, experts["etp", "ep"] if layout.etp > 1 else experts["ep"], {"layers.*.moe": style})
-    if layout.data == "fsdp":
-        return fully_shard_moe(model, dense["dp"], experts["edp"], blocks=["layers.*.moe"])
-    if layout.data == "hsdp":
-        return fully_shard_moe(model, dense["replicate", "shard"], experts["edp"])
-    return ddp(model, dense["dp"], experts["edp"]) if layout.data == "ddp" else model
-
-
-def full_gradients(model: nn.Module, layout: Layout, dense: DeviceMesh, experts: DeviceMesh) -> dict[str, Tensor]:
-    """Whole gradients of the mean loss. Without data parallelism they are reduced by hand here."""
-    found = {}
-    for name, param in model.named_parameters():
-        grad, name = param.grad, name.removeprefix("module.")
-        assert grad is not None, name
-        if layout.data == "none":
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            group = (experts["edp"] if ".experts." in name else dense["dp"]).get_group()
-            dist.all_reduce(local, group=group)
-            local /= dense["dp"].size()
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
-
-
-def run_layouts(layouts: list[Layout], cases: list[tuple[str, int, int, int]]) -> dict[str, float]:
-    """Largest relative error of anything, by layout, case and tensor. Cases: (kind, micro-batches, B, L)."""
-    errors: dict[str, float] = {}
-    for layout in layouts:
-        dense, experts = meshes(layout)
-        for case in cases:
-            for name, error in run_case(layout, case, dense, experts).items():
-                errors[f"{layout} {case} {name}"] = error
-    return errors
-
-
-def run_case(
-    layout: Layout, case: tuple[str, int, int, int], dense: DeviceMesh, experts: DeviceMesh
-) -> dict[str, float]:
-    kind, micros, batch, length = case
-    dtype, rank = torch.float32, dist.get_rank()
-    d, t, dp = rank // layout.tp, rank % layout.tp, dist.get_world_size() // layout.tp
-    truth = build(layout, dtype, kind == "hot").double()
-    model = build(layout, dtype, kind == "hot")
-    runner, errors, total = spread(model, layout, dense, experts), {}, torch.zeros((), dtype=torch.float64)
-    for micro in range(micros):
-        for other in range(dp):
-            x, dy = data_of(other, micro, batch, length, kind, dtype)
-            x.requires_grad_()
-            y = truth_forward(truth, x)
-            total = total + (y * dy).sum() / dp
-            if other != d:
-                continue
-            cuts = uneven(x.shape[1], layout.tp)
-            here = slice(cuts[t], cuts[t + 1]) if layout.tokens == "sharded" else slice(None)
-            ours = x.detach()[:, here].to(dtype).requires_grad_()
-            if layout.data in ("fsdp", "hsdp") and kind == "nosync":
-                runner.set_requires_gradient_sync(micro == micros - 1)  # type: ignore[operator]
-            out = runner(ours)
-            out.backward(dy[:, here].to(dtype))
-            (dx,) = torch.autograd.grad((y * dy).sum(), x, retain_graph=True)
-            errors[f"y{micro}"] = relative_error(out, y[:, here])
+    def step(self, case: Case, truth: Solved) -> dict[str, float]:
+        """Errors of everything, by name."""
+        errors: dict[str, float] = {}
+        self.runner.zero_grad()
+        for param in self.fused:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if case.totals:
+            set_totals(self.model, truth.tokens, truth.counts)
+        for micro in range(case.micros):
+            b, held = data_of(case, self.d, micro), self.mine(truth.y[micro][self.d].shape[1])
+            with self._sync(not case.totals or micro == case.micros - 1):
+                ours = b.x[:, held].float().requires_grad_()
+                y, losses = self.runner(ours, *_cut(b, held))
+                torch.autograd.backward([y, losses], [b.dy[:, held].float(), torch.ones(())])
+            own, balance = truth.dx[micro][self.d]
+            errors[f"y{micro}"] = relative_error(y, truth.y[micro][self.d][:, held])
             assert ours.grad is not None
-            errors[f"dx{micro}"] = relative_error(ours.grad, dx[:, here])
-    total.backward()
-    for name, grad in full_gradients(runner, layout, dense, experts).items():
-        true = truth.get_parameter(name).grad
-        errors[f"d {name}"] = relative_error(grad, torch.zeros_like(grad) if true is None else true)
-    norm = clip_grad_norm_(runner, 0.5)
-    want = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
-    errors["norm"] = relative_error(norm, want)
-    errors["clipped"] = relative_error(clip_grad_norm_(runner, 1e9), want.clamp(max=0.5))
-    check_replicated(runner)
-    return errors
+            errors[f"dx{micro}"] = relative_error(ours.grad, (own + self.divisor * balance)[:, held])
+            errors[f"losses{micro}"] = relative_error(losses, torch.tensor(truth.losses[micro]))
+        held_back = [p for layer in self.model.layers for p in layer["moe"].experts.parameters()]
+        assert not self.layout.delay_wgrad or all(p.grad is None for p in held_back), "not before backward_dw"
+        for _ in range(case.micros if self.layout.delay_wgrad else 0):
+            for layer in reversed(self.model.layers):
+                layer["moe"].experts.backward_dw()
+        if self.layout.data == "ddp":
+            assert all(param.grad is None for param in self.fused), "the dummies are dropped"
+            reduce_main_grads(self.runner, self.flat, self.experts["edp"])
+        loads = update_bias(self.model, self.model.layers[0]["moe"].router.groups.batch)
+        for name, router in routers(self.model).items():
+            errors[f"loads {name}"] = relative_error(loads[name], truth.counts[name])
+            router.totals = None
+        true = {name: own / self.divisor + balance for name, (own, balance) in truth.grads.items()}
+        for name, grad in self.gradients().items():
+            errors[f"d {name}"] = relative_error(grad, true[name])
+        return errors | self._norms(list(true.values()))
+
+    def _norms(self, true: list[Tensor]) -> dict[str, float]:
+        """Of the gradients, before and after they are clipped, and with another power."""
+        errors = {}
+        for power in (float("inf"), 2.0):
+            want = torch.stack([torch.linalg.vector_norm(g, power) for g in true]).norm(power)
+            errors[f"norm {power}"] = relative_error(clip_grad_norm_(self.runner, 1e9, norm_type=power), want)
+        clip_grad_norm_(self.runner, 0.5)
+        errors["norm clipped"] = relative_error(clip_grad_norm_(self.runner, 1e9), want.clamp(max=0.5))
+        return errors
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of the mean loss. Without data parallelism they are reduced by hand here."""
+        found = {}
+        for name, param in self.model.named_parameters():
+            fused = any(param is p for p in self.fused)
+            assert not fused or param.grad_added_to_main_grad  # type: ignore[attr-defined]
+            grad = param.main_grad if fused else param.grad  # type: ignore[attr-defined]
+            assert grad is not None, name
+            if self.layout.data == "none":
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                dist.all_reduce(local, group=(self.experts["edp"] if ".experts." in name else self.flat).get_group())
+                local /= self.divisor
+            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        return found
+
+    def _sync(self, last: bool) -> Any:
+        if self.layout.data in ("fsdp", "hsdp", "hsdp2"):
+            self.runner.set_requires_gradient_sync(last)
+        return self.runner.no_sync() if self.layout.data == "ddp" and not last else contextlib.nullcontext()
+
+
+def _cut(b: Batch, held: list[int]) -> tuple[Tensor | None, Tensor | None]:
+    return (None if b.mask is None else b.mask[:, held]), (None if b.ids is None else b.ids[:, held])
 
 
 def uneven(length: int, ranks: int) -> tuple[int, ...]:
     """Cuts with a first shard of one position, an empty second one where there are three, the rest in the last."""
-    inner = [min(1, length)] * (ranks - 1)
-    return (0, *inner, length)
+    inner = [min(1, length), *[0] * (ranks - 2)] if ranks > 1 else []
+    return SequenceLayout.from_lengths(1, [*inner, length - sum(inner)]).cuts
+
+
+def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:
+    """The truth of each (number of d, case, configuration) of a plan, once, to be handed to the ranks."""
+    solved: dict[Any, Solved] = {}
+    for layout, cases in plan:
+        dp = world // (layout.cp * layout.tp)
+        for case in cases:
+            key = (case, dp, layout.bias, layout.activation)
+            if key not in solved:
+                solved[key] = solve(case, dp, **layout.truth)
+    buffer = io.BytesIO()
+    torch.save(solved, buffer)
+    return buffer.getvalue()
+
+
+def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[str, float]:
+    """Errors by layout, case and what; a model that serves several cases starts each with the same parameters."""
+    errors: dict[str, float] = {}
+    meshes, solved = Meshes(), torch.load(io.BytesIO(truths), weights_only=False)
+    for layout, cases in plan:
+        ranks = Ranks(layout, meshes)
+        for case in cases:
+            truth = solved[case, ranks.dp, layout.bias, layout.activation]
+            for name, error in ranks.step(case, truth).items():
+                errors[f"{layout} {case} {name}"] = error
+        check_replicated(ranks.runner)
+    return errors

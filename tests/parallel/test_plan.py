@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel.layout_case import Layout, Model
+from parallel.layout_truth import Model
 from trimtab.errors import ConfigError, DesyncError
 from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
@@ -17,7 +17,7 @@ from trimtab.verify.ranks import run_ranks
 
 def refused(plan: dict[str, ExpertParallel]) -> str:
     with pytest.raises(ConfigError) as caught:
-        parallelize(Model(Layout(), torch.float32), init_device_mesh("cpu", (2,)), plan)
+        parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), plan)
     return str(caught.value)
 
 
@@ -29,7 +29,7 @@ def on_rank() -> dict[str, str]:
         "kind": refused({"layers.0.moe.router": style}),
     }
     torch.manual_seed(1)
-    model = parallelize(Model(Layout(), torch.float32), init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
+    model = parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     check_replicated(model)  # experts differ between the ranks, as they should
     with torch.no_grad():
         router = model.get_parameter("layers.1.moe.router.weight")
@@ -57,6 +57,9 @@ def test_a_star_stays_within_its_part() -> None:
     assert matches("layers.3.moe", "layers.*.moe")
     assert not matches("layers.3.block.moe", "layers.*.moe")
     assert not matches("layers.3", "layers.*.moe")
+    assert matches("moe", "*")
+    assert matches("", "")
+    assert not matches("", "*")
 
 
 def test_tokens_and_mesh_go_together() -> None:

@@ -30,7 +30,8 @@ def clip_grad_norm_(
 
     A parameter counts once: shards of a DTensor are summed over the mesh dims that shard it (ep, etp, fsdp, efsdp),
     replicas are not. Call it after gradients are reduced, with all parameters of the model, on every rank that holds
-    any: the collectives follow from the parameters, so a missing gradient counts as zeros and hangs nobody.
+    any: the collectives follow from the parameters, so a missing gradient counts as zeros and hangs nobody. Where a
+    gradient went into `main_grad` (the parameter says so with `grad_added_to_main_grad`), that is what counts.
 
     Args:
         norm_type: 2, another power, or inf.
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     powers: dict[_Place | None, list[Tensor]] = {}
     device = next((_local(p).device for p in params), torch.device("cpu"))
     for param in params:
-        grad, place = param.grad, _place_of(param)
+        grad, place = _gradient(param), _place_of(param)
         found = powers.setdefault(place, [])
         if grad is not None:
             if isinstance(grad, DTensor) and any(isinstance(p, Partial) for p in grad.placements):
@@ -66,10 +67,16 @@ def clip_grad_norm_(
         raise InputError(f"the gradients' norm is {float(norm)}: look for the first layer whose output is not finite")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in params:
-        if param.grad is not None:
-            grad = _local(param.grad)
-            grad.mul_(factor.to(grad.dtype))
+        found_grad = _gradient(param)
+        if found_grad is not None:
+            local = _local(found_grad)
+            local.mul_(factor.to(local.dtype))
     return norm.float()
+
+
+def _gradient(param: nn.Parameter) -> Tensor | None:
+    fused: Tensor | None = getattr(param, "main_grad", None)
+    return fused if getattr(param, "grad_added_to_main_grad", False) else param.grad
 
 
 def _power(t: Tensor, norm_type: float) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.errors import ConfigError
+from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 
 
@@ -30,37 +31,38 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     """The model in DDP, its experts reduced apart. Call after `parallelize`, on every rank: values of each group's
     first rank are taken.
 
+    The balance losses become those of the global batch, see `trimtab.parallel.data`.
+
     Args:
         dp_mesh: one dim, the ranks that have tokens of their own (CP included).
         edp_mesh: one dim, the ranks that hold the same experts.
         options: for DDP. `broadcast_buffers` is False if not given.
 
-    Experts with `main_grad` are left to `reduce_main_grads`.
+    Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
+    Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, as the last forward said with `no_sync()`.
 
     Raises:
-        ConfigError: no parallel experts, or meshes of more dims.
+        ConfigError: no parallel experts, or meshes that do not fit together or have more dims.
     """
-    experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
-    if not experts or dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
-        raise ConfigError(
-            f"ddp needs experts under ExpertParallel ({len(experts)} found) and meshes of one dim, got {dp_mesh} and "
-            f"{edp_mesh}"
-        )
-    own = {id(param) for module in experts for param in module.parameters()}
-    ignored = [name for name, param in model.named_parameters() if id(param) in own]
+    if dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
+        raise ConfigError(f"ddp needs meshes of one dim, got {dp_mesh} and {edp_mesh}")
+    experts = join_data_parallel(model, dp_mesh, edp_mesh)
+    own = {id(tensor) for module in experts for tensor in (*module.parameters(), *module.buffers())}
+    ignored = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in own]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     options.setdefault("broadcast_buffers", False)
     wrapped = DistributedDataParallel(model, process_group=dp_mesh.get_group(), **options)
     group = edp_mesh.get_group()
     for param in (param for module in experts for param in module.parameters()):
         dist.broadcast(_local(param.detach()), group=group, group_src=0)
-    trained = [p for module in experts if module.main_grad == "off" for p in module.parameters() if p.requires_grad]
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
-    reducer = _ExpertReducer(trained, group)
-    wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
-    for param in trained:
-        param.register_post_accumulate_grad_hook(reducer.accumulated)  # type: ignore[no-untyped-call]
+        for param in filter(lambda p: p.requires_grad, map(module.get_parameter, module.fused)):
+            param.register_post_accumulate_grad_hook(_drop_dummy)  # type: ignore[no-untyped-call]
+    delayed = [module for module in experts if module.delay_wgrad]
+    for part in [[module for module in experts if not module.delay_wgrad], *([module] for module in delayed)]:
+        reducer = _ExpertReducer([param for module in part for param in _reduced(module)], group)
+        wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
     return wrapped
 
 
@@ -68,20 +70,31 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
     """Once per optimiser step, after the last backward: the experts' `main_grad`s summed over edp, divided by dp.
 
     For experts built with main_grad="accumulate" (or "overwrite", one micro-batch a step); the optimiser then reads
-    `main_grad` and zeroes it. Every rank of `edp_mesh` must call.
+    `main_grad` and zeroes it. Every rank of `edp_mesh` must call. Biases have ordinary gradients, which `ddp` reduces.
     """
     for module in model.modules():
-        if isinstance(module, ParallelExperts) and module.main_grad != "off":
-            params = [param for param in (module.up, module.down) if param.requires_grad]
+        if isinstance(module, ParallelExperts):
+            params = [param for param in map(module.get_parameter, module.fused) if param.requires_grad]
             _average([_local(getattr(p, "main_grad", None)) for p in params], edp_mesh.get_group(), dp_mesh.size())
 
 
+def _reduced(module: ParallelExperts) -> list[nn.Parameter]:
+    """The trained parameters that have ordinary gradients."""
+    return [p for name, p in module.named_parameters() if p.requires_grad and name not in module.fused]
+
+
+def _drop_dummy(param: Tensor) -> None:
+    param.grad = None
+
+
 class _ExpertReducer:
-    """Reduces the experts' gradients when a backward ends, if DDP reduces in it."""
+    """Reduces the gradients of some experts as a backward that reached one of them ends, if DDP reduces in it."""
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.params, self.group = params, group
         self.sync, self.queued = True, False
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
 
     def accumulated(self, _: Tensor) -> None:
         if self.sync and not self.queued:

@@ -1,18 +1,20 @@
 """Experts split over F on several ranks: every rank of the group sees the rows of all, and gives a part of the sum.
 
-    gather   own rows -> rows of all ranks, in the order of ranks      backward: parts of the gradient, summed at home
-    reduce   parts for the rows of all ranks -> sums of own rows       backward: gather
+    spread   own rows -> rows of all ranks, in the order of ranks
+    collect  parts for the rows of all ranks -> sums of own rows
 
-Each is the transpose of the other. Numbers of rows may differ and be zero. Sums are taken in the order of ranks,
-in float32 at least, so they are the same from run to run.
+Each is the transpose of the other, so they are a route between `Spread` and `Collect` of `dispatch.exchange`. Numbers
+of rows may differ and be zero. Sums are taken in the order of ranks, in float32 at least, so they are the same from
+run to run.
 
-Legend: M' rows of this rank, P ranks of the group, D width.
+Legend: M' rows of this rank, P ranks of the group, e experts, I width of the pre-activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,36 +23,79 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from trimtab.dispatch.allgather import all_gather_tensor, gather_uneven
+from trimtab.dispatch.layer_frame import layer_frame
 from trimtab.dispatch.packing import pack, unpack
+from trimtab.dispatch.route import Direction
+from trimtab.dispatch.transport import watched
+from trimtab.errors import DesyncError
+from trimtab.guard.guard import Guard
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Rows of each rank of a group, on the host, for one call. num_slots: kept slots of all, where known."""
+class ExpertTensorGroup:
+    """The group over which one layer's F is split. `calls`: how often its ranks have met."""
 
-    group: dist.ProcessGroup
-    rows_P: tuple[int, ...]
-    num_slots: int | None
+    def __init__(self, group: dist.ProcessGroup, guard: Guard, layer: str) -> None:
+        self.group, self.guard, self.layer, self.calls = group, guard, layer, 0
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._frame = layer_frame(layer)
 
-    @classmethod
-    def exchange(cls, group: dist.ProcessGroup, rows: Tensor, num_slots: int | None) -> Lines:
-        """Tell the group how many rows and slots this rank has. Collective; one host sync."""
-        mine = torch.tensor([rows.shape[0], -1 if num_slots is None else num_slots], device=rows.device)
-        told = mine.new_empty(dist.get_world_size(group) * 2)
-        all_gather_tensor()(told, mine, group=group)
-        counts, slots = told.view(-1, 2).T.tolist()
-        return cls(group=group, rows_P=tuple(counts), num_slots=None if min(slots) < 0 else sum(slots))
+    def meet(self, rows: Tensor, num_slots: int | None) -> RowsOfAll:
+        """Tell the group how many rows and slots this rank has. Collective; one host sync.
 
-    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        gathered = gather_uneven(pack(tensors), max(self.rows_P), self.group)
+        Raises:
+            DesyncError: the ranks are not in the same call, on every rank.
+            PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
+        """
+        call, self.calls = self.calls, self.calls + 1
+        slots = -1 if num_slots is None else num_slots
+        tag = [call, zlib.crc32(self.layer.encode())]
+        mine = torch.tensor([rows.shape[0], slots, *tag], device=rows.device)
+        told = mine.new_empty(self.size * mine.shape[0])
+        self.run("forward", call, partial(watched, group=self.group), self.guard, all_gather_tensor(), told, mine)
+        headers = told.view(self.size, -1).tolist()
+        others = tuple(rank for rank, header in enumerate(headers) if header[2:] != tag)
+        if others:
+            calls = ", ".join(f"rank {rank}: call {header[2]}" for rank, header in enumerate(headers))
+            raise DesyncError(
+                f"rank(s) {', '.join(map(str, others))} of the expert-tensor-parallel group are in another layer or "
+                f"call than rank {self.rank} ({calls}). Every rank of it must run the same layers in the same order",
+                ranks=others, layer=self.layer, phase="experts",
+            )  # fmt: skip
+        known = None if min(header[1] for header in headers) < 0 else sum(header[1] for header in headers)
+        return RowsOfAll(self, call, tuple(header[0] for header in headers), known)
+
+    def run(self, direction: Direction, call: int, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), collectives under the guard, at their place and below a stack frame with the layer's name."""
+        self.guard.at(self.layer, "experts", direction, call)
+        out = self._frame(fn, *args)
+        self.guard.at(self.layer, "experts", direction, call, "past")
+        return out
+
+    def gather(self, rows: Tensor, longest: int, direction: Direction, call: int) -> Tensor:
+        """Each rank's rows, padded to `longest`: [P, longest, …]. Collective."""
+        gathered: Tensor = self.run(direction, call, gather_uneven, rows, longest, self.group, self.guard)
+        return gathered
+
+
+class RowsOfAll:
+    """One call's map from own rows to those of all ranks. rows_P: on the host. num_slots: kept slots of all."""
+
+    def __init__(self, ranks: ExpertTensorGroup, call: int, rows_P: tuple[int, ...], num_slots: int | None) -> None:
+        self.ranks, self.call, self.rows_P, self.num_slots = ranks, call, rows_P, num_slots
+
+    def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        """Tensors [M', *] -> those of all ranks."""
+        gathered = self.ranks.gather(pack(tensors), max(self.rows_P), direction, self.call)
         packed = torch.cat([gathered[rank, :rows] for rank, rows in enumerate(self.rows_P)])
         return [part.contiguous() for part in unpack(packed, tensors)]
 
-    def reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        ranks, mine = len(self.rows_P), self.rows_P[dist.get_rank(self.group)]
+    def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        """Parts for all ranks' rows -> sums [M', *]."""
+        ranks, mine = self.ranks.size, self.rows_P[self.ranks.rank]
         packed = pack(tensors)
         received = packed.new_empty(ranks * mine, packed.shape[1])
-        dist.all_to_all_single(received, packed, [mine] * ranks, list(self.rows_P), group=self.group)
+        exchange = partial(watched, self.ranks.guard, dist.all_to_all_single, group=self.ranks.group)
+        self.ranks.run(direction, self.call, exchange, received, packed, [mine] * ranks, list(self.rows_P))
         return [_summed(part, ranks, mine) for part in unpack(received, tensors)]
 
 
@@ -59,50 +104,20 @@ def _summed(parts: Tensor, ranks: int, rows: int) -> Tensor:
     return wide.view(ranks, rows, parts.shape[1]).sum(0).to(parts.dtype)
 
 
-class GatherRows(Function):
-    """(x [M', D], weights, ids) of this rank -> the same of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, lines: Lines, x: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.lines = lines
-        all_x, all_w, all_ids = lines.gather([x, w, ids])
-        ctx.mark_non_differentiable(all_ids)
-        return all_x, all_w, all_ids
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor, dw: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor, None]:
-        own_dx, own_dw = ctx.lines.reduce([dx, dw])
-        return None, own_dx, own_dw, None
-
-
-class ReduceRows(Function):
-    """Each rank's part of the sums of all ranks' rows -> the sums of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, lines: Lines, y: Tensor) -> Tensor:
-        ctx.lines = lines
-        return lines.reduce([y])[0].view(y.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.lines.gather([dy])[0]
-
-
 class SplitBias(Function):
     """A bias [e, I] that all ranks hold -> the part [e, I / P] of this rank. Backward: the parts, put together."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.parts, ctx.group, ranks = parts, group, dist.get_world_size(group)
-        return bias.view(bias.shape[0], parts, ranks, -1)[:, :, dist.get_rank(group)].reshape(bias.shape[0], -1)
+    def forward(ctx: Any, bias: Tensor, parts: int, ranks: ExpertTensorGroup) -> Tensor:
+        ctx.parts, ctx.ranks, ctx.call = parts, ranks, ranks.calls
+        return bias.view(bias.shape[0], parts, ranks.size, -1)[:, :, ranks.rank].reshape(bias.shape[0], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        every = gather_uneven(d, d.shape[0], ctx.group).view(-1, d.shape[0], ctx.parts, d.shape[1] // ctx.parts)
-        return every.permute(1, 2, 0, 3).reshape(d.shape[0], -1), None, None
+        every = ctx.ranks.gather(d, d.shape[0], "backward", ctx.call)
+        cut = every.view(-1, d.shape[0], ctx.parts, d.shape[1] // ctx.parts)
+        return cut.permute(1, 2, 0, 3).reshape(d.shape[0], -1), None, None
 
 
 class FirstRankBias(Function):
@@ -112,8 +127,8 @@ class FirstRankBias(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return bias.clone() if dist.get_rank(group) == 0 else torch.zeros_like(bias)
+    def forward(ctx: Any, bias: Tensor, ranks: ExpertTensorGroup) -> Tensor:
+        return bias.clone() if ranks.rank == 0 else torch.zeros_like(bias)
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidd
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from trimtab.dispatch.exchange import Collect, Spread
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layout import experts_per_rank
-from trimtab.parallel.expert_tensor import FirstRankBias, GatherRows, Lines, ReduceRows, SplitBias
+from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
+from trimtab.parallel.recipe_state import share_state_dicts
 from trimtab.parallel.stand_in import standing_in
 
 NAMES = ("up", "down", "up_bias", "down_bias")
@@ -75,24 +78,37 @@ class ExpertMesh:
 class ParallelExperts(ExpertMLP):
     """What `ExpertParallel` makes of an `ExpertMLP`: the same module, of this class.
 
+    A recipe quantises what a rank computes with: with etp the scales are those of its share of F, and each rank has
+    a recipe's state for its own experts only. `main_grad` is looked up on the parameter when the forward begins, a
+    DTensor like the parameter or its local part; the flag `grad_added_to_main_grad` is set on the parameter.
+
     `place`: where its experts are. `gradient_scale`: factor on its gradients, see `trimtab.parallel.ddp`.
+    `etp`: the ranks that share F, None where it is whole. `reduce_delayed`: called behind delayed gradients.
     """
 
     place: ExpertMesh
     gradient_scale: float
+    etp: ExpertTensorGroup | None
+    reduce_delayed: Callable[[], None] | None
 
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         names = [name for name in NAMES if getattr(self, name) is not None]
         with standing_in([(self, name) for name in names], [self._local(name) for name in names]):
-            group = self.place.etp_group
-            if group is None:
+            if self.etp is None:
                 return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
-            lines = Lines.exchange(group, x_MD, num_slots)
-            x, w, ids = GatherRows.apply(lines, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
-            y = super().forward(x, ids, w, num_slots=lines.num_slots)
-            out: Tensor = ReduceRows.apply(lines, y)  # type: ignore[no-untyped-call]
+            every = self.etp.meet(x_MD, num_slots)
+            x, w, ids = Spread.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+            y = super().forward(x, ids, w, num_slots=every.num_slots)
+            out: Tensor = Collect.apply(every, y, x)  # type: ignore[no-untyped-call]
             return out
+
+    def backward_dw(self) -> None:
+        """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
+        order: their data-parallel reduction happens here, and with etp and biases an exchange."""
+        super().backward_dw()
+        if self.delay_wgrad and self.reduce_delayed is not None:
+            self.reduce_delayed()
 
     @property
     def gate_parts(self) -> int:
@@ -100,16 +116,21 @@ class ParallelExperts(ExpertMLP):
         gated: bool = getattr(self.math.activation, "gated", False)
         return 2 if gated and self.activation != "clamped_swiglu" else 1  # clamped_swiglu: interleaved
 
-    def shard(self, place: ExpertMesh, src_data_rank: int | None) -> None:
-        """Cut the whole parameters over `place`. No communication with `src_data_rank=None`; else from that rank."""
-        group = place.etp_group
-        ranks = 1 if group is None else dist.get_world_size(group)
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Parameters whose gradients go into `main_grad`."""
+        return () if self.main_grad == "off" else ("up", "down")
+
+    def shard(self, place: ExpertMesh, etp: ExpertTensorGroup | None, src_data_rank: int | None) -> None:
+        """Cut the whole parameters over `place`. No communication with `src_data_rank=None`; else from that rank.
+
+        A recipe's state begins anew; see `trimtab.parallel.recipe_state`.
+        """
+        ranks = 1 if etp is None else etp.size
         if self.hidden % ranks:
             raise ConfigError(f"F = {self.hidden} does not divide over {ranks} expert-tensor-parallel ranks")
-        if self.recipe is not None or self.delay_wgrad:
-            raise ConfigError("ExpertParallel takes experts without a recipe and without delay_wgrad")
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
-        self.place, self.gradient_scale = place, 1.0
+        self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         rows: Placement = Shard(1) if self.gate_parts == 1 else _StridedShard(1, split_factor=2)
         split = {"up": rows, "down": Shard(2)}
         for name in NAMES:
@@ -118,6 +139,8 @@ class ParallelExperts(ExpertMLP):
                 cut = place.placements(split.get(name, Replicate()))
                 whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
                 setattr(self, name, torch.nn.Parameter(whole, requires_grad=param.requires_grad))
+        self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
+        share_state_dicts(self, place.mesh, place.ep_dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -133,22 +156,45 @@ class ParallelExperts(ExpertMLP):
                     mine = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
                     param.to_local().copy_(mine.to_local())
 
+    def _widths(self) -> Sequence[tuple[int, int]]:
+        """Of this rank's share."""
+        hidden = self.hidden if self.etp is None else self.hidden // self.etp.size
+        gated: bool = getattr(self.math.activation, "gated", False)
+        return [(self.dim, 2 * hidden if gated else hidden), (hidden, self.dim)]
+
     def _local(self, name: str) -> Tensor:
         """This rank's part of a parameter, differentiable; where its gradients go (`main_grad`) comes along."""
         param = getattr(self, name)
         local: Tensor = param.to_local() if isinstance(param, DTensor) else param
-        if self.gradient_scale != 1.0:
+        if name in self.fused:
+            local = _Fused.apply(local, [param])  # type: ignore[no-untyped-call]
+            for attribute in MAIN_GRAD_NAMES:
+                if hasattr(param, attribute):
+                    value = getattr(param, attribute)
+                    setattr(local, attribute, value.to_local() if isinstance(value, DTensor) else value)
+        elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
-        group = self.place.etp_group
-        if name == "up_bias" and group is not None:
-            local = SplitBias.apply(local, self.gate_parts, group)  # type: ignore[no-untyped-call]
-        if name == "down_bias" and group is not None:
-            local = FirstRankBias.apply(local, group)  # type: ignore[no-untyped-call]
-        for attribute in MAIN_GRAD_NAMES:
-            if hasattr(param, attribute):
-                value = getattr(param, attribute)
-                setattr(local, attribute, value.to_local() if isinstance(value, DTensor) else value)
+        if name == "up_bias" and self.etp is not None:
+            local = SplitBias.apply(local, self.gate_parts, self.etp)  # type: ignore[no-untyped-call]
+        if name == "down_bias" and self.etp is not None:
+            local = FirstRankBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
         return local
+
+
+class _Fused(Function):
+    """Identity. What comes back is a dummy: the gradient is in `main_grad`, and its owner is told so on the parameter,
+    before the parameter's hooks fire."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: list[Any]) -> Tensor:
+        ctx.owner = owner
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        ctx.owner[0].grad_added_to_main_grad = True
+        return d, None
 
 
 class _Scaled(Function):

@@ -9,6 +9,7 @@ dp is the number of ranks (or tensor-parallel groups) that have tokens of their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from trimtab.errors import ConfigError
+from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.plan import matches
 
@@ -32,27 +34,33 @@ def fully_shard_moe(
     """`fully_shard` on the experts, on blocks and on the model, in place. Call after `parallelize`, on every rank.
 
     Args:
-        dp_mesh: one dim, or (replicate, shard) for HSDP; its size is the data-parallel size, CP included.
+        dp_mesh: one dim, or (replicate, shard) for HSDP; its size is the data-parallel size, CP included: with
+            context parallelism a mesh of all DP x CP ranks, or mesh["dp", "cp"], replicated over dp.
         efsdp_mesh: the ranks that hold the same experts, one dim or (replicate, shard); a slice of the mesh that the
             experts were parallelised on.
         blocks: patterns of modules that are sharded as units of their own, such as "layers.*".
         options: for `fully_shard` (reshard_after_forward, mp_policy, offload_policy).
 
+    The balance losses become those of the global batch, see `trimtab.parallel.data`. Delayed weight gradients are
+    reduced by the experts' `backward_dw()`.
+
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
     With efsdp of size 1 use float32 or bfloat16 gradients: torch 2.13 divides float16 ones twice there.
 
     Raises:
-        ConfigError: no parallel experts, or a pattern that matches nothing.
+        ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, or experts
+            with `main_grad`, whose buffers FSDP2 would not reduce.
     """
-    experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
-    if not experts:
-        raise ConfigError("no experts under ExpertParallel in this model: call parallelize first, or fully_shard alone")
+    if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
+        raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
+    experts = join_data_parallel(model, dp_mesh, efsdp_mesh)
     for module in experts:
         sharded = fully_shard(module, mesh=efsdp_mesh, shard_placement_fn=_placement(module, efsdp_mesh), **options)
         sharded.set_gradient_divide_factor(float(dp_mesh.size()))
         # Without a real reduction FSDP2 divides in its copy, and a sum that is forced would divide once more.
         if efsdp_mesh.size(efsdp_mesh.ndim - 1) > 1:
             sharded.set_force_sum_reduction_for_comms(True)
+        module.reduce_delayed = partial(_reduce_now, sharded)
     for pattern in blocks:
         found = [module for name, module in model.named_modules() if name and matches(name, pattern)]
         if not found:
@@ -60,6 +68,14 @@ def fully_shard_moe(
         for block in found:
             fully_shard(block, mesh=dp_mesh, **options)
     return fully_shard(model, mesh=dp_mesh, **options)
+
+
+def _reduce_now(module: FSDPModule) -> None:
+    """What FSDP2 does as a module's backward ends, for gradients that came after it."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.post_backward()
+        group.finalize_backward()  # type: ignore[no-untyped-call]
 
 
 def _placement(experts: ParallelExperts, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

@@ -8,6 +8,8 @@ from torch import Tensor
 from trimtab.layer import MoE, MoEOutput
 from trimtab.parallel.partial import sum_gradients
 from trimtab.parallel.stand_in import Place, standing_in
+from trimtab.parallel.token_meshes import TokenMeshes
+from trimtab.routing.losses import LossGroups
 
 
 class ParallelMoE(MoE):
@@ -15,12 +17,28 @@ class ParallelMoE(MoE):
 
     `tp_group`: ranks that hold the same router, shared experts and projections, and route different tokens of one
     batch; None where there are no others. Gradients of those parameters are summed over it.
+    `token_meshes`: who has which tokens. `own_groups`: what this class last set as `router.groups`.
     """
 
     tp_group: dist.ProcessGroup | None
+    token_meshes: TokenMeshes
+    own_groups: LossGroups
+
+    def spread(self, meshes: TokenMeshes) -> None:
+        """Take the tokens as `meshes` has them."""
+        self.token_meshes, self.own_groups = meshes, self.router.groups
+        self.tp_group = None if meshes.tp is None or meshes.tp.size() == 1 else meshes.tp.get_group()
+        if self.router.groups != LossGroups():  # set by hand
+            self.own_groups = LossGroups()
+        self.share_losses(meshes)
+
+    def share_losses(self, meshes: TokenMeshes) -> None:
+        """The balance losses are those over all ranks of `meshes`, unless `router.groups` was set by hand."""
+        if self.router.groups is self.own_groups:
+            self.router.groups = self.own_groups = meshes.loss_groups()
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
-        """As `MoE.forward`; every rank of the expert group and of the tensor-parallel group must call."""
+        """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""
         if self.tp_group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
         places = self._replicated()

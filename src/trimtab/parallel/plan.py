@@ -11,15 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.errors import ConfigError
-from trimtab.parallel.style import ExpertParallel, Transports
+from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.wiring import Wiring
 
 Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name fits a glob, part by part: "*" stays within its part."""
+    """Whether a dotted name fits a glob, part by part: "*" stays within its part, and is no name for the whole."""
     parts, globs = name.split("."), pattern.split(".")
-    return len(parts) == len(globs) and all(fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
+    return (
+        bool(name) == bool(pattern)
+        and len(parts) == len(globs)
+        and all(fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
+    )
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
@@ -52,14 +57,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
             if name in chosen:
                 raise ConfigError(f"module {name!r} is matched twice, by {chosen[name]!r} and by {pattern!r}")
             chosen[name] = pattern
-    shared: dict[str, Transports] = {}
+    wiring = Wiring()
     for name, pattern in chosen.items():
         entry = plan[pattern]
         style, on = entry if isinstance(entry, tuple) else (entry, mesh)
         module = model.get_submodule(name)
         if isinstance(style, ExpertParallel):
-            transports = shared.setdefault(style.transport, {})
-            style.apply_to(module, on, transports=transports, layer=name, src_data_rank=src_data_rank)
+            style.apply_to(module, on, wiring=wiring, layer=name, src_data_rank=src_data_rank)
         else:
             parallelize_module(module, on, style, src_data_rank=src_data_rank)
     return model

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
-from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import AllTokens, MoE
+from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ExpertMesh, ParallelExperts
 from trimtab.parallel.moe import ParallelMoE
+from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.parallel.tokens import ReplicatedTokens
+from trimtab.parallel.wiring import TRANSPORTS, Wiring
 
 TokenMode = Literal["own", "replicated", "sharded"]
-TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {"alltoall": AllToAll, "allgather": AllGather}
-Transports = dict[dist.ProcessGroup, Transport]
 
 
 class ExpertParallel(ParallelStyle):
@@ -34,18 +30,27 @@ class ExpertParallel(ParallelStyle):
     same order. It communicates only where `src_data_rank` (of `parallelize_module`: 0) asks for values of one rank.
 
     Args:
-        transport: "alltoall", or "allgather" for small groups. Layers that one style is applied to share one
-            transport for each group; a group of one rank needs none.
+        transport: "alltoall"; "shared_memory" for ranks of one host without a GPU, faster there; "auto" for that one
+            where the ranks can use it, and "alltoall" where they can't; or "allgather" for small groups. Layers that
+            one style is applied to share one transport for each group; a group of one rank needs none.
         tokens: "own", each rank has tokens of its own; "replicated", the ranks of `tp_mesh` hold the same [.., L, D]
             and each takes its share of the L positions; "sharded", each holds its positions of every sequence, any
             number. With the latter two the layer's other parameters (router, shared experts, projections) have their
             gradients summed over `tp_mesh`, in autograd.
         tp_mesh: the ranks that share a batch, one dim; given exactly where tokens are not "own".
+        cp_mesh: context parallel, one dim: the ranks that hold positions of the same sequences, any number each and in
+            any order (in turns, zig-zag), as `tokens` says. For gradients they are data-parallel ranks like others:
+            they must be among those of `dp_mesh` later, and nothing is summed over them here. Only the losses per
+            sequence are taken over them.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
             gathered over the group before the experts, and their outputs summed and given back after them.
         combine: as in `Dispatcher`; the layer's own if not given.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
+
+    Balance losses are those of one process over the tokens of `tp_mesh` and `cp_mesh`, and over the global batch once
+    `fully_shard_moe`, `ddp` or `join_data_parallel` has been given the data-parallel ranks. A `router.groups` that was
+    set by hand, before or after, stays.
 
     Raises:
         ConfigError: names, meshes or sizes that do not fit; the module is no `MoE`, or is parallel already.
@@ -54,9 +59,10 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        transport: Literal["alltoall", "allgather"] = "alltoall",
+        transport: Literal["alltoall", "allgather", "shared_memory", "auto"] = "alltoall",
         tokens: TokenMode = "own",
         tp_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         etp: str | None = None,
         combine: Combine | None = None,
     ) -> None:
@@ -67,18 +73,21 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
         if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
-        self.transport, self.tokens, self.tp_mesh, self.etp, self.combine = transport, tokens, tp_mesh, etp, combine
-        self._transports: Transports = {}
+        if cp_mesh is not None and cp_mesh.ndim != 1:
+            raise ConfigError(f"cp_mesh={cp_mesh}: hand in a mesh of one dim")
+        self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
+        self.meshes = TokenMeshes(tp=tp_mesh, cp=cp_mesh)
+        self._wiring = Wiring()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self.apply_to(module, device_mesh, transports=self._transports, src_data_rank=self.src_data_rank)
+        return self.apply_to(module, device_mesh, wiring=self._wiring, src_data_rank=self.src_data_rank)
 
     def apply_to(
         self,
         module: nn.Module,
         mesh: DeviceMesh,
         *,
-        transports: Transports,
+        wiring: Wiring,
         layer: str = "",
         src_data_rank: int | None = None,
     ) -> MoE:
@@ -90,26 +99,17 @@ class ExpertParallel(ParallelStyle):
         place, experts, old = ExpertMesh(mesh=mesh, etp=self.etp), module.experts, module.dispatcher
         if type(experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)
+        name, split, facts = layer or old.layer, place.etp_group, f"{module.facts}, tokens {self.tokens}"
         experts.__class__ = ParallelExperts
         assert isinstance(experts, ParallelExperts)
-        experts.shard(place, src_data_rank)
-        module.dispatcher = Dispatcher(
-            old.num_experts,
-            self._transport(place.ep_group, transports),
-            combine=self.combine or old.combine_mode,
-            layer=layer or old.layer,
-            facts=f"hidden {experts.hidden} {experts.activation}, tokens {self.tokens}",
-        )
+        etp = None if split is None else ExpertTensorGroup(split, wiring.guard(split), name or "experts")
+        experts.shard(place, etp, src_data_rank)
+        transport = wiring.transport(self.transport, place.ep_group)
+        combine = self.combine or old.combine_mode
+        module.dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, facts=facts)
         module.__class__ = ParallelMoE
         assert isinstance(module, ParallelMoE)
-        group = None if self.tp_mesh is None or self.tp_mesh.size() == 1 else self.tp_mesh.get_group()
-        module.tp_group = group
+        module.spread(self.meshes)
+        group = module.tp_group
         module.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
         return module
-
-    def _transport(self, group: dist.ProcessGroup, transports: Transports) -> Transport | None:
-        if dist.get_world_size(group) == 1:
-            return None
-        if group not in transports:
-            transports[group] = TRANSPORTS[self.transport](group)
-        return transports[group]

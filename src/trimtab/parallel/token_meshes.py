@@ -1,0 +1,66 @@
+"""Who has which tokens: the meshes that a layer is handed, what follows for its balance losses, and whether they fit.
+
+    tp      ranks with positions of one batch, whose gradients are summed in the layer       (TP, sequence parallel)
+    cp      ranks with positions of the same sequences, whose gradients are averaged         (context parallel)
+    data    all ranks that gradients are averaged over, those of cp among them               (DP x CP)
+
+A gradient of the losses is summed over tp and divided by the size of data, so each rank's is multiplied by that size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trimtab.errors import ConfigError
+from trimtab.routing.losses import LossGroups
+
+
+def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of this rank along each dim of a mesh, those of one rank left out."""
+    dims = () if mesh is None else range(mesh.ndim)
+    return tuple(mesh.get_group(d) for d in dims if mesh is not None and mesh.size(d) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMeshes:
+    """tp, cp: one dim each. data: one or two dims, with cp's ranks among its own; None where none is known but cp."""
+
+    tp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    data: DeviceMesh | None = None
+
+    def loss_groups(self) -> LossGroups:
+        """Who shares the balance losses. No group is made: sums are taken along one mesh dim after another."""
+        data = groups_of(self.cp if self.data is None else self.data)
+        return LossGroups(
+            batch=(*groups_of(self.tp), *data),
+            sequence=(*groups_of(self.tp), *groups_of(self.cp)),
+            divisor=math.prod(dist.get_world_size(group) for group in data),
+        )
+
+    def check(self, experts: int, layer: str) -> None:
+        """Whether gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
+
+        Raises:
+            ConfigError: cp is not within data, tp is, or not every rank with tokens is among those of the experts.
+        """
+        assert self.data is not None
+        tp, cp = (set() if m is None else set(m.mesh.flatten().tolist()) for m in (self.tp, self.cp))
+        data, me = set(self.data.mesh.flatten().tolist()), dist.get_rank()
+        problems = []
+        if not cp <= data:
+            problems.append(f"ranks {sorted(cp)} of cp_mesh must be in it: gradients are averaged over DP x CP")
+        if tp & data - {me}:
+            problems.append(f"ranks {sorted(tp)} of tp_mesh must not: the layer has summed their gradients")
+        tokens = len(data) * max(len(tp), 1)
+        if tokens != experts:
+            problems.append(
+                f"with tp_mesh it makes {tokens} ranks with tokens, but expert mesh and its copies make {experts}: "
+                "an expert's gradient would not be the mean loss's"
+            )
+        if problems:
+            raise ConfigError(f"dp_mesh has ranks {sorted(data)}; {'; '.join(problems)}", layer=layer)

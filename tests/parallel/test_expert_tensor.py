@@ -1,0 +1,126 @@
+"""Ranks that share F watch over each other: who is dead, late or in another call is named; healthy ones sync once."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.layout_truth import D, E, F, K
+from trimtab.errors import DesyncError, PhaseTimeout
+from trimtab.layer import MoEConfig
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.config import RouterConfig
+from trimtab.verify.ranks import run_ranks
+
+
+def layers() -> nn.ModuleList:
+    """Two layers over an etp group of both ranks, which have met. Its own group, for the exchange that never ends."""
+    torch.manual_seed(0)
+    config = MoEConfig(dim=D, hidden=F, router=RouterConfig(num_experts=E, top_k=K), bias=True)
+    model = nn.ModuleList(config.build() for _ in range(2))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    mesh = DeviceMesh.from_group(
+        [dist.new_group([0, 1]), alone], "cpu", mesh=torch.tensor([[0], [1]]), mesh_dim_names=("etp", "ep")
+    )
+    parallelize(model, mesh, {"*": ExpertParallel(etp="etp")})
+    assert model[0].experts.etp.guard is model[1].experts.etp.guard
+    forward(model[0]).sum().backward()
+    dist.barrier()
+    return model
+
+
+def forward(layer: nn.Module) -> Tensor:
+    out: Tensor = layer(torch.randn(3 + dist.get_rank(), D, requires_grad=True)).y
+    return out
+
+
+def late_on_rank() -> list[str]:
+    """Rank 1 stays away from a forward, then from a backward: what is said on rank 0 of each, with fresh groups."""
+    said = []
+    for when in ("forward", "backward"):
+        model = layers()
+        if when == "backward":
+            y = forward(model[1])
+        model[0].experts.etp.guard.deadline = 1.5  # what both came to before may take longer on a busy machine
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(PhaseTimeout) as raised:
+                (forward(model[1]) if when == "forward" else y).sum().backward()
+            said.append(f"{raised.value.ranks} {raised.value}")
+        else:
+            time.sleep(6.0)
+        dist.barrier()
+    return said
+
+
+def test_a_late_rank_is_named_forward_and_backward() -> None:
+    (forward_said, backward_said), _ = run_ranks(late_on_rank, 2, deadline=60.0)
+    for said, turn in ((forward_said, "forward"), (backward_said, "backward")):
+        assert said.startswith("(1,) [layer ")
+        assert "rank 1, phase experts]" in said
+        assert f"Rank 0 was waiting in experts {turn} of layer 1, call 0" in said
+
+
+def killed_on_rank() -> None:
+    model = layers()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        forward(model[1])
+    finally:
+        assert time.monotonic() - start < 20.0
+
+
+def test_a_killed_rank_is_named_before_any_deadline() -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(killed_on_rank, 2, deadline=60.0)
+    assert "PeerLost: [layer 0, rank 1, phase experts] rank 1 (host" in str(raised.value)
+    assert "Rank 0 was waiting in experts forward of layer 1, call 0" in str(raised.value)
+
+
+def crossed_on_rank() -> str:
+    model = layers()
+    with pytest.raises(DesyncError) as raised:
+        forward(model[dist.get_rank()])
+    return str(raised.value)
+
+
+def test_ranks_in_different_layers_are_told_apart_before_rows_move() -> None:
+    for rank, said in enumerate(run_ranks(crossed_on_rank, 2)):
+        assert said.startswith(f"[layer {rank}, rank {1 - rank}, phase experts]")
+
+
+def syncs_on_rank() -> list[tuple[int, int]]:
+    """How often (forward, backward) read something back from a device: over etp, and with all of F here."""
+    plain = MoEConfig(dim=D, hidden=F, router=RouterConfig(num_experts=E, top_k=K), bias=True).build()
+    forward(plain)  # the kernels' self-test reads, too
+    exact, reads, found = Tensor.tolist, [0], []
+
+    def counting(t: Tensor) -> object:
+        reads[0] += 1
+        return exact(t)
+
+    for layer in (layers()[0], plain):
+        Tensor.tolist = counting  # type: ignore[method-assign,assignment]
+        try:
+            start = reads[0]
+            y = forward(layer)
+            between = reads[0]
+            y.sum().backward()
+        finally:
+            Tensor.tolist = exact  # type: ignore[method-assign]
+        found.append((between - start, reads[0] - between))
+    return found
+
+
+def test_one_sync_forward_and_none_backward() -> None:
+    for (forwards, backwards), (own_forwards, own_backwards) in run_ranks(syncs_on_rank, 2):
+        assert (forwards - own_forwards, backwards - own_backwards) == (1, 0)

@@ -1,0 +1,124 @@
+"""Which meshes fit together; balance losses set by hand stay; norms over pipeline stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from comparing import relative_error
+from parallel.layout_truth import Model, build
+from trimtab.errors import ConfigError
+from trimtab.parallel.clip import clip_grad_norm_
+from trimtab.parallel.ddp import ddp
+from trimtab.parallel.fsdp import fully_shard_moe
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.losses import LossGroups
+from trimtab.verify.ranks import run_ranks
+
+
+def spread(mesh: DeviceMesh, **options: object) -> Model:
+    model = build(torch.float32)
+    parallelize(model, mesh, {"layers.*.moe": ExpertParallel(**options)})  # type: ignore[arg-type]
+    return model
+
+
+def meshes_on_rank() -> dict[str, str]:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    edp = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))["edp"]
+
+    def refused(model: Model, dp: DeviceMesh, way: object = ddp) -> str:
+        with pytest.raises(ConfigError) as caught:
+            way(model, dp, edp)  # type: ignore[operator]
+        assert all(layer["moe"].token_meshes.data is None for layer in model.layers)
+        return str(caught.value)
+
+    said = {
+        "cp outside": refused(spread(whole, cp_mesh=dense["inner"]), dense["dp"]),
+        "tp inside": refused(spread(whole, tokens="sharded", tp_mesh=dense["inner"]), whole, fully_shard_moe),
+        "tokens": refused(spread(whole), dense["dp"]),
+        "main_grad": refused_main_grad(whole, edp),
+    }
+    cp = spread(whole, cp_mesh=dense["inner"])
+    wrapped = ddp(cp, whole, edp)
+    groups = cp.layers[0]["moe"].router.groups
+    assert groups == LossGroups(batch=(whole.get_group(),), sequence=(dense["inner"].get_group(),), divisor=4)
+    tp = spread(whole, tokens="sharded", tp_mesh=dense["inner"])
+    inner = (dense["inner"].get_group(),)
+    assert tp.layers[0]["moe"].router.groups == LossGroups(batch=inner, sequence=inner, divisor=1)
+    fully_shard_moe(tp, dense["dp"], edp)
+    both = (*inner, dense["dp"].get_group())
+    assert tp.layers[0]["moe"].router.groups == LossGroups(batch=both, sequence=inner, divisor=2)
+    return said | {"wrapped": type(wrapped).__name__, "by hand": by_hand(whole, edp)}
+
+
+def refused_main_grad(whole: DeviceMesh, edp: DeviceMesh) -> str:
+    model = build(torch.float32, main_grad="accumulate")
+    parallelize(model, whole, {"layers.*.moe": ExpertParallel()})
+    with pytest.raises(ConfigError) as caught:
+        fully_shard_moe(model, whole, edp)
+    return str(caught.value)
+
+
+def by_hand(whole: DeviceMesh, edp: DeviceMesh) -> str:
+    """Set before, in between and after: it stays."""
+    mine = LossGroups(batch=whole.get_group())
+    model = build(torch.float32)
+    routers = [layer["moe"].router for layer in model.layers]
+    routers[0].groups = mine
+    parallelize(model, whole, {"layers.*.moe": ExpertParallel()})
+    kept = routers[0].groups is mine
+    routers[1].groups = mine
+    ddp(model, whole, edp)
+    return str(kept and all(router.groups is mine for router in routers))
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_meshes_that_do_not_fit_are_refused_and_losses_follow_from_those_that_do() -> None:
+    for said in run_ranks(meshes_on_rank, 4):
+        assert "of cp_mesh must be in it: gradients are averaged over DP x CP" in said["cp outside"]
+        assert "of tp_mesh must not" in said["tp inside"]
+        assert "layer layers.0.moe" in said["tokens"]
+        assert "it makes 2 ranks with tokens, but expert mesh and its copies make 4" in said["tokens"]
+        assert "main_grad go with ddp" in said["main_grad"]
+        assert (said["wrapped"], said["by hand"]) == ("DistributedDataParallel", "True")
+
+
+def true_gradient(stage: int, name: str, shape: torch.Size) -> Tensor:
+    g = torch.Generator().manual_seed(sum(map(ord, name)) + 7919 * stage)
+    return torch.randn(shape, generator=g, dtype=torch.float64).float()
+
+
+def stages_on_rank() -> dict[str, float]:
+    """Two pipeline stages of two ranks, each with a model of its own over ep = 2; gradients are given."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    model, errors = build(torch.float32), {}
+    stage: int = mesh.get_local_rank("pp")
+    true: list[Tensor] = []
+    for s in range(2):
+        true += [true_gradient(s, name, p.shape).double() * (1 + 3 * s) for name, p in model.named_parameters()]
+    parallelize(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
+    for power in (2.0, 3.0, 1.0, float("inf")):
+        for name, p in model.named_parameters():
+            whole = true_gradient(stage, name, p.shape) * (1 + 3 * stage)
+            cut = isinstance(p, DTensor)
+            p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if cut else whole
+        want = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in true]), power)
+        options = {"norm_type": power, "pp_mesh": mesh["pp"]}
+        errors[f"{power}"] = relative_error(clip_grad_norm_(model, 0.5, **options), want)
+        clipped = clip_grad_norm_(model.parameters(), 1e9, **options)
+        errors[f"{power} clipped"] = relative_error(clipped, torch.tensor(0.5, dtype=torch.float64))
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_norms_over_pipeline_stages() -> None:
+    for errors in run_ranks(stages_on_rank, 4):
+        assert len(errors) == 8
+        assert all(error <= 1e-6 for error in errors.values()), errors
