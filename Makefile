@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test lint verify gpu-check bench clean
+.PHONY: help train test lint verify gpu-check gpu-bench bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -40,8 +40,11 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 gpu-check: $(VENV)/ready  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
 	$(BIN)/python -m pytest -q tests/gpu
 
-bench: $(VENV)/ready  ## one MoE layer against transformers' own, on one rank and on two
-	$(BIN)/python bench/hf_layer.py
+gpu-bench: $(VENV)/ready  ## a layer and its kernels on a GPU, beside transformers and cuBLAS
+	$(BIN)/python -m trimtab.bench.gpu
+
+bench: $(VENV)/ready  ## race trimtab against peers and the limit; writes docs/benchmarks.md; goes on where it was stopped
+	$(BIN)/trimtab bench all --out docs
 
 clean:  ## remove .venv and what the tools left
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,8 +10,8 @@ from pathlib import Path
 import trimtab
 
 ROOMS = (
-    "cli", "bench", "train", "hf", "titan", "verify", "checkpoint", "parallel", "layer", "experts", "dispatch", "routing",
-    "guard", "kernels", "layout", "errors",
+    "cli", "bench", "train", "hf", "titan", "verify", "checkpoint", "parallel", "layer", "experts", "dispatch",
+    "routing", "guard", "kernels", "layout", "errors",
 )  # fmt: skip
 """From the top floor down. The oracle stands beside the house and imports nothing of it."""
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.dispatch.allgather import AllGather as AllGather
     from trimtab.dispatch.alltoall import AllToAll as AllToAll
+    from trimtab.dispatch.auto import Auto as Auto
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
     from trimtab.dispatch.dispatcher import Rows as Rows
+    from trimtab.dispatch.shared_memory import SharedMemory as SharedMemory
     from trimtab.errors import DesyncError as DesyncError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from trimtab.layer import MoEConfig as MoEConfig
     from trimtab.layer import MoEOutput as MoEOutput
     from trimtab.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from trimtab.parallel.data import join_data_parallel as join_data_parallel
     from trimtab.parallel.ddp import ddp as ddp
+    from trimtab.parallel.ddp import reduce_main_grads as reduce_main_grads
     from trimtab.parallel.fsdp import fully_shard_moe as fully_shard_moe
     from trimtab.parallel.plan import parallelize as parallelize
     from trimtab.parallel.replicas import check_replicated as check_replicated
@@ -42,6 +46,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AllGather": "trimtab.dispatch.allgather",
     "AllToAll": "trimtab.dispatch.alltoall",
+    "Auto": "trimtab.dispatch.auto",
     "Decisions": "trimtab.routing.decisions",
     "DesyncError": "trimtab.errors",
     "Dispatcher": "trimtab.dispatch.dispatcher",
@@ -58,13 +63,16 @@ _HOMES = {
     "Router": "trimtab.routing.router",
     "RouterConfig": "trimtab.routing.config",
     "Rows": "trimtab.dispatch.dispatcher",
+    "SharedMemory": "trimtab.dispatch.shared_memory",
     "check_replicated": "trimtab.parallel.replicas",
     "clip_grad_norm_": "trimtab.parallel.clip",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
+    "join_data_parallel": "trimtab.parallel.data",
     "max_vio": "trimtab.routing.bias",
     "parallelize": "trimtab.parallel.plan",
     "record": "trimtab.routing.record",
+    "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.routing.record",
     "update_bias": "trimtab.routing.bias",
 }

@@ -99,6 +99,14 @@ class MoE(nn.Module):
     """The layer that `MoEConfig` describes.
 
     `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them.
+
+    `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
+    the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;
+    where the dim is marked by `torch._dynamo.decorators.mark_unbacked` one graph serves any number. The experts are
+    operators in it, of the same kernels as eagerly, and bad ids or logits raise as they do there. Graphs break around
+    an exchange between ranks, and around experts whose options have state that a graph does not see: `main_grad`,
+    `delay_wgrad`, a recipe, kernels of one's own; these run eagerly. Nothing is remembered for a recompute then: what
+    a checkpoint runs again is the same graph, and its loads are counted once.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:

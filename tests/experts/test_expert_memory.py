@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from live_bytes import LiveBytes
+from trimtab.bench.live_bytes import LiveBytes
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.layout_truth import Model
 from trimtab.errors import ConfigError, DesyncError
+from trimtab.layer import MoE, MoEConfig, MoEOutput
 from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.config import RouterConfig
 from trimtab.verify.ranks import run_ranks
 
 
@@ -21,12 +25,28 @@ def refused(plan: dict[str, ExpertParallel]) -> str:
     return str(caught.value)
 
 
+class Doubled(MoE):
+    """A layer whose own forward would be lost."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> MoEOutput:
+        out = super().forward(x, **kwargs)
+        return out._replace(y=2 * out.y)
+
+
+def refused_subclass() -> str:
+    layer = Doubled(MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=2, top_k=1)))
+    with pytest.raises(ConfigError) as caught:
+        parallelize(layer, init_device_mesh("cpu", (2,)), {"": ExpertParallel()})
+    return str(caught.value)
+
+
 def on_rank() -> dict[str, str]:
     style = ExpertParallel()
     said = {
         "near": refused({"layer.*.moe": style}),
         "twice": refused({"layers.*.moe": style, "layers.0.*": style}),
         "kind": refused({"layers.0.moe.router": style}),
+        "subclass": refused_subclass(),
     }
     torch.manual_seed(1)
     model = parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
@@ -48,6 +68,7 @@ def test_what_is_wrong_is_named() -> None:
         assert "layers.0.moe" in said["near"]
         assert "'layers.0.moe' is matched twice" in said["twice"]
         assert "not Router" in said["kind"]
+        assert "not Doubled" in said["subclass"]
         assert "layers.1.moe.router.weight (rank(s) [0]" in said["drift"]
         assert "layers.0" not in said["drift"]
         assert (said["shared"], said["layer"]) == ("True", "layers.0.moe")

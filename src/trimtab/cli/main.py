@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import doctor, train, verify
+from trimtab.cli import bench, convert, decisions, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError
 
 
@@ -29,6 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_parser(commands)
     doctor.add_parser(commands)
     verify.add_parser(commands)
+    bench.add_parser(commands)
+    convert.add_parser(commands)
+    decisions.add_parser(commands)
     return parser
 
 

@@ -69,6 +69,8 @@ class ExpertCall:
     """What is not differentiated.
 
     keep: whether a backward may come. defer: takes delayed weight gradients. products: of a recipe, if there is one.
+    pre: [at least R, I] in the parameters' dtype, into whose first R rows the forward puts the pre-activations that
+        the backward reads, where they must lie in one tensor; None where each block may keep its own.
     """
 
     plan: ExpertPlan
@@ -79,6 +81,7 @@ class ExpertCall:
     keep: bool
     defer: Callable[[WgradJob], None] | None = None
     products: TwoProducts | None = None
+    pre: Tensor | None = None
 
     def blocks(self) -> Iterator[Block]:
         return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0])
@@ -114,7 +117,7 @@ class ExpertGradients:
         names = ("up", "down", "up_bias", "down_bias")
         self._call = call
         self.up, self.down, self.up_bias, self.down_bias = (
-            Gradients([param], True, mode, name) if want and param is not None else None
+            Gradients([param], True, mode, name, call.kernels.empty_like) if want and param is not None else None
             for param, mode, name, want in zip(call.weights.each, modes, names, wanted, strict=False)
         )
 

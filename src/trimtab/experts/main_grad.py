@@ -19,6 +19,7 @@ An expert without tokens is in no row of the table: the kernels write zeros for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Literal
 
@@ -52,10 +53,17 @@ class WeightGradient:
         param: the parameter; with a `main_grad` of its shape unless the mode is "off".
         mode: see the table above.
         name: what error messages call it.
+        empty_like: makes the buffer where there is no `main_grad`.
     """
 
-    def __init__(self, param: Tensor, mode: MainGradMode, name: str = "weight") -> None:
-        self.param, self.name = param, name
+    def __init__(
+        self,
+        param: Tensor,
+        mode: MainGradMode,
+        name: str = "weight",
+        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> None:
+        self.param, self.name, self._empty_like = param, name, empty_like
         self.fused = mode != "off"
         self.adds = mode == "accumulate" and not getattr(param, "overwrite_main_grad", False)
         self._state = _State.WAITING
@@ -68,7 +76,7 @@ class WeightGradient:
             InputError: the mode needs a `main_grad` and the parameter has none of its shape.
         """
         self._move(_State.WAITING, _State.OPEN)
-        self._buffer = self._main_grad() if self.fused else torch.empty_like(self.param)
+        self._buffer = self._main_grad() if self.fused else self._empty_like(self.param)
         return self._buffer
 
     def close(self) -> Tensor:

@@ -34,6 +34,7 @@ from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
+from trimtab.experts.mlp_fused import FusedMLP, covers
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
@@ -79,8 +80,7 @@ def expert_mlp(
         plan=plan, math=math, kernels=kernels, weights=weights, main_grad=main_grad, keep=torch.is_grad_enabled(),
         defer=defer, products=products,
     )  # fmt: skip
-    function = _ExpertMLP if products is None else LoweredMLP
-    y: Tensor = function.apply(  # type: ignore[no-untyped-call]
+    y: Tensor = function_of(call).apply(  # type: ignore[no-untyped-call]
         call,
         x_MD.to(weights.up.dtype),
         w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),
@@ -88,6 +88,18 @@ def expert_mlp(
         *math.params,
     )
     return y.to(x_MD.dtype)
+
+
+def function_of(call: ExpertCall) -> type[Function]:
+    """What computes a call, forward and backward."""
+    if call.products is not None:
+        return LoweredMLP
+    if call.kernels.name == "triton":  # there is Triton then
+        from trimtab.experts.mlp_triton import TritonMLP, fused
+
+        if fused(call):
+            return TritonMLP
+    return FusedMLP if covers(call) else _ExpertMLP
 
 
 class _ExpertMLP(Function):
@@ -117,7 +129,9 @@ class _ExpertMLP(Function):
             if up_bias is not None:
                 pre += kernels.expand(up_bias[e].to(dtype), block)
             pre = pre.to(x.dtype)  # the activation sees the bits that its backward will see
-            if call.keep:
+            if call.pre is not None:
+                call.pre[r] = pre
+            elif call.keep:
                 saved.append(pre)
             h = math.activation.forward(pre.to(dtype))
             del pre

@@ -136,12 +136,21 @@ class ExpertMLP(GroupedModule):
                 f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
                 phase="experts",
             )
+        if torch.compiler.is_compiling():
+            from trimtab.experts.compiled import compiled_experts
+
+            return compiled_experts(self, x_MD, ids_MK, w_MK, num_slots)
         where, dtype = x_MD.device, self.up.dtype
-        low, kernels = self._lowered(), self.kernels.on(where, dtype)
+        low, kernels = self._lowered(), self.kernels.on(where, dtype, (self.dim, self.hidden))
         weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
         defer = self._delayed.add if self.delay_wgrad else None
         alignment = 1 if low is None else low.alignment
-        plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
+        if kernels.name == "triton":  # there is Triton then
+            from trimtab.experts.mlp_triton import plan_on_device
+
+            plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
+        else:
+            plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         products = None
         if low is not None:
             products = TwoProducts(

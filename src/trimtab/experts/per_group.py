@@ -9,7 +9,7 @@ Legend: e groups, A in features, B out features.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,22 @@ class Gradients:
         stacked: which of the two.
         mode: what becomes of the gradients, see `main_grad`.
         name: what error messages call the parameters.
+        empty_like: makes the buffers.
     """
 
-    def __init__(self, params: Sequence[Tensor], stacked: bool, mode: MainGradMode, name: str) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        stacked: bool,
+        mode: MainGradMode,
+        name: str,
+        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> None:
         names = [name] if stacked else [f"{name}{i}" for i in range(len(params))]
         self._stacked = stacked
         self._each = [
-            WeightGradient(p, mode if p.requires_grad else "off", n) for p, n in zip(params, names, strict=True)
+            WeightGradient(p, mode if p.requires_grad else "off", n, empty_like)
+            for p, n in zip(params, names, strict=True)
         ]
         self._buffers = [gradient.open() for gradient in self._each]
 

@@ -69,7 +69,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         if min(dim, hidden) < 1 or activation not in BY_NAME:
             raise ConfigError(f"shared experts of {dim} x {hidden} with {activation!r}: not one of {tuple(BY_NAME)}")
-        self.activation = BY_NAME[activation]()
+        self.name, self.activation = activation, BY_NAME[activation]()
         width = 2 * hidden if self.activation.gated else hidden
         self.up = nn.Linear(dim, width, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(hidden, dim, bias=False, dtype=dtype, device=device)
@@ -78,6 +78,15 @@ class SharedExperts(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] in x's dtype, computed in the parameters' dtype."""
         x = x_TD.to(self.up.weight.dtype)
-        h_TF: Tensor = _Activate.apply(self.up(x), self.activation)  # type: ignore[no-untyped-call]
-        y: Tensor = self.down(h_TF)
+        y: Tensor = self.down(self._activated(self.up(x)))
         return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)
+
+    def _activated(self, pre_TI: Tensor) -> Tensor:
+        h_TF: Tensor
+        if torch.compiler.is_compiling():
+            from trimtab.experts.compiled_activation import activate
+
+            h_TF = activate(pre_TI, self.name)
+        else:
+            h_TF = _Activate.apply(pre_TI, self.activation)  # type: ignore[no-untyped-call]
+        return h_TF

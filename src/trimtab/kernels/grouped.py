@@ -4,11 +4,13 @@
     grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       or +=; zeros where the segment is empty
     grouped_sum     db[i]        = sum of the rows of segment i
 
-Two sets of kernels with these names:
+Four sets of kernels with these names:
 
-    LoopKernels   one `mm` per expert; counts are on the host anyway (CPU). Fastest there
-    StockKernels  `torch.nn.functional.grouped_mm`; offsets stay on the device. Safe against its traps: rows
-                  behind the last segment come out zero in both directions, gradients are made contiguous
+    LoopKernels      one `mm` per expert; counts are on the host anyway (CPU)
+    CompiledKernels  the same, and whole expert MLPs in C++: see `trimtab.kernels.compiled`. Fastest on the CPU
+    StockKernels     `torch.nn.functional.grouped_mm`; offsets stay on the device. Safe against its traps: rows
+                     behind the last segment come out zero in both directions, gradients are made contiguous
+    TritonKernels    grouped GEMMs of our own and whole SwiGLU experts, for CUDA: see `trimtab.kernels.triton.kernels`
 
 An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, so that its
 gathered rows and activations stay in cache and are never held for all experts at once.
@@ -18,24 +20,19 @@ Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.rows import Bags, combine_rows, gather_padded, gather_rows
-
-
-@dataclass(frozen=True)
-class Block:
-    """Experts and expert rows that are worked on together. offsets_e: [e + 1] within the block's rows."""
-
-    experts: slice
-    rows: slice
-    offsets_e: Tensor
+from trimtab.kernels.block import Block as Block
+from trimtab.kernels.block import put as put
+from trimtab.kernels.compiled import compiled_kernels, switched_off
+from trimtab.kernels.loop import LoopKernels as LoopKernels
+from trimtab.kernels.measured import faster
+from trimtab.kernels.rows import Bags, combine_rows, gather_padded
 
 
 class Kernels(Protocol):
@@ -53,6 +50,10 @@ class Kernels(Protocol):
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a block is best computed for parameters of `dtype`; never narrower."""
+        ...
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        """Like `torch.empty_like`, perhaps in memory that was used before."""
         ...
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
@@ -80,53 +81,13 @@ class Kernels(Protocol):
         ...
 
 
-class LoopKernels:
-    """One `mm` per expert, one expert per block. For the CPU."""
-
-    name = "loop"
-
-    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
-        cuts = offsets_e.tolist()
-        for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            yield Block(slice(i, i + 1), slice(start, end), offsets_e)
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
-        native = {
-            torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-            torch.float16: False,
-        }
-        return dtype if native.get(dtype, True) else torch.float32
-
-    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        return gather_rows(x, index_R)
-
-    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        rows = rows_RA.new_empty(rows_RA.shape[0], width, dtype=dtype)
-        rows[int(offsets_e[-1]) :] = 0
-        return rows
-
-    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        return torch.mm(x_RA, w_eAB[0], out=out)
-
-    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        if out_eAB.dtype == a_RA.dtype:
-            target = out_eAB[0]
-            torch.addmm(target, a_RA.t(), b_RB, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
-        else:
-            put(out_eAB[0], torch.mm(a_RA.t(), b_RB), add)
-
-    def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
-        return rows_RA.sum(0, keepdim=True)
-
-    def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return values_eA
-
-
 class StockKernels:
     """PyTorch's own grouped GEMM over all experts at once, sizes on the device."""
 
     name = "stock"
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
 
     def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
         yield Block(slice(0, offsets_e.shape[0] - 1), slice(0, rows), offsets_e)
@@ -166,27 +127,54 @@ class StockKernels:
         return (torch.arange(rows.shape[0], device=rows.device) >= block.offsets_e[-1])[:, None]
 
 
-def put(target: Tensor, value: Tensor, add: bool) -> None:
-    """Write `value` into `target`, or add it, in the target's dtype."""
-    if add:
-        target.add_(value)
-    else:
-        target.copy_(value)
+def triton_kernels() -> Kernels:
+    """Raises:
+    BackendError: there is no Triton here.
+    """
+    from trimtab.kernels.triton.kernels import TritonKernels
+
+    return TritonKernels()
 
 
-KERNELS: dict[str, type[Kernels]] = {"loop": LoopKernels, "stock": StockKernels}
+KERNELS: dict[str, Callable[[], Kernels]] = {
+    "compiled": compiled_kernels,
+    "loop": LoopKernels,
+    "stock": StockKernels,
+    "triton": triton_kernels,
+}
+
+
+def names_for(name: str, device: torch.device, shape: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there.
+
+    shape: (D, F) of an expert MLP; on CUDA the faster set for it, where that was measured.
+    """
+    if name != "auto":
+        return (name,)
+    if device.type == "cuda" and shape is not None:
+        return (faster(torch.cuda.get_device_name(device), *shape),)
+    if device.type != "cpu":
+        return ("stock",)
+    return ("loop",) if switched_off() else ("compiled", "loop")
 
 
 def get_kernels(name: str, device: torch.device) -> Kernels:
-    """The kernels called `name`: "loop", "stock", or "auto" for the faster of the two on `device`.
+    """The kernels called `name`: "compiled", "loop", "stock", "triton", or "auto" for the fastest on `device`.
 
     Raises:
         BackendError: no such kernels, or they cannot run on the device.
     """
-    if name == "auto":
-        name = "loop" if device.type == "cpu" else "stock"
-    if name not in KERNELS:
-        raise BackendError(f"no kernels named {name!r}: choose one of {['auto', *KERNELS]}")
-    if name == "loop" and device.type != "cpu":
-        raise BackendError(f"kernels 'loop' read counts on the host and run on the CPU only, not on {device}")
-    return KERNELS[name]()
+    names = names_for(name, device)
+    for other in names[:-1]:
+        try:
+            return get_kernels(other, device)
+        except BackendError:
+            continue  # `KernelChoice` says so
+    last = names[-1]
+    if last not in KERNELS:
+        raise BackendError(f"no kernels named {last!r}: choose one of {['auto', *KERNELS]}")
+    if last in ("compiled", "loop") and device.type != "cpu":
+        raise BackendError(f"kernels {last!r} read counts on the host and run on the CPU only, not on {device}")
+    if last == "triton" and device.type != "cuda":
+        raise BackendError(f"kernels 'triton' run on CUDA devices only, not on {device}")
+    return KERNELS[last]()

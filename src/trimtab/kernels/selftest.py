@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.grouped import Kernels, get_kernels
+from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.fused_check import first_fused_fault
+from trimtab.kernels.grouped import Kernels, get_kernels, names_for
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
@@ -41,31 +43,33 @@ class KernelChoice:
     """Kernels by name, tested at first use on a device.
 
     Args:
-        kernels: "auto", a name that `get_kernels` knows, or kernels of one's own.
+        kernels: "auto" (on the CPU "compiled" or else, with a warning that says why, "loop"), a name that
+            `get_kernels` knows, or kernels of one's own.
         fallback: what may be taken instead where these fail, in order. Nothing unless asked for.
     """
 
     def __init__(self, kernels: str | Kernels = "auto", *, fallback: Sequence[str | Kernels] = ()) -> None:
         self.candidates = (kernels, *fallback)
         self.reports: list[SelfTest] = []
-        self._chosen: dict[tuple[torch.device, torch.dtype], Kernels] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int] | None], Kernels] = {}
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> Kernels:
-        """The kernels for `device` and parameters of `dtype`.
+    def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
+        """The kernels for `device` and parameters of `dtype`; for expert MLPs of `shape` (D, F), where it matters.
 
         The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture.
 
         Raises:
             BackendError: none of the candidates passed; names each and says why.
         """
-        key = (device, dtype)
+        key = (device, dtype, shape if device.type == "cuda" else None)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(device, dtype)
+            self._chosen[key] = self._choose(device, dtype, shape)
         return self._chosen[key]
 
-    def _choose(self, device: torch.device, dtype: torch.dtype) -> Kernels:
+    def _choose(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
         refused: list[str] = []
-        for candidate in self.candidates:
+        candidates = [n for c in self.candidates for n in (names_for(c, device, shape) if isinstance(c, str) else (c,))]
+        for candidate in candidates:
             try:
                 kernels = get_kernels(candidate, device) if isinstance(candidate, str) else candidate
                 report = self_test(kernels, device, kernels.compute_dtype(dtype))
@@ -79,7 +83,7 @@ class KernelChoice:
             if refused:
                 warnings.warn(f"{'; '.join(refused)}. Kernels {kernels.name!r} are used instead", stacklevel=3)
             return kernels
-        advice = "" if len(self.candidates) > 1 else ". Name others in `fallback` to allow them instead"
+        advice = "" if len(candidates) > 1 else ". Name others in `fallback` to allow them instead"
         raise BackendError("; ".join(refused) + advice, phase="experts")
 
 
@@ -87,6 +91,12 @@ def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Sel
     """Run all checks on `device`. The meta device has no values, so there is nothing to find."""
     start = time.perf_counter()
     fault = None if device.type == "meta" else _first_fault(kernels, device, dtype)
+    if fault is None and isinstance(kernels, CompiledKernels):
+        fault = first_fused_fault(kernels)
+    if fault is None and device.type != "meta" and kernels.name == "triton":  # there is Triton then
+        from trimtab.kernels.triton.check import first_fault
+
+        fault = first_fault(kernels, device, dtype)
     seconds = time.perf_counter() - start
     return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
 

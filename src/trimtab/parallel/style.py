@@ -94,8 +94,11 @@ class ExpertParallel(ParallelStyle):
         """Make `module` parallel, in place. layer: its name, its own if not given."""
         if isinstance(module, ParallelMoE):
             raise ConfigError("ExpertParallel was applied before", layer=layer or module.dispatcher.layer)
-        if not isinstance(module, MoE):
-            raise ConfigError(f"ExpertParallel is for trimtab.layer.MoE, not {type(module).__name__}", layer=layer)
+        if type(module) is not MoE:  # the forward of a class derived from it would be lost
+            raise ConfigError(
+                f"ExpertParallel is for trimtab.MoE itself, not {type(module).__name__}: apply it to a MoE inside",
+                layer=layer,
+            )
         place, experts, old = ExpertMesh(mesh=mesh, etp=self.etp), module.experts, module.dispatcher
         if type(experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)

@@ -1,0 +1,62 @@
+"""The records as a picture: time over the limit, trimtab beside the fastest peer, case by case.
+
+Where there are more cases than a picture holds, only forward+backward of the layer on the kernels that users get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.bench.bars import case_words
+from trimtab.bench.finding import Finding, findings
+from trimtab.bench.result import Record, largest
+from trimtab.bench.subject import BOTH
+from trimtab.errors import BackendError, InputError
+
+MOST = 40
+
+
+def draw(records: Sequence[Record], png: Path) -> None:
+    """Write `png`. Raises BackendError without matplotlib, InputError where nothing has a limit."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendError(f"no chart without matplotlib: pip install 'trimtab[plot]' ({error})") from error
+    shown = [f for f in findings(records) if f.over_limits]
+    if not shown:
+        raise InputError("no chart: none of the races has both a trimtab contestant and a limit")
+    if len(shown) > MOST:
+        shown = [f for f in shown if f.record.part == "layer" and f.mode == BOTH and f.name.startswith("trimtab auto")]
+    figure = Figure(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(shown))
+    axes.barh([p - 0.2 for p in places], [f.over_limit or 0.0 for f in shown], 0.38, label="trimtab", color="#2a6f97")
+    peers = [(p + 0.2, _peer(f), f.peer_name) for p, f in zip(places, shown, strict=True)]
+    raced = [(p, value, name) for p, value, name in peers if value is not None]
+    if raced:
+        axes.barh(
+            [p for p, _, _ in raced], [value for _, value, _ in raced], 0.38, label="fastest peer", color="#c9ada7"
+        )
+        for p, value, name in raced:
+            axes.text(value, p, f" {name}", va="center", fontsize="x-small")
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(places, [_label(f) for f in shown], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time / limit, the worse of the malloc settings; the line is the limit")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=120)
+
+
+def _peer(f: Finding) -> float | None:
+    return largest(f.peer[malloc] / f.limits[malloc].seconds for malloc in f.peer if malloc in f.limits)
+
+
+def _label(f: Finding) -> str:
+    words = [f.record.part, case_words(f.record), f.mode]
+    if f.group and f.group != "balanced":
+        words.append(f.group)
+    return f"{', '.join(words)}\n{f.name}"

@@ -1,0 +1,73 @@
+"""The tasks that a command line asks for: every combination of the options that take several values."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+
+from trimtab.bench.exchange import exchange_task
+from trimtab.bench.kernels import kernels_task
+from trimtab.bench.layer import layer_task
+from trimtab.bench.layer_case import parse_shape
+from trimtab.bench.task import Task
+from trimtab.bench.train import train_task
+from trimtab.bench.transports import direct
+from trimtab.errors import ConfigError
+from trimtab.kernels.grouped import KERNELS
+
+PRESETS = Path("runs/bench/presets")
+
+
+def kernel_sets() -> list[str]:
+    """The names of this installation's kernel sets for the CPU."""
+    return [name for name in KERNELS if name != "triton"]
+
+
+def tasks_of(o: Namespace) -> list[Task]:
+    """o: the options of `trimtab bench layer|kernels|exchange|train`. Raises ConfigError for what does not fit."""
+    for name in ("tokens", "threads", "ranks"):
+        if any(value < 1 for value in getattr(o, name, [])):
+            raise ConfigError(f"--{name} {' '.join(map(str, getattr(o, name)))}: each must be at least 1")
+    if o.part == "train":
+        return _train(o)
+    shapes = [parse_shape(shape) for shape in o.shape]
+    transports = getattr(o, "transports", None) or direct()
+    if o.part == "layer":
+        return [
+            layer_task(
+                shape, tokens=tokens, dtype=dtype, threads=threads, ranks=ranks, workloads=o.workloads,
+                kernels=o.kernels or ["auto"], transports=transports, peers=o.peers, modes=o.modes,
+                in_place=o.in_place, memory=o.memory,
+            )
+            for shape, tokens, dtype, threads, ranks in product(shapes, o.tokens, o.dtype, o.threads, o.ranks)
+        ]  # fmt: skip
+    if o.part == "kernels":
+        return [
+            kernels_task(
+                shape, tokens=tokens, dtype=dtype, threads=threads, workload=workload,
+                kernels=o.kernels or kernel_sets(),
+            )
+            for shape, tokens, dtype, threads, workload in product(shapes, o.tokens, o.dtype, o.threads, o.workloads)
+        ]  # fmt: skip
+    return [
+        exchange_task(
+            shape, tokens=tokens, dtype=dtype, ranks=ranks, workload=workload, transports=transports, peers=o.peers
+        )
+        for shape, tokens, dtype, ranks, workload in product(shapes, o.tokens, o.dtype, o.ranks, o.workloads)
+    ]
+
+
+def _train(o: Namespace) -> list[Task]:
+    if wrong := [peer for peer in o.peers if peer != "stock"]:
+        raise ConfigError(f"--peers {wrong[0]}: of training steps there is only stock")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("training steps need transformers: pip install 'trimtab[hf]'")
+    return [
+        train_task(
+            o.preset, ranks=ranks, threads=threads, folder=PRESETS, batch_size=o.batch_size, seq_len=o.seq_len,
+            stock="stock" in o.peers,
+        )
+        for ranks, threads in product(o.ranks, o.threads)
+    ]  # fmt: skip

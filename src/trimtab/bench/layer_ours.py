@@ -1,0 +1,54 @@
+"""trimtab's experts layer as a contestant: `ExpertMLP`, behind a `Dispatcher` where there are several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights
+from trimtab.bench.layer_step import layer_subject
+from trimtab.bench.subject import Subject, Where
+from trimtab.bench.transports import make_transport
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.experts.module import ExpertMLP
+
+
+def build(args: dict[str, Any], where: Where) -> Subject:
+    """args: the case, `kernels`, and `transport` where there are ranks."""
+    case = LayerCase.of(args)
+    up, down = expert_weights(case, where.rank)
+    experts = ExpertMLP(
+        up.shape[0], case.dim, case.hidden, dtype=case.torch_dtype, kernels=args["kernels"],
+        main_grad="accumulate" if case.in_place else "off",
+    )  # fmt: skip
+    with torch.no_grad():
+        experts.up.copy_(up)
+        experts.down.copy_(down)
+    if case.in_place:
+        for param in (experts.up, experts.down):
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    facts = {"kernels": experts.kernels.on(torch.device("cpu"), case.torch_dtype).name}
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        found: list[Any] = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]
+        return found[0], found[1]
+
+    def alone(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = experts(x, ids, w)
+        return y
+
+    data, params = LayerData.of(case, where.rank), list(experts.parameters())
+    if where.ranks == 1:
+        return layer_subject(alone, data, params, gradients, facts=facts)
+    assert dist.group.WORLD is not None
+    transport = make_transport(args["transport"], dist.group.WORLD)
+    dispatcher = Dispatcher(case.num_experts, transport, layer="bench")
+
+    def spread(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        rows = dispatcher.dispatch(x, ids, w)
+        return dispatcher.combine(experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots), rows)
+
+    return layer_subject(spread, data, params, gradients, facts=facts | {"transport": args["transport"]})

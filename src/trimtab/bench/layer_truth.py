@@ -1,0 +1,106 @@
+"""What a layer should give: plain formulas over one expert at a time, on all ranks' tokens.
+
+Large results are compared through their products with a few random vectors, which every element takes part in.
+
+Legend: T tokens of a rank, K experts per token, D model dim, F expert hidden dim, E experts, e experts of a rank,
+V random vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trimtab.bench.contestant import Contestant
+from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights
+from trimtab.layout import experts_per_rank
+
+V = 4
+BOUNDS = {"fp32": 1e-4, "bf16": 4e-2}
+"""Largest error relative to the largest true value. Rounding is far below, another function far above."""
+
+
+def probe(width: int) -> Tensor:
+    """[width, V] float32."""
+    return torch.randn(width, V, generator=torch.Generator().manual_seed(width))
+
+
+def digest(y: Tensor, dx: Tensor, dw: Tensor, dup: Tensor, ddown: Tensor) -> dict[str, Tensor]:
+    """What a rank reports of its layer's outputs and gradients."""
+    return {
+        "y": y.detach().float() @ probe(y.shape[-1]),
+        "input gradient": dx.float() @ probe(dx.shape[-1]),
+        "routing weight gradient": dw.float(),
+        "up gradient": dup.float() @ probe(dup.shape[-1]),
+        "down gradient": ddown.float() @ probe(ddown.shape[-1]),
+    }
+
+
+def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    """Each rank's digest, computed in `dtype` from the case's values."""
+    ranks = [LayerData.of(case, rank) for rank in range(case.ranks)]
+    x, w, dy = (
+        torch.cat([t.detach().to(dtype) for t in each])
+        for each in ([d.x_TD for d in ranks], [d.w_TK for d in ranks], [d.dy_TD for d in ranks])
+    )
+    ids = torch.cat([d.ids_TK for d in ranks])
+    probe_D, probe_F = probe(case.dim).to(dtype), probe(case.hidden).to(dtype)
+    up_EID, down_EDF = expert_weights(case)
+    y, dx, dw = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(w)
+    dup = torch.zeros(case.num_experts, 2 * case.hidden, V, dtype=dtype)
+    ddown = torch.zeros(case.num_experts, case.dim, V, dtype=dtype)
+    for e in range(case.num_experts):
+        t, k = (ids == e).nonzero(as_tuple=True)
+        up, down, weight = up_EID[e].to(dtype), down_EDF[e].to(dtype), w[t, k][:, None]
+        gate, value = (x[t] @ up.T).chunk(2, 1)
+        sigmoid = torch.sigmoid(gate)
+        hidden = gate * sigmoid * value
+        y.index_add_(0, t, weight * (hidden @ down.T))
+        d_hidden = dy[t] @ down
+        dw[t, k] = (hidden * d_hidden).sum(1)
+        d_hidden *= weight
+        d_gate = d_hidden * value * sigmoid * (1 + gate * (1 - sigmoid))
+        d_pre = torch.cat((d_gate, d_hidden * gate * sigmoid), 1)
+        dx.index_add_(0, t, d_pre @ up)
+        dup[e] = d_pre.T @ (x[t] @ probe_D)
+        ddown[e] = dy[t].T @ ((weight * hidden) @ probe_F)
+    cuts, e = [d.x_TD.shape[0] for d in ranks], experts_per_rank(case.num_experts, case.ranks)
+    names = ("y", "input gradient", "routing weight gradient", "up gradient", "down gradient")
+    by_rank = zip(
+        *(torch.split(whole, cuts) for whole in (y @ probe_D, dx @ probe_D, dw)),
+        torch.split(dup, e),
+        torch.split(ddown, e),
+        strict=True,
+    )
+    return [dict(zip(names, parts, strict=True)) for parts in by_rank]
+
+
+def layer_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | None]:
+    """A judge of layers. The truth of a case is computed once."""
+    known: dict[LayerCase, list[dict[str, Tensor]]] = {}
+
+    def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
+        case = LayerCase.of(contestant.args)
+        if case not in known:
+            known[case] = truth(case)
+        return compare(outcomes, known[case], BOUNDS[case.dtype])
+
+    return judge
+
+
+def compare(outcomes: list[dict[str, Tensor]], true: list[dict[str, Tensor]], bound: float) -> str | None:
+    """The first difference, or None."""
+    for rank, (mine, theirs) in enumerate(zip(outcomes, true, strict=True)):
+        for name, value in theirs.items():
+            where = f"{name} of rank {rank}" if len(true) > 1 else name
+            got = mine[name]
+            if got.shape != value.shape:
+                return f"{where} has the shape {tuple(got.shape)}, expected {tuple(value.shape)}"
+            scale = max((float(t[name].abs().max()) for t in true if t[name].numel()), default=0.0)
+            off = (got.to(value.dtype) - value).abs()
+            if not bool((off <= bound * scale).all()):  # NaN is not
+                error = float(off.max()) / scale if scale else float(off.max())
+                return f"{where} is off by {error:.1e} of its largest value (bound {bound:.0e})"
+    return None

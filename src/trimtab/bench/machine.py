@@ -1,0 +1,53 @@
+"""What the numbers depend on: machine, versions, load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trimtab
+
+PACKAGES = ("torch", "transformers", "torchtitan", "triton")
+
+
+def describe() -> dict[str, Any]:
+    """Plain values for JSON."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    versions = {"trimtab": trimtab.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": cores,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "native_bf16": bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "versions": versions,
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def words(machine: dict[str, Any]) -> str:
+    """One sentence."""
+    bf16 = "with" if machine["native_bf16"] else "without"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{machine['cores']} cores of {machine['processor']} ({machine['instructions']}, {bf16} bf16 instructions), "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; {versions}"
+    )

@@ -1,0 +1,43 @@
+"""Records in JSON files: written whole or not at all, read back with a clear message for what is something else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trimtab.bench.result import Record
+from trimtab.errors import InputError
+
+FORMAT = 1
+
+
+def write_records(records: Sequence[Record], path: Path) -> None:
+    """Raises InputError where it cannot be written."""
+    text = json.dumps({"trimtab_bench": FORMAT, "records": [record.as_json() for record in records]})
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """All records of files, in the order of the files. Raises InputError, naming the file."""
+    records: list[Record] = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            version = found["trimtab_bench"]
+            records += [Record.from_json(record) for record in found["records"]]
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise InputError(f"{path}: not a file that this version of `trimtab bench` wrote ({what})") from error
+        if version != FORMAT:
+            raise InputError(f"{path}: format {version}, expected {FORMAT}; measure it anew")
+    return records

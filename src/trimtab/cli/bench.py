@@ -1,0 +1,190 @@
+"""`trimtab bench`: speed beside peers and the limit, in one run; the page that shows it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.bench.result import Record
+    from trimtab.bench.task import Task
+
+DESCRIPTION = """\
+Race trimtab against other implementations and against the limit of the machine. Every contestant lives in processes
+of its own, is checked, warmed up, and takes turns with the others; with malloc as it comes and with a tuned one.
+
+  trimtab bench layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
+  trimtab bench layer --shape 1024,512,32,4 --ranks 2 --peers all_to_all --transports alltoall shared_memory
+  trimtab bench layer --workloads balanced zipf hot
+  trimtab bench kernels --shape A --tokens 2048
+  trimtab bench exchange --ranks 2 4 --tokens 8192 --peers all_to_all
+  trimtab bench train --ranks 2 --peers stock
+  trimtab bench all --out docs                    everything; goes on where it was stopped
+  trimtab bench page results/*.json --out docs/benchmarks.md
+
+Peers are imported only where they are named: grouped_mm, eager, batched_mm, all_to_all (transformers), torchtitan,
+trimtab-hf (trimtab inside transformers). A contestant that cannot run is a line with its reason.
+"""
+WORKLOADS = ("balanced", "zipf", "hot", "zero_expert_rank", "source_ragged")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to the command's subparsers."""
+    parser = commands.add_parser(
+        "bench",
+        help="speed and memory beside peers and the machine's limit",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = parser.add_subparsers(dest="part", required=True, metavar="WHAT")
+    made = {
+        "layer": parts.add_parser("layer", help="one experts layer, forward and forward+backward"),
+        "kernels": parts.add_parser("kernels", help="grouped GEMMs, moving rows, plans"),
+        "exchange": parts.add_parser("exchange", help="dispatch and combine between ranks"),
+        "train": parts.add_parser("train", help="training steps of a preset"),
+        "all": parts.add_parser("all", help="all that the page shows; can be stopped and goes on"),
+    }
+    for name in ("layer", "kernels", "exchange"):
+        add = made[name].add_argument
+        add("--shape", nargs="+", default=["A"], metavar="D,F,E,K", help="or A, B, C: 512,256,64,8; 1024,512,32,4; …")
+        add("--tokens", nargs="+", type=int, default=[2048], metavar="N", help="per rank (default 2048)")
+        add("--dtype", nargs="+", default=["bf16"], choices=("fp32", "bf16"))
+    for name in ("layer", "kernels", "train"):
+        made[name].add_argument(
+            "--threads", nargs="+", type=int, default=[1], metavar="N", help="of each rank (default 1)"
+        )
+    for name, ranks in (("layer", [1]), ("exchange", [2]), ("train", [1])):
+        made[name].add_argument("--ranks", nargs="+", type=int, default=ranks, metavar="N")
+        made[name].add_argument(
+            "--peers", nargs="+", default=[], metavar="NAME", help="who else races (default nobody)"
+        )
+    for name in ("layer", "exchange"):
+        made[name].add_argument(
+            "--transports",
+            nargs="+",
+            metavar="NAME",
+            help="alltoall, shared_memory (default: both), allgather, auto",
+        )
+    for name in ("layer", "kernels"):
+        made[name].add_argument("--kernels", nargs="+", metavar="NAME", help="auto, loop, stock, compiled")
+    for name in ("kernels", "exchange"):
+        made[name].add_argument("--workloads", nargs="+", default=["balanced"], choices=WORKLOADS, metavar="NAME")
+    add = made["layer"].add_argument
+    add("--workloads", nargs="+", default=["balanced"], choices=WORKLOADS, metavar="NAME",
+        help=f"{', '.join(WORKLOADS)}; several race each other")  # fmt: skip
+    add("--in-place", action="store_true", help="gradients of weights are added into main_grad")
+    add("--memory", action="store_true", help="measure peak memory as well")
+    add("--modes", nargs="+", default=["forward", "forward+backward"], choices=("forward", "forward+backward"))
+    add = made["train"].add_argument
+    add("--preset", default="qwen3_moe", metavar="NAME")
+    add("--batch-size", type=int, default=8, metavar="N")
+    add("--seq-len", type=int, default=128, metavar="N")
+    add = made["all"].add_argument
+    add(
+        "--out", type=Path, default=Path("docs"), metavar="DIR", help="for benchmarks.md, benchmarks.png (default docs)"
+    )
+    add(
+        "--results", type=Path, default=Path("runs/bench"), metavar="DIR", help="one file per case (default runs/bench)"
+    )
+    add("--quick", action="store_true", help="a few small cases, to see that it all runs")
+    add("--only", nargs="+", default=[], metavar="WORD", help="cases whose file name has all these words")
+    add("--list", action="store_true", help="print the cases that are left, and stop")
+    for subparser in made.values():
+        add = subparser.add_argument
+        add("--turns", type=int, default=5, metavar="N", help="of every contestant (default 5)")
+        add("--seconds", type=float, default=20.0, metavar="S", help="for all turns of a case (default 20)")
+        add("--malloc", default="both", choices=("both", "default", "tuned"))
+        add(
+            "--patience", type=float, default=600.0, metavar="S", help="give a silent contestant up after (default 600)"
+        )
+        add("--debug", action="store_true", help="show tracebacks")
+        if subparser is not made["all"]:
+            add("--json", type=Path, metavar="FILE", help="all raw times, machine, versions, command")
+            add("--chart", type=Path, metavar="FILE.png", help="time over the limit (needs trimtab[plot])")
+            add("--markdown", action="store_true", help="print Markdown")
+        subparser.set_defaults(run=run_all if subparser is made["all"] else run)
+    shown = parts.add_parser("page", help="the page of results that were measured before")
+    shown.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    shown.add_argument("--out", type=Path, required=True, metavar="FILE.md")
+    shown.add_argument("--chart", type=Path, metavar="FILE.png", help="drawn, and shown on the page")
+    shown.add_argument("--debug", action="store_true", help="show tracebacks")
+    shown.set_defaults(run=run_page)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure; returns 0 where every contestant of ours ran, else 1."""
+    from trimtab.bench.chart import draw
+    from trimtab.bench.choose import tasks_of
+    from trimtab.bench.store import write_records
+
+    records: list[Record] = []
+    for task in tasks_of(options):  # all of them are checked before the first is measured
+        records.append(_measure(task, options))
+        _print(records[-1], options.markdown)
+        if options.json is not None:
+            write_records(records, options.json)
+    if options.chart is not None:
+        draw(records, options.chart)
+    return _code(records)
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Measure what has no results yet and write the page of all that have; as `run`."""
+    from trimtab.bench.campaign import Campaign, write_page
+
+    campaign = Campaign(options.results, quick=options.quick, only=options.only)
+    left = campaign.left()
+    if options.list:
+        print("\n".join(map(str, left)))
+        return 0
+    records = []
+    for record in campaign.run(lambda task: _measure(task, options)):
+        records.append(record)
+        _print(record, markdown=False)
+        _say(f"{len(records)} of {len(left)} cases done")
+    page = options.out / "benchmarks.md"
+    write_page(campaign.measured(), page, options.out / "benchmarks.png")
+    print(f"page: {page}")
+    return _code(records)
+
+
+def run_page(options: argparse.Namespace) -> int:
+    """Write the page; returns 0."""
+    from trimtab.bench.campaign import write_page
+
+    write_page(options.files, options.out, options.chart)
+    return 0
+
+
+def _measure(task: Task, options: argparse.Namespace) -> Record:
+    from trimtab.bench.race import Pace
+    from trimtab.bench.task import run_task
+
+    pace = Pace(turns=options.turns, seconds=options.seconds, patience=options.patience)
+    mallocs = ["default", "tuned"] if options.malloc == "both" else [options.malloc]
+    return run_task(task, mallocs, pace, command=f"trimtab {shlex.join(sys.argv[1:])}", say=_say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(record: Record, markdown: bool) -> None:
+    from trimtab.bench.table import as_markdown, as_text, contestants_table, memory_table, title
+
+    form: Callable[[Sequence[str], Any], str] = as_markdown if markdown else as_text
+    print(f"\n{title(record)}\n\n{form(*contestants_table(record))}", flush=True)
+    if record.memory:
+        print(f"\nbeyond parameters and inputs, peak of forward+backward\n\n{form(*memory_table(record))}", flush=True)
+    average, cores = record.machine["load_average"][0], record.machine["cores"]
+    if average > cores + 0.5:
+        _say(f"the machine was in use before this began: load average {average:.1f} on {cores} cores")
+
+
+def _code(records: Sequence[Record]) -> int:
+    entries = [entry for record in records for race in record.races for entry in race.entries]
+    return int(any(entry.failed is not None for entry in entries if entry.role == "ours"))

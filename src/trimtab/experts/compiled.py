@@ -1,0 +1,177 @@
+"""`ExpertMLP` inside a graph of `torch.compile`: one operator forward, one backward, around the eager functions.
+
+    y, pre = trimtab::expert_mlp(x, w, ids, up, down, biases)              plan, blocks, kernels: as in eager mode
+    dx, dw, dup, ddown, … = trimtab::expert_mlp_backward(dy, …, pre)       as in eager mode
+
+How many slots an expert gets stays inside: the graph sees `pre` with as many rows as there are slots, N, of which the
+first R are used and the others are zeros. So no shape depends on data, whatever R is, and 0 is one value of N.
+
+Imported while a graph is traced and at no other time: importing it defines the operators and loads the compiler.
+Nothing that runs eagerly sees either.
+
+Legend: M rows, K slots per row, N slots, R kept slots, e local experts, D model dim, I width of the pre-activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.compiled import eagerly
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.activations import BY_NAME
+from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
+from trimtab.experts.mlp import function_of
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.selftest import KernelChoice
+
+if TYPE_CHECKING:
+    from trimtab.experts.module import ExpertMLP
+
+
+def compiled_experts(
+    module: ExpertMLP, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None
+) -> Tensor:
+    """`module.forward` while a graph is traced.
+
+    Weight gradients into `main_grad` or later, recipes, and kernels that have no name have state that a graph does
+    not see: such a module runs eagerly between two graphs.
+    """
+    names = [name for name in module.kernels.candidates if isinstance(name, str)]
+    plain = module.main_grad == "off" and not module.delay_wgrad and module.recipe is None
+    if not plain or len(names) != len(module.kernels.candidates):
+        y: Tensor = eagerly(module.forward, x_MD, ids_MK, w_MK, num_slots=num_slots)
+        return y
+    keep = torch.is_grad_enabled()
+    out, _ = expert_mlp_op(
+        x_MD.to(module.up.dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), ids_MK,
+        module.up, module.down, module.up_bias, module.down_bias,
+        module.activation, module.weights, ",".join(names), num_slots, keep,
+    )  # fmt: skip
+    return cast(Tensor, out).to(x_MD.dtype)
+
+
+class _Context:
+    """What autograd hands to a function's forward and backward."""
+
+    call: ExpertCall
+
+    def __init__(self, saved: Sequence[Tensor | None] = (), needs: Sequence[bool] = ()) -> None:
+        self.saved_tensors, self.needs_input_grad = tuple(saved), tuple(needs)
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+@cache
+def _kernels(names: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Chosen and tested once for all layers that ask for the same.
+
+    In a thread of its own: an operator runs where nothing is recorded for a backward, and a self-test may need one.
+    """
+    first, *others = names.split(",")
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(KernelChoice(first, fallback=others).on, device, dtype).result()
+
+
+def _call(
+    x: Tensor, ids: Tensor, weights: ExpertWeights, activation: str, side: str, kernels: str, num_slots: int | None,
+    keep: bool, pre: Tensor | None,
+) -> ExpertCall:  # fmt: skip
+    return ExpertCall(
+        plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots),
+        math=ExpertMath(activation=BY_NAME[activation](), weights=cast(Literal["experts", "combine"], side)),
+        kernels=_kernels(kernels, x.device, weights.up.dtype),
+        weights=weights, main_grad="off", keep=keep, pre=pre,
+    )  # fmt: skip
+
+
+def _pre_rows(ids: Tensor, num_slots: int | None, keep: bool) -> int:
+    return 0 if not keep else ids.numel() if num_slots is None else num_slots
+
+
+@torch.library.custom_op("trimtab::expert_mlp", mutates_args=())
+def expert_mlp_op(
+    x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, side: str, kernels: str, num_slots: int | None, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [M, D] and the pre-activations [N, I], [0, I] unless `keep`.
+
+    Args:
+        x, w, ids: [M, D], [M, K], [M, K] as `ExpertMLP.forward` takes them, x in the parameters' dtype.
+        up, down, up_bias, down_bias, activation: as in `ExpertMLP`. side: its `weights`.
+        kernels: names, the first one chosen and the others its fallback.
+        num_slots: N, if not M * K.
+        keep: whether a backward may come.
+    """
+    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[1])
+    call = _call(x, ids, weights, activation, side, kernels, num_slots, keep, pre if keep else None)
+    pre[call.plan.row_R.shape[0] :] = 0
+    with torch.no_grad():
+        y = function_of(call).forward(_Context(), call, x, w, *weights.each, None)
+    return y, pre
+
+
+@expert_mlp_op.register_fake
+def _(
+    x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, side: str, kernels: str, num_slots: int | None, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = _pre_rows(ids, num_slots, keep)
+    return x.new_empty(x.shape[0], down.shape[1]), x.new_empty(rows, up.shape[1])
+
+
+@torch.library.custom_op("trimtab::expert_mlp_backward", mutates_args=())
+def expert_mlp_backward_op(
+    dy: Tensor, pre: Tensor, x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, side: str, kernels: str, num_slots: int | None, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients that are wanted, of x, w, up, down, up_bias and down_bias, in this order.
+
+    needs: for each of them, whether it is. The rest as in `expert_mlp_op`.
+    """
+    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    call = _call(x, ids, weights, activation, side, kernels, num_slots, True, pre)
+    parts = [pre[block.rows] for block in call.blocks()]
+    context = _Context((x, w, *weights.each, *parts), (False, *needs, False))
+    context.call = call
+    with torch.no_grad():
+        grads = function_of(call).backward(context, dy.contiguous())[1:7]
+    return [grad for grad, needed in zip(grads, needs, strict=True) if needed]
+
+
+@expert_mlp_backward_op.register_fake
+def _(
+    dy: Tensor, pre: Tensor, x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, side: str, kernels: str, num_slots: int | None, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    each = (x, w, up, down, up_bias, down_bias)
+    return [torch.empty_like(t) for t, needed in zip(each, needs, strict=True) if needed and t is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, activation, side, kernels, num_slots, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.options = activation, side, kernels, num_slots
+
+
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    pre, x, w, ids, *params = ctx.saved_tensors
+    need_x, need_w, _, *need_params = ctx.needs_input_grad[:7]
+    needs = [need_x, need_w, *need_params]
+    if dy is None:
+        return (None,) * len(ctx.needs_input_grad)
+    found = iter(expert_mlp_backward_op(dy, pre, x, w, ids, *params, *ctx.options, needs))
+    dx, dw, *d_params = [next(found) if needed else None for needed in needs]
+    return (dx, dw, None, *d_params, *(None for _ in range(5)))
+
+
+expert_mlp_op.register_autograd(_backward, setup_context=_save)

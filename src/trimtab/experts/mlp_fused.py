@@ -1,0 +1,163 @@
+"""The expert MLPs of one rank through the compiled kernels: the function of `trimtab.experts.mlp` in three calls.
+
+Covered are the built-in activations with or without biases, weights in float32 or bfloat16 in either layout, weights
+inside or in the combine, `main_grad` and delayed weight gradients. A norm behind the experts, activations with
+parameters or of one's own, other dtypes and recipes go block by block: `covers` says which.
+
+Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. The
+gradients of the pre-activations [R, I] live until the parameters' gradients are computed.
+
+Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
+F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
+from trimtab.experts.expert_call import ExpertCall
+from trimtab.experts.per_group import Gradients
+from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
+from trimtab.kernels.grouped import put
+
+Fields = dict[str, Any]
+
+
+def covers(call: ExpertCall) -> bool:
+    """Whether the compiled kernels compute this call."""
+    if not isinstance(call.kernels, CompiledKernels) or call.products is not None:
+        return False
+    each = [t for t in call.weights.each if t is not None]
+    plain = call.math.post_norm is None and _number(call.math.activation) is not None
+    return plain and call.weights.up.dtype in TYPES and all(
+        t.dtype == call.weights.up.dtype and t.is_contiguous() and t.device.type == "cpu" for t in each
+    )  # fmt: skip
+
+
+def _number(activation: Activation) -> int | None:
+    """Of an activation that has one in cpu/call.h."""
+    kind = type(activation)
+    if isinstance(activation, GELU | GeGLU) and kind in (GELU, GeGLU):
+        tanh = "_tanh" if activation.approximate == "tanh" else ""
+        return ACTIVATIONS.index(("gelu" if kind is GELU else "geglu") + tanh)
+    names = {SwiGLU: "swiglu", ClampedSwiGLU: "clamped_swiglu", ReluSquared: "relu_squared"}
+    return ACTIVATIONS.index(names[kind]) if kind in names else None
+
+
+class FusedMLP(Function):
+    """Arguments and results as those of the function in `mlp`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: ExpertCall,
+        x: Tensor,
+        w_MK: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        kernels = _kernels(call)
+        fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
+        pre = call.pre
+        if pre is None and call.keep:
+            pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
+        out = kernels.empty(fields["R"], x.shape[1], dtype=x.dtype)
+        y = kernels.empty(*x.shape, dtype=x.dtype)
+        kernels.forward({**fields, "pre": pre, "out": out, "y": y})
+        ctx.call = call
+        ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *(() if call.pre is not None else (pre,)))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: ExpertCall = ctx.call
+        kernels = _kernels(call)
+        x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
+        _, need_x, need_w, *needs = ctx.needs_input_grad
+        fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
+        rows = fields["R"]
+        dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
+        d_rows = kernels.empty(rows, x.shape[1], dtype=x.dtype) if need_x else None
+        d_w = torch.zeros(w_MK.shape, dtype=torch.float32)
+        d_pre = kernels.empty(rows, _width(call), dtype=x.dtype)
+        fields |= {"pre": saved[0] if call.pre is None else call.pre, "d_pre": d_pre, "dy": dy.contiguous()}
+        kernels.backward({**fields, "d_rows": d_rows, "dx": dx, "dw": d_w})
+        del d_rows
+        grads: tuple[Tensor | None, ...] = (None, None, None, None)
+        if call.defer is None:
+            gradients = call.gradients(needs)
+            _weight_gradients(call, gradients, fields)
+            grads = tuple(gradients.close())
+        else:
+
+            def job() -> tuple[list[Tensor], list[Tensor]]:
+                gradients = call.gradients(())
+                _weight_gradients(call, gradients, fields)
+                return gradients.deliver()
+
+            call.defer(job)
+        return (None, dx, d_w if need_w else None, *grads, None)
+
+
+def _kernels(call: ExpertCall) -> CompiledKernels:
+    assert isinstance(call.kernels, CompiledKernels)
+    return call.kernels
+
+
+def _width(call: ExpertCall) -> int:
+    return call.weights.up.shape[2 if call.weights.transposed else 1]
+
+
+def _fields(
+    call: ExpertCall, x: Tensor, w_MK: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Fields:  # fmt: skip
+    """What all three calls read, and what keeps it alive."""
+    plan, math = call.plan, call.math
+    activation = math.activation
+    shape = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
+    return {
+        "type": TYPES[x.dtype], "act": _number(activation), "folded": int(math.folded),
+        "transposed": int(call.weights.transposed), "alpha": shape[0], "limit": shape[1],
+        "M": x.shape[0], "K": plan.top_k, "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
+        "F": down.shape[1 if call.weights.transposed else 2],
+        "row_R": plan.row_R.contiguous(), "slot_R": plan.slot_R.contiguous(), "offsets": plan.offsets_e.contiguous(),
+        "bag_index": plan.row_bags.index.contiguous(), "bag_offsets": plan.row_bags.offsets.contiguous(),
+        "w": w_MK.float().contiguous(), "x": x.contiguous(), "up": up, "down": down,
+        "up_bias": up_bias, "down_bias": down_bias,
+    }  # fmt: skip
+
+
+def _weight_gradients(call: ExpertCall, grads: Any, fields: Fields) -> None:
+    """Into the gradients that are wanted. What the kernels cannot write is written beside it and put there."""
+    kernels = _kernels(call)
+    later: list[tuple[Gradients, Tensor]] = []
+    targets: Fields = {}
+    for name in ("up", "down"):
+        into: Gradients | None = getattr(grads, name)
+        if into is None:
+            continue
+        with into.block(slice(0, fields["E"])) as (buffer, add):
+            if buffer.dtype not in TYPES or not buffer.is_contiguous():
+                buffer, add = torch.empty(buffer.shape, dtype=torch.float32), False
+                later.append((into, buffer))
+            targets |= {f"d_{name}": buffer, f"type_{name}": TYPES[buffer.dtype], f"add_{name}": int(add)}
+    for name in ("up_bias", "down_bias"):
+        into = getattr(grads, name)
+        if into is not None:
+            targets[f"d_{name}"] = torch.empty(fields[name].shape, dtype=torch.float32)
+            later.append((into, targets[f"d_{name}"]))
+    if targets:
+        kernels.weight_gradients({**fields, **targets})
+    for into, value in later:
+        with into.block(slice(0, fields["E"])) as (buffer, add):
+            put(buffer, value, add)

@@ -1,0 +1,131 @@
+"""Expert MLPs in C++: one call forward, one or two backward, in place of a loop over experts. For the CPU.
+
+`CompiledKernels` are the loop's kernels, and these besides:
+
+    forward            y from x                      cpu/forward.h
+    backward           d_pre, dw and dx from dy      cpu/backward.h
+    weight_gradients   from x, dy, pre and d_pre     cpu/wgrad.h
+
+What these do not cover goes the way of the loop: see `trimtab.experts.mlp_fused`. Operands of 16 bits are widened as
+they are brought into cache, sums are taken in float32, and an expert row's bits depend on no other row, on no
+thread and on no number of threads.
+
+TRIMTAB_COMPILED=0 in the environment switches them off.
+
+Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I width of the
+pre-activations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import BackendError
+from trimtab.kernels.compiler import load
+from trimtab.kernels.loop import LoopKernels
+
+SWITCH = "TRIMTAB_COMPILED"
+SOURCES = Path(__file__).parent / "cpu"
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
+"""In the order of their numbers in cpu/call.h."""
+
+_INTS = ("type", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
+_SIZES = ("M", "K", "R", "E", "D", "F")
+_TENSORS = (
+    "row_R", "slot_R", "offsets", "bag_index", "bag_offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre",
+    "out", "y", "dy", "d_pre", "d_rows", "dx", "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "scratch",
+)  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    """cpu/call.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in _INTS),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_void_p) for name in _TENSORS),
+    )
+
+
+class CompiledKernels(LoopKernels):
+    """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
+
+    Raises:
+        BackendError: switched off, not compiled, or not for this machine.
+    """
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        if switched_off():
+            raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
+        lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()))
+        for name in ("forward", "backward", "weight_gradients"):
+            getattr(lib, f"trimtab_{name}").restype = None
+        lib.trimtab_scratch_floats.restype = lib.trimtab_call_bytes.restype = ctypes.c_int64
+        lib.trimtab_isa.restype = ctypes.c_char_p
+        if not lib.trimtab_runs_here():
+            raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
+        if lib.trimtab_call_bytes() != ctypes.sizeof(_Call):
+            raise BackendError("the compiled kernels were made from other sources than these")
+        super().__init__()
+        self._lib = lib
+        self.instructions: str = lib.trimtab_isa().decode()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return compiled_kernels, ()  # a copy shares what it was copied from
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return self.pages.empty(*shape, dtype=dtype)
+
+    def forward(self, fields: Mapping[str, Any]) -> None:
+        """Run cpu/forward.h on the fields of cpu/call.h that it reads: numbers, and contiguous tensors or None."""
+        self._run("forward", fields)
+
+    def backward(self, fields: Mapping[str, Any]) -> None:
+        """Run cpu/backward.h, likewise."""
+        self._run("backward", fields)
+
+    def weight_gradients(self, fields: Mapping[str, Any]) -> None:
+        """Run cpu/wgrad.h, likewise."""
+        self._run("weight_gradients", fields)
+
+    def _run(self, name: str, fields: Mapping[str, Any]) -> None:
+        call = _Call(threads=torch.get_num_threads())
+        for field, value in fields.items():
+            setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
+        each = self._lib.trimtab_scratch_floats(ctypes.byref(call))
+        scratch = self.pages.empty(each * call.threads, dtype=torch.float32)
+        call.scratch = scratch.data_ptr()
+        getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
+
+
+_shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()
+"""Holds nothing: layers share one object, and so its pages, for as long as one of them lives."""
+
+
+def compiled_kernels() -> CompiledKernels:
+    """The kernels that all who ask share.
+
+    Raises:
+        BackendError: see `CompiledKernels`.
+    """
+    kernels = _shared.get("cpu")
+    if kernels is None:
+        kernels = _shared.setdefault("cpu", CompiledKernels())
+    return kernels
+
+
+def switched_off() -> bool:
+    """Whether the environment says so."""
+    return os.environ.get(SWITCH, "1") == "0"

@@ -1,0 +1,38 @@
+// One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.fused, field by field.
+//
+// Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I = 2F with a gate,
+// else F. `rows` types are the parameters' (float or bf16); gate and up of `pre` are halves of a row however the
+// parameters hold them.
+#pragma once
+#include <cstdint>
+
+enum Type : int32_t { FLOAT = 0, BFLOAT = 1 };
+enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
+
+struct Call {
+    int32_t type, act, threads;
+    int32_t folded;       // the routing weight is taken into the hidden rows, else into the combine
+    int32_t transposed;   // up is [E, D, I] and down [E, F, D], else [E, I, D] and [E, D, F]
+    int32_t type_up, type_down;  // of the gradients
+    int32_t add_up, add_down;    // to what they hold
+    float alpha, limit;          // of CLAMPED
+    int64_t M, K, R, E, D, F;
+    const int64_t *row_R, *slot_R, *offsets, *bag_index, *bag_offsets;
+    const float* w;                // [M, K]
+    const void *x, *up, *down;     // rows [M, D]
+    const void *up_bias, *down_bias;  // [E, I], [E, D], or null
+    void* pre;                     // [R, I], or null if no backward comes
+    void* out;                     // [R, D] rows before they are combined
+    void* y;                       // [M, D]
+    const void* dy;                // [M, D]
+    void* d_pre;                   // [R, I] in the parameters' order
+    void *d_rows, *dx;             // [R, D] and [M, D], or null where dx is not wanted
+    float* dw;                     // [M, K], zeros before
+    void *d_up, *d_down;           // like the parameters, or null
+    void *d_up_bias, *d_down_bias;  // float [E, I], [E, D], or null
+    float* scratch;                // `scratch_floats` for each thread
+};
+
+inline bool gated(const Call& c) { return c.act <= CLAMPED; }
+inline bool interleaved(const Call& c) { return c.act == CLAMPED; }
+inline int64_t width(const Call& c) { return gated(c) ? 2 * c.F : c.F; }

@@ -1,0 +1,26 @@
+// Expert MLPs on the CPU: the C ABI. See trimtab.kernels.fused for what calls it.
+#include <omp.h>
+
+#include "backward.h"
+#include "forward.h"
+#include "wgrad.h"
+
+extern "C" {
+void trimtab_forward(const Call* c) { c->type == FLOAT ? forward<float>(*c) : forward<bf16>(*c); }
+void trimtab_backward(const Call* c) { c->type == FLOAT ? backward<float>(*c) : backward<bf16>(*c); }
+void trimtab_weight_gradients(const Call* c) { c->type == FLOAT ? weight_gradients<float>(*c) : weight_gradients<bf16>(*c); }
+int64_t trimtab_scratch_floats(const Call* c) { return up_to(Scratch::floats(*c), 16); }
+int64_t trimtab_call_bytes() { return sizeof(Call); }
+
+// The instructions that this was compiled for, and whether the machine has them.
+const char* trimtab_isa() { return VL == 16 ? "AVX-512" : VL == 8 ? "AVX2" : "generic"; }
+int trimtab_runs_here() {
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#elif defined(__AVX2__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return 1;
+#endif
+}
+}

@@ -1,0 +1,71 @@
+// pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a row's outs.
+#pragma once
+#include "rows.h"
+
+// The bits that are kept: the activation sees what its backward will see.
+template <class T>
+void keep_row(float* v, long n, const float* bias, T* kept) {
+    for (long i = 0; i < n; i += VL) {
+        vf x = load(v + i);
+        if (bias) x += load(bias + i);
+        if constexpr (sizeof(T) == 2) x = (vf)(__builtin_convertvector(narrow(x), vu) << 16);
+        store(v + i, x);
+        if (kept) store(kept + i, x, n - i);
+    }
+}
+
+template <class T>
+void forward_rows(const Call& c, Rows t, Scratch s) {
+    const long D = c.D, F = c.F, I = width(c), ldx = D + VL, ldh = F + VL;
+    const Activation act = activation(c.act);
+    const int parts = act.gate ? 2 : 1, step = interleaved(c) ? 2 : 1;
+    const long second = interleaved(c) ? 1 : F;
+    gather((const T*)c.x, D, c.row_R + t.start, t.count, 0, D, rows_of(s.x, ldx));
+    const Weight<T> up = up_of<T>(c, t.expert), down = down_of<T>(c, t.expert);
+    const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
+    gemm(
+        t.count, F, D, parts, {s.x, ldx, true}, s.b, s.c,
+        [&](int part, float* b, long k0, long kn, long n0, long nn) {
+            up.outputs(b, k0, kn, n0, nn, part * second, step);
+        },
+        [&](long n0, long nn, float* got) {
+            float shift[2][NC + VL];
+            for (long n = 0; bias && n < nn; n++)
+                for (int part = 0; part < parts; part++) shift[part][n] = value(bias[part * second + (n0 + n) * step]);
+            for (long i = 0; i < t.count; i++, got += LDC) {
+                const long r = t.start + i;
+                T* pre = c.pre ? (T*)c.pre + r * I + n0 : nullptr;
+                for (int part = 0; part < parts; part++)
+                    keep_row(got + part * NC / 2, nn, bias ? shift[part] : nullptr, pre ? pre + part * F : nullptr);
+                const float w = c.folded ? weight_of(c, r) : 1.0f;
+                act.forward(got, got + NC / 2, nn, w, {c.alpha, c.limit}, s.h + i * ldh + n0);
+            }
+        });
+    const T* shift = c.down_bias ? (const T*)c.down_bias + t.expert * D : nullptr;
+    gemm(
+        t.count, D, F, 1, {s.h, ldh, true}, s.b, s.c,
+        [&](int, float* b, long k0, long kn, long n0, long nn) { down.outputs(b, k0, kn, n0, nn, 0, 1); },
+        [&](long n0, long nn, const float* got) {
+            for (long i = 0; i < t.count; i++, got += LDC) {
+                const float w = c.folded ? weight_of(c, t.start + i) : 1.0f;
+                T* out = (T*)c.out + (t.start + i) * D + n0;
+                for (long n = 0; n < nn; n += VL) {
+                    vf v = load(got + n);
+                    if (shift) v += load(shift + n0 + n, nn - n) * w;
+                    store(out + n, v, nn - n);
+                }
+            }
+        });
+}
+
+template <class T>
+void forward(const Call& c) {
+    const std::vector<Rows> tasks = pieces(c);
+#pragma omp parallel num_threads(c.threads)
+    {
+        const Scratch s(c, omp_get_thread_num());
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < tasks.size(); i++) forward_rows<T>(c, tasks[i], s);
+        combine(c, (const T*)c.out, (T*)c.y, !c.folded);
+    }
+}

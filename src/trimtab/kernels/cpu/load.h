@@ -1,0 +1,100 @@
+// Bringing operands into blocks of float: widened, gathered or transposed on the way.
+#pragma once
+#include "gemm.h"
+
+// Where value (k, n) of a block goes. Left operands lie row by row; right ones as panels of NR columns, so that a
+// product reads each from one end to the other.
+struct Place {
+    float* p;
+    long row, panel;
+    float* at(long k, long n) const { return p + k * row + n / NR * panel + n % NR; }
+};
+inline Place rows_of(float* p, long ld) { return {p, ld, NR}; }
+inline Place panels_of(float* p) { return {p, NR, KC * NR}; }
+
+// Columns behind the last one, up to a multiple of NR, are read by the products: they must hold numbers.
+INLINE void blank(Place to, long k, long nn) {
+    for (long n = nn; n < up_to(nn, NR); n++) *to.at(k, n) = 0;
+}
+
+template <class T>
+INLINE void widen_row(const T* from, float* to, long n) {
+    long i = 0;
+    for (; i + 2 * VL <= n; i += 2 * VL) {
+        vf a = load(from + i), b = load(from + i + VL);
+        store(to + i, a);
+        store(to + i + VL, b);
+    }
+    for (; i < n; i += VL) store(to + i, load(from + i, n - i), n - i);
+}
+
+// Row k of a block.
+template <class T>
+INLINE void put_row(const T* from, Place to, long k, long nn) {
+    for (long n = 0; n < nn; n += NR) widen_row(from + n, to.at(k, n), std::min<long>(NR, nn - n));
+    blank(to, k, nn);
+}
+
+// Columns n0 : n0 + nn of the rows numbered rows[0 : kn]; a negative one is zeros.
+template <class T>
+void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long nn, Place to) {
+    static const T zeros[NR] = {};
+    for (long k = 0; k < kn; k++) {
+        if (k + 4 < kn && rows[k + 4] >= 0) {
+            const char* soon = (const char*)(x + rows[k + 4] * width + n0);
+            for (long at = 0; at < nn * (long)sizeof(T); at += 64) __builtin_prefetch(soon + at);
+        }
+        if (rows[k] >= 0) put_row(x + rows[k] * width + n0, to, k, nn);
+        else for (long n = 0; n < nn; n += NR) put_row(zeros, {to.at(0, n), to.row, NR}, k, std::min<long>(NR, nn - n));
+    }
+}
+
+// A matrix with the contracted axis first: value (k, n) at w[k * ld + n * step], step 1 or 2.
+template <class T>
+void load_straight(const T* w, long ld, int step, Place to, long kn, long nn) {
+    const auto lanes = std::make_integer_sequence<int, VL>{};
+    for (long k = 0; k < kn; k++, w += ld) {
+        if (step == 1) {
+            put_row(w, to, k, nn);
+            continue;
+        }
+        long n = 0;
+        for (; n + VL <= nn - 1; n += VL)
+            store(to.at(k, n), every_second<0>(load(w + 2 * n), load(w + 2 * n + VL), lanes));
+        for (; n < nn; n++) *to.at(k, n) = value(w[2 * n]);
+        blank(to, k, nn);
+    }
+}
+
+INLINE void transpose_block(const float* w, long ld, float* to, long row) {
+    vf r[VL];
+    UNROLL for (int i = 0; i < VL; i++) r[i] = load(w + i * ld);
+    transpose(r);
+    UNROLL for (int i = 0; i < VL; i++) store(to + i * row, r[i]);
+}
+INLINE void transpose_block(const bf16* w, long ld, float* to, long row) {  // pairs of neighbours are moved as one
+    vf r[VL];
+    UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(w + i * ld));
+    transpose(r);
+    UNROLL for (int i = 0; i < VL; i++) {
+        store(to + 2 * i * row, (vf)((vu)r[i] << 16));
+        store(to + (2 * i + 1) * row, (vf)((vu)r[i] & 0xffff0000u));
+    }
+}
+
+// A matrix with the contracted axis last: value (k, n) at w[n * ld + k].
+template <class T>
+void load_transposed(const T* w, long ld, Place to, long kn, long nn) {
+    constexpr long wide = VL * 4 / sizeof(T);
+    long n = 0;
+    for (; n + VL <= nn; n += VL) {
+        long k = 0;
+        for (; k + wide <= kn; k += wide) transpose_block(w + n * ld + k, ld, to.at(k, n), to.row);
+        for (; k < kn; k++)
+            for (long i = n; i < n + VL; i++) *to.at(k, i) = value(w[i * ld + k]);
+    }
+    for (long k = 0; k < kn; k++) {
+        for (long i = n; i < nn; i++) *to.at(k, i) = value(w[i * ld + k]);
+        blank(to, k, nn);
+    }
+}

@@ -1,0 +1,147 @@
+// Vectors of float as wide as this machine's registers, and the 16-bit rows that are widened to them.
+//
+// VL floats in a register, MR x NR the block of a product that stays in registers while its sum is taken.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int VL = 16, MR = 14;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int VL = 8, MR = 6;
+#else
+constexpr int VL = 4, MR = 6;
+#endif
+constexpr int NR = 2 * VL;
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+INLINE vf splat(float x) { return x - vf{}; }
+
+INLINE vf load(const float* p) { return *(const vf_any*)p; }
+INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh)*(const vh_any*)p, vu) << 16); }
+
+INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
+    vu u = (vu)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return __builtin_convertvector(x != x ? (u >> 16) | 0x40 : rounded, vh);
+}
+INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
+INLINE void store(bf16* p, vf x) { *(vh_any*)p = narrow(x); }
+
+// Past the caches, for what is not read again soon: `p` on a boundary of 2 VL values of T.
+INLINE void stream(float* p, vf a, vf b) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)a);
+    _mm512_stream_ps(p + VL, (__m512)b);
+#else
+    store(p, a);
+    store(p + VL, b);
+#endif
+}
+INLINE void stream(bf16* p, vf a, vf b) {
+#if defined(__AVX512F__)
+    vh both[2] = {narrow(a), narrow(b)};
+    __m512i bits;
+    memcpy(&bits, both, sizeof bits);
+    _mm512_stream_si512((__m512i*)p, bits);
+#else
+    store(p, a);
+    store(p + VL, b);
+#endif
+}
+
+// The first n of VL values; the others are 0, or left as they were.
+template <class T>
+INLINE vf load(const T* p, long n) {
+    if (n >= VL) return load(p);
+    T part[VL] = {};
+    memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T>
+INLINE void store(T* p, vf x, long n) {
+    if (n >= VL) return store(p, x);
+    T part[VL];
+    store(part, x);
+    memcpy(p, part, n * sizeof(T));
+}
+
+INLINE float value(float x) { return x; }
+INLINE float value(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+INLINE float sum(vf x) {  // always in this order
+    float total = 0;
+    for (int i = 0; i < VL; i++) total += x[i];
+    return total;
+}
+
+INLINE vf vexp(vf x) {
+    x = x < -87.0f ? splat(-87.0f) : x;  // comparisons leave a NaN as it is
+    x = x > 88.0f ? splat(88.0f) : x;
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf y = splat(1.0f / 5040);
+    y = y * r + 1.0f / 720;
+    y = y * r + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+
+// Exchange of blocks of S lanes between two of the VL rows that are transposed.
+template <int S, int... L>
+INLINE vf low(vf a, vf b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, ((L & S) == 0 ? L : VL + L - S)...);
+}
+template <int S, int... L>
+INLINE vf high(vf a, vf b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, ((L & S) == 0 ? L + S : VL + L)...);
+}
+template <int S>
+INLINE void exchange(vf* r) {
+    if constexpr (S < VL) {
+        auto lanes = std::make_integer_sequence<int, VL>{};
+        UNROLL for (int i = 0; i < VL; i++) {
+            if (i & S) continue;
+            vf a = r[i], b = r[i + S];
+            r[i] = low<S>(a, b, lanes);
+            r[i + S] = high<S>(a, b, lanes);
+        }
+        exchange<2 * S>(r);
+    }
+}
+INLINE void transpose(vf* r) { exchange<1>(r); }
+
+// Even and odd lanes of two vectors in a row, and back.
+template <int P, int... L>
+INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, (2 * L + P)...);
+}
+template <int P, int... L>
+INLINE vf zipped(vf a, vf b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, ((L + P * VL) / 2 + (L % 2) * VL)...);
+}

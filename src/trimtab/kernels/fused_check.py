@@ -1,0 +1,88 @@
+"""A small expert MLP through the compiled kernels, forward and backward, against the same formulas in float64.
+
+Without autograd, so that hooks and modes of the caller see nothing of it.
+
+Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.compiled import TYPES, CompiledKernels
+
+M, K, E, D, F = 9, 2, 4, 40, 21  # no width is a multiple of a register's, and expert 2 gets no row
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def first_fused_fault(kernels: CompiledKernels) -> str | None:
+    """What is wrong with them, None if nothing is. Takes some milliseconds."""
+    with torch.no_grad():
+        for dtype, bound in BOUNDS.items():
+            for transposed in (False, True):
+                fault = _fault(kernels, dtype, transposed, bound)
+                if fault is not None:
+                    return f"fused experts in {dtype}{', transposed weights' * transposed}: {fault}"
+    return None
+
+
+def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
+    """Values that need no random numbers, as `dtype` holds them."""
+    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * step).sin().view(shape).to(dtype)
+
+
+def _fault(kernels: CompiledKernels, dtype: torch.dtype, transposed: bool, bound: float) -> str | None:
+    x, dy = _wave(M, D, step=0.7, dtype=dtype), _wave(M, D, step=1.3, dtype=dtype)
+    up, down = _wave(E, 2 * F, D, step=2.1, dtype=dtype), _wave(E, D, F, step=3.3, dtype=dtype)
+    w = _wave(M, K, step=0.9, dtype=torch.float32)
+    ids = torch.arange(M)[:, None] + torch.arange(K)
+    ids = torch.where(ids % E == 2, E, ids % E)  # dropped
+    expert_R = ids.flatten().sort(stable=True)
+    rows = int((ids < E).sum())
+    slot_R = expert_R.indices[:rows].contiguous()
+    place_N = torch.empty_like(expert_R.indices).scatter_(0, expert_R.indices, torch.arange(M * K))
+    kept = ids < E
+    offsets = torch.nn.functional.pad(torch.bincount(ids.flatten(), minlength=E + 1)[:E].cumsum(0), (1, 0))
+    given = [t.transpose(1, 2).contiguous() if transposed else t for t in (up, down)]
+    wide = {"pre": (rows, 2 * F), "d_pre": (rows, 2 * F), "out": (rows, D), "d_rows": (rows, D)}
+    made = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in wide.items()}
+    results = {"y": torch.full_like(x, torch.nan), "dx": torch.full_like(x, torch.nan), "dw": torch.zeros_like(w)}
+    results |= {"d_up": torch.full_like(given[0], torch.nan), "d_down": torch.full_like(given[1], torch.nan)}
+    fields: dict[str, Any] = {
+        "type": TYPES[dtype], "act": 0, "folded": 1, "transposed": int(transposed),
+        "type_up": TYPES[dtype], "type_down": TYPES[dtype],
+        "M": M, "K": K, "R": rows, "E": E, "D": D, "F": F,
+        "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "bag_index": place_N[kept.flatten()].contiguous(),
+        "bag_offsets": torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)),
+        "w": w, "x": x, "up": given[0], "down": given[1], "dy": dy, **made, **results,
+    }  # fmt: skip
+    for run in (kernels.forward, kernels.backward, kernels.weight_gradients):
+        run(fields)
+    truth = _truth(x.double(), dy.double(), w.double(), up.double(), down.double(), ids)
+    for name, true in truth.items():
+        got = results[name].double()
+        if transposed and name in ("d_up", "d_down"):
+            got = got.transpose(1, 2)
+        if not bool(((got - true).abs() <= bound * true.abs().max()).all()):
+            return f"{name} is wrong"
+    return None
+
+
+def _truth(x: Tensor, dy: Tensor, w: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """Every expert over all rows, weighted 0 where a row is not its own."""
+    y, dx, dw, d_up, d_down = (torch.zeros_like(t) for t in (x, x, w, up, down))
+    for e in range(E):
+        own, weight = ids == e, torch.where(ids == e, w, 0).sum(1, keepdim=True)
+        gate, value = (x @ up[e].t()).chunk(2, dim=1)
+        slope = gate.sigmoid()
+        h, dh = gate * slope * value, dy @ down[e]
+        y += weight * (h @ down[e].t())
+        dw += own * (h * dh).sum(1, keepdim=True)
+        d_gate = weight * dh * value * slope * (1 + gate * (1 - slope))
+        d_pre = torch.cat((d_gate, weight * dh * gate * slope), dim=1)
+        dx += d_pre @ up[e]
+        d_up[e], d_down[e] = d_pre.t() @ x, dy.t() @ (h * weight)
+    return {"y": y, "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}

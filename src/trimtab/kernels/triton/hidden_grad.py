@@ -1,0 +1,132 @@
+"""The first grouped GEMM of a SwiGLU expert's backward, with the activation's backward in its epilogue.
+
+    dh    = dy[index] @ down                       not kept
+    d_pre = weight * dh * d activation             [d gate | d up]
+    hw    = weight * h                             for the gradient of down
+    dots  = h * dh, summed over a tile's columns   one number per row and tile; their sum is the weight's gradient
+
+The routing weight's gradient as sum(h * dh), without the output rows, is SonicMoE's observation (arXiv 2512.14080).
+Partial sums are written apart and added in order by the caller: no atomics.
+
+Legend: R rows of all segments, n rows of dy, e experts, D model dim, F hidden dim, C column tiles.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trimtab.kernels.triton.language import Launch, segment_of, segment_tiles, segments_power, tl, triton
+
+
+def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, f, hidden):  # type: ignore[no-untyped-def]
+    """The activation's backward for some columns; returns sum(h * dh) over them."""
+    inside = here[:, None] & (f < hidden)[None, :]
+    at = lane[:, None] * (2 * hidden) + f[None, :]
+    pre += row * (2 * hidden)
+    d_pre += row * (2 * hidden)
+    gate = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(pre + at + hidden, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.sigmoid(gate)
+    silu = gate * slope
+    h = silu * value
+    dot = tl.sum(h * dh, axis=1)
+    tl.store(
+        hw + row * hidden + lane[:, None] * hidden + f[None, :], (h * w[:, None]).to(hw.dtype.element_ty), mask=inside
+    )
+    dh *= w[:, None]
+    tl.store(d_pre + at + hidden, (dh * silu).to(d_pre.dtype.element_ty), mask=inside)
+    # The slope of silu is sigmoid + silu (1 - sigmoid).
+    tl.store(d_pre + at, (dh * value * (slope + silu * (1 - slope))).to(d_pre.dtype.element_ty), mask=inside)
+    return dot
+
+
+epilogue = triton.jit(_epilogue)
+
+
+def _hidden_grad(  # type: ignore[no-untyped-def]
+    dy,  # [n, D]
+    index,  # [R] int64
+    down,  # [e, D, F]
+    weight,  # [R] float32
+    offsets,  # [e + 1] int64
+    pre,  # [R, 2F]
+    d_pre,  # [R, 2F]
+    hw,  # [R, F]
+    dots,  # [R, C] float32
+    experts,
+    rows,
+    dim,
+    hidden,
+    down_e,
+    down_d,
+    down_f,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    columns = tl.cdiv(hidden, BN)
+    total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        expert, row, end = segment_of(offsets, experts, rows, tile // columns, False, EXPERTS, BM)
+        lane = tl.arange(0, BM)
+        here = lane < (end - row).to(tl.int32)
+        source = tl.load(index + row + lane, mask=here, other=-1)
+        read = source >= 0
+        f = (tile % columns) * BN + tl.arange(0, BN)
+        dh = tl.zeros((BM, BN), dtype=tl.float32)
+        for step in range(0, dim, BK):
+            d = step + tl.arange(0, BK)
+            dy_at = dy + source[:, None] * dim + d[None, :]
+            down_at = down + expert * down_e + d[:, None] * down_d + f[None, :] * down_f
+            if EVEN:
+                left = tl.load(dy_at, mask=read[:, None], other=0.0)
+                right = tl.load(down_at)
+            else:
+                left = tl.load(dy_at, mask=read[:, None] & (d < dim)[None, :], other=0.0)
+                right = tl.load(down_at, mask=(d < dim)[:, None] & (f < hidden)[None, :], other=0.0)
+            if WIDE:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            dh = tl.dot(left, right, dh, input_precision="ieee")
+        w = tl.load(weight + row + lane, mask=here, other=0.0)
+        # Half the columns at a time: the activation's backward holds several values for each of dh's.
+        first, second = tl.split(tl.permute(tl.reshape(dh, (BM, 2, BN // 2)), (0, 2, 1)))
+        f = (tile % columns) * BN + tl.arange(0, BN // 2)
+        dot = epilogue(first, w, pre, d_pre, hw, row, lane, here, f, hidden)
+        dot += epilogue(second, w, pre, d_pre, hw, row, lane, here, f + BN // 2, hidden)
+        tl.store(dots + (row + lane) * columns + tile % columns, dot, mask=here)
+
+
+hidden_grad_kernel = triton.jit(_hidden_grad)
+
+
+def hidden_grad(
+    dy_nD: Tensor,
+    index_R: Tensor,
+    down_eDF: Tensor,
+    weight_R: Tensor,
+    offsets_e: Tensor,
+    pre_RI: Tensor,
+    launch: Launch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(d_pre [R, 2F], hw [R, F], dots [R, C] float32). Rows behind the last segment are not written.
+
+    Args:
+        dy_nD: contiguous. index_R: int64 rows of dy, -1 for a row of zeros.
+        down_eDF: any strides, dy's dtype.
+        weight_R: float32 routing weights.
+        offsets_e: [e + 1] int64. pre_RI: [R, 2F] contiguous, as the forward kept it.
+    """
+    tiles, (experts, dim, hidden), rows = launch.dh, down_eDF.shape, pre_RI.shape[0]
+    columns = triton.cdiv(hidden, tiles.n)
+    d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
+    dots = weight_R.new_empty(rows, columns)
+    hidden_grad_kernel[launch.grid(dy_nD.device, (triton.cdiv(rows, tiles.m) + experts) * columns)](
+        dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
+        *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
+        EXPERTS=segments_power(experts), **tiles.options(),
+    )  # fmt: skip
+    return d_pre, hw, dots

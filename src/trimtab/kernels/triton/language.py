@@ -1,0 +1,97 @@
+"""Triton, where it is installed; the shape of a launch; and what all kernels here share.
+
+A kernel walks over the tiles of all segments in strides of its programs ("persistent"): how many tiles there are, and
+whose they are, is read from the segments' offsets on the device, so a launch depends on bounds alone and can be
+captured in a CUDA graph.
+
+Legend: e segments (experts), R rows of all segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from trimtab.errors import BackendError
+
+try:
+    triton: Any = import_module("triton")  # untyped, and not everywhere: not for a type checker to follow
+    tl: Any = import_module("triton.language")
+except ImportError as error:
+    raise BackendError(f"kernels 'triton' need the triton package: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """The kernel arguments that say so."""
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How kernels are launched.
+
+    programs: of a persistent kernel; 0 takes as many as the device has multiprocessors.
+    wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
+    rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
+    gate_up, dh, wgrad: those of the other GEMMs.
+
+    The tiles are those that compile for Hopper without spilling a register. They were not tuned on a device.
+    """
+
+    programs: int = 0
+    wide: bool = False
+    rows: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+    across: Tiles = Tiles(m=128, n=256, k=32, warps=8, stages=4)
+    gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
+    dh: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
+    wgrad: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
+
+    def grid(self, device: torch.device, tiles: int) -> tuple[int]:
+        """A grid for at most `tiles` tiles, at least one program."""
+        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count
+        return (max(1, min(most, tiles)),)
+
+
+def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tiles of BM rows all segments have; with TAIL the rows behind the last one are a segment too."""
+    index = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets + index, mask=index <= experts, other=0)
+    ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)
+    ends = tl.where(index < experts, ends, tl.where((index == experts) & TAIL, rows, starts))
+    return tl.sum((ends - starts + BM - 1) // BM, axis=0).to(tl.int32)
+
+
+def _segment(offsets, experts, rows, tile, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(segment, first row, end of the segment) of tile number `tile`. The tail, if it is one, is segment `experts`."""
+    index = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets + index, mask=index <= experts, other=0)
+    ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)
+    ends = tl.where(index < experts, ends, tl.where((index == experts) & TAIL, rows, starts))
+    tiles = (ends - starts + BM - 1) // BM
+    segment = tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int64), axis=0)
+    before = tl.sum(tl.where(index < segment, tiles, 0), axis=0)
+    row = tl.sum(tl.where(index == segment, starts, 0), axis=0) + (tile - before) * BM
+    return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0)
+
+
+segment_tiles = triton.jit(_segment_tiles)
+segment_of = triton.jit(_segment)
+
+
+def segments_power(experts: int) -> int:
+    """EXPERTS: the least power of two above e, so that there is a place behind the last segment."""
+    power: int = triton.next_power_of_2(experts + 1)
+    return power

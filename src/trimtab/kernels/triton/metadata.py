@@ -1,0 +1,141 @@
+"""Where each slot goes, in three launches that read nothing back: counts, offsets and the stable order by expert.
+
+    count   each chunk of CHUNK slots: how many for each expert, and how many kept
+    scan    one program: running sums over the chunks, and the experts' offsets, aligned
+    place   each chunk: slot -> place = offset of its expert + that expert's slots in the chunks before + those of the
+            chunk before this one. So slots of one expert stay in slot order
+
+Each slot's id is read twice and nothing of size N x e is made; the scratch is one int32 per chunk and expert.
+
+Legend: M rows, K slots per row, N = M * K slots, R expert rows (with padding), e experts, C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.triton.language import segments_power, tl, triton
+
+CHUNK = 128
+STEP = 32
+
+
+def _count(ids, counts, slots, experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero."""
+    chunk = tl.program_id(0)
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    kept = (expert >= 0) & (expert < experts)
+    column = tl.arange(0, EXPERTS)
+    found = tl.histogram(tl.where(kept, expert, experts), EXPERTS)
+    found = tl.where(column < experts, found, tl.where(column == experts, tl.sum(kept.to(tl.int32), axis=0), 0))
+    tl.store(counts + chunk * EXPERTS + column, found)
+
+
+def _scan(  # type: ignore[no-untyped-def]
+    counts,  # [C, EXPERTS] int32: becomes what lies before each chunk
+    counts_e,  # [e] int64
+    offsets_e,  # [e + 1] int64
+    chunks,
+    experts,
+    alignment,
+    EXPERTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    column = tl.arange(0, EXPERTS)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, chunks, STEP):
+        chunk = first + tl.arange(0, STEP)
+        at = counts + chunk[:, None] * EXPERTS + column[None, :]
+        found = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(found, axis=0) - found, mask=(chunk < chunks)[:, None])
+        before += tl.sum(found, axis=0)
+    each = tl.where(column < experts, before, 0).to(tl.int64)
+    tl.store(counts_e + column, each, mask=column < experts)
+    each = (each + alignment - 1) // alignment * alignment
+    tl.store(offsets_e + column, tl.cumsum(each, axis=0) - each, mask=column <= experts)
+
+
+def _place(  # type: ignore[no-untyped-def]
+    ids,  # [N] int
+    before,  # [C, EXPERTS] int32
+    offsets_e,  # [e + 1] int64
+    slot_R,  # [R] int64, -1 before
+    row_R,  # [R] int64, -1 before
+    bag_index,  # int64, a place for each kept slot, in slot order
+    bag_offsets,  # [M + 1] int64
+    slots,
+    experts,
+    top_k,
+    total,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    slot = chunk * CHUNK + lane
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    kept = (expert >= 0) & (expert < experts)
+    key = tl.where(kept, expert, experts)
+    earlier = (key[:, None] == key[None, :]) & (lane[None, :] < lane[:, None])
+    place = tl.load(offsets_e + key, mask=kept, other=0) + tl.load(before + chunk * EXPERTS + key, mask=kept, other=0)
+    place += tl.sum(earlier.to(tl.int32), axis=1)
+    fits = kept & (place < total)  # a caller who promised fewer slots than there are gets no wild write
+    tl.store(slot_R + place, slot.to(tl.int64), mask=fits)
+    tl.store(row_R + place, (slot // top_k).to(tl.int64), mask=fits)
+    one = kept.to(tl.int32)
+    through = (tl.load(before + chunk * EXPERTS + experts) + tl.cumsum(one, axis=0)).to(tl.int64)
+    tl.store(bag_index + through - 1, place.to(tl.int64), mask=fits & (through <= total))
+    tl.store(bag_offsets + (slot + 1) // top_k, through, mask=(slot < slots) & ((slot + 1) % top_k == 0))
+    tl.store(bag_offsets + lane, tl.zeros((CHUNK,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
+
+
+count_kernel = triton.jit(_count)
+scan_kernel = triton.jit(_scan)
+place_kernel = triton.jit(_place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """What `trimtab.dispatch.plan.ExpertPlan` holds, under its names, as plain tensors."""
+
+    slot_R: Tensor
+    row_R: Tensor
+    bag_index: Tensor
+    bag_offsets: Tensor
+    counts_e: Tensor
+    offsets_e: Tensor
+
+
+def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> Places:
+    """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
+
+    Args:
+        ids_MK: int, contiguous, K >= 1.
+        num_slots: how many are kept, where it is known; else R is the bound N (+ padding).
+    """
+    (rows, top_k), power = ids_MK.shape, segments_power(num_experts)
+    slots = rows * top_k
+    total = (slots if num_slots is None else num_slots) + num_experts * (alignment - 1)
+    chunks = max(1, triton.cdiv(slots, CHUNK))
+
+    def made(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
+
+    places = Places(
+        slot_R=made(total).fill_(-1), row_R=made(total).fill_(-1), bag_index=made(total).fill_(0),
+        bag_offsets=made(rows + 1), counts_e=made(num_experts), offsets_e=made(num_experts + 1),
+    )  # fmt: skip
+    counts = torch.empty(chunks, power, dtype=torch.int32, device=ids_MK.device)
+    count_kernel[(chunks,)](ids_MK, counts, slots, num_experts, EXPERTS=power, CHUNK=CHUNK, num_warps=4)
+    scan_kernel[(1,)](
+        counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, EXPERTS=power, STEP=STEP, num_warps=8
+    )
+    place_kernel[(chunks,)](
+        ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,
+        num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    return places

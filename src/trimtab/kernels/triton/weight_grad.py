@@ -1,0 +1,105 @@
+"""The weight gradients, group by group: dw[i] = a[segment i]^T @ b[segment i], either operand gathered on load.
+
+An empty segment is a loop of no steps: zeros are written, or nothing is added.
+
+Legend: R rows of all segments, n rows of an operand before its gather, e experts, A and B widths.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trimtab.kernels.triton.language import Launch, tl, triton
+
+
+def _weight_grad(  # type: ignore[no-untyped-def]
+    a,  # [n, A]
+    a_index,  # [R] int64, only with GATHER_A
+    b,  # [n, B]
+    b_index,  # [R] int64, only with GATHER_B
+    offsets,  # [e + 1] int64
+    out,  # [e, A, B], any strides and dtype
+    experts,
+    a_width,
+    b_width,
+    out_e,
+    out_a,
+    out_b,
+    GATHER_A: tl.constexpr,
+    GATHER_B: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    across = tl.cdiv(a_width, BM)
+    down = tl.cdiv(b_width, BN)
+    for tile in range(tl.program_id(0), experts * across * down, tl.num_programs(0)):
+        expert = (tile // (across * down)).to(tl.int64)
+        i = (tile // down) % across * BM + tl.arange(0, BM)
+        j = tile % down * BN + tl.arange(0, BN)
+        first = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        inside = (i < a_width)[:, None] & (j < b_width)[None, :]
+        out_at = out + expert * out_e + i[:, None] * out_a + j[None, :] * out_b
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        if ADD:
+            total += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+        for row in range(first, end, BK):
+            lane = tl.arange(0, BK)
+            a_read = lane < end - row
+            b_read = lane < end - row
+            if GATHER_A:
+                a_row = tl.load(a_index + row + lane, mask=a_read, other=-1)
+                a_read = a_row >= 0
+                a_at = a + a_row[:, None] * a_width + i[None, :]
+            else:
+                a_at = a + row * a_width + lane[:, None] * a_width + i[None, :]
+            if GATHER_B:
+                b_row = tl.load(b_index + row + lane, mask=b_read, other=-1)
+                b_read = b_row >= 0
+                b_at = b + b_row[:, None] * b_width + j[None, :]
+            else:
+                b_at = b + row * b_width + lane[:, None] * b_width + j[None, :]
+            if EVEN:
+                left = tl.load(a_at, mask=a_read[:, None], other=0.0)
+                right = tl.load(b_at, mask=b_read[:, None], other=0.0)
+            else:
+                left = tl.load(a_at, mask=a_read[:, None] & (i < a_width)[None, :], other=0.0)
+                right = tl.load(b_at, mask=b_read[:, None] & (j < b_width)[None, :], other=0.0)
+            if WIDE:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+
+
+weight_grad_kernel = triton.jit(_weight_grad)
+
+
+def weight_grad(
+    a_nA: Tensor,
+    b_nB: Tensor,
+    offsets_e: Tensor,
+    out_eAB: Tensor,
+    launch: Launch,
+    *,
+    add: bool = False,
+    a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None,
+) -> None:
+    """Into `out_eAB`, whatever it held; with `add` on top of what it held.
+
+    Args:
+        a_nA, b_nB: contiguous, one dtype; [R, *] themselves, or any rows that their index names (-1: zeros).
+        offsets_e: [e + 1] int64. out_eAB: any strides and dtype.
+    """
+    tiles, (experts, a_width, b_width) = launch.wgrad, out_eAB.shape
+    count = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
+    weight_grad_kernel[launch.grid(a_nA.device, count)](
+        a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
+        GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
+        EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
+    )  # fmt: skip

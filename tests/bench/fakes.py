@@ -1,0 +1,88 @@
+"""Contestants that take known times, and contestants that fail in known ways."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from trimtab.bench.subject import Subject, Where
+
+
+def _sleep(seconds: float) -> Any:
+    return lambda: time.sleep(seconds)
+
+
+class Clock:
+    """In place of this process's clock: it goes on by what the steps say that they take, and by nothing else."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        time.perf_counter = lambda: self.now
+
+    def step(self, seconds: float) -> Any:
+        def run() -> None:
+            self.now += seconds
+
+        return run
+
+
+def sleeper(args: dict[str, Any], where: Where) -> Subject:
+    """args: mode -> seconds; with several ranks the last rank takes twice as long."""
+    slow, clock = 2 if where.ranks > 1 and where.rank == where.ranks - 1 else 1, Clock()
+    modes = {mode: clock.step(seconds * slow) for mode, seconds in args["modes"].items()}
+
+    def fails() -> None:
+        if where.rank == args["fails_on_rank"]:
+            raise ValueError("only this rank")
+        time.sleep(600)
+
+    if "fails_on_rank" in args:
+        modes["fails"] = fails
+    facts = {"bytes": args.get("bytes", 0), "malloc": os.environ.get("MALLOC_TRIM_THRESHOLD_")}
+    return Subject(modes=modes, facts=facts)
+
+
+def not_installed(args: dict[str, Any], where: Where) -> Subject:
+    import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+    raise AssertionError("imported what is not there")
+
+
+def raises(args: dict[str, Any], where: Where) -> Subject:
+    def step() -> None:
+        raise ValueError("bad shapes\nwith details")
+
+    return Subject(modes={"forward": step})
+
+
+def dies(args: dict[str, Any], where: Where) -> Subject:
+    def step() -> None:
+        print("out of luck", flush=True)
+        os._exit(3)
+
+    return Subject(modes={"forward": step})
+
+
+def hangs(args: dict[str, Any], where: Where) -> Subject:
+    return Subject(modes={"forward": _sleep(600)})
+
+
+def answers(args: dict[str, Any], where: Where) -> Subject:
+    """args: value, which is its outcome."""
+    import torch
+
+    return Subject(modes={"forward": _sleep(0.001)}, outcome=lambda: {"y": torch.full((2,), args["value"])})
+
+
+def allocates(args: dict[str, Any], where: Where) -> Subject:
+    """args: bytes, of which one step touches as many twice over: once as a tensor, once behind PyTorch's back."""
+    import torch
+
+    def step() -> None:
+        made = torch.ones(args["bytes"], dtype=torch.uint8)
+        hidden = bytearray(args["bytes"])
+        hidden[::4096] = bytes(len(hidden[::4096]))
+        del made, hidden
+
+    return Subject(modes={"forward+backward": step}, held=7)

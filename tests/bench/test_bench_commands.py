@@ -1,0 +1,79 @@
+"""Each subcommand from end to end on a tiny case, in real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.cli.main import main
+
+QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
+TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
+
+
+def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "found.json"
+    code = main(["bench", *options, "--json", str(path)])
+    (found,) = json.loads(path.read_text())["records"]
+    return code, found
+
+
+def timed(record: dict[str, Any]) -> dict[str, set[str]]:
+    """Contestant -> modes with at least one positive time."""
+    entries = record["races"][0]["entries"]
+    return {e["name"]: {m for m, turns in e["seconds"].items() if turns[0][0] > 0} for e in entries}
+
+
+def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = bench(tmp_path, "layer", *TINY, "--dtype", "fp32", "--in-place", "--workloads", "hot")
+    modes = {"forward", "forward+backward"}
+    assert code == 0
+    assert timed(found) == {"trimtab auto": modes, "dense fp32": modes, "copy": {"copy"}}
+    assert found["races"][0]["fewest_bytes"]["hot"]["forward"] > 0
+    assert "x limit" in capsys.readouterr().out
+
+
+def test_kernels(tmp_path: Path) -> None:
+    code, found = bench(tmp_path, "kernels", *TINY, "--dtype", "fp32", "--kernels", "loop")
+    products = {"experts forward", "experts backward", "grouped_mm", "grouped_wgrad"}
+    assert code == 0
+    assert timed(found) == {
+        "trimtab loop": products | {"gather"},
+        "trimtab rows and plans": {"combine", "plan of one rank", "plan of 8 ranks"},
+        "dense fp32": products,
+        "copy": {"gather", "combine"},
+    }
+
+
+def test_exchange(tmp_path: Path) -> None:
+    code, found = bench(tmp_path, "exchange", *TINY, "--dtype", "bf16", "--ranks", "2", "--transports", "alltoall",
+                        "--workloads", "source_ragged")  # fmt: skip
+    modes = {"forward", "forward+backward"}
+    assert code == 0
+    assert timed(found) == {"trimtab alltoall": modes, "raw all-to-all + copy": modes}
+
+
+def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, found = bench(tmp_path, "train", *QUICK, "--batch-size", "1", "--seq-len", "8")
+    assert code == 0
+    assert timed(found) == {"trimtab": {"step"}}
+    assert found["case"]["tokens_per_step"] == 8
+
+
+def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["layer", "--peers", "all_to_all"], "peer 'all_to_all' does not race on 1 rank(s)"),
+        (["layer", "--ranks", "3"], "64 experts do not divide over 3 ranks"),
+        (["layer", "--turns", "0"], "--turns must be at least 1"),
+        (["layer", "--tokens", "0"], "--tokens 0: each must be at least 1"),
+        (["exchange", "--ranks", "1"], "at least 2 ranks"),
+        (["train", "--preset", "gpt5"], "--preset gpt5: must be one of qwen3_moe"),
+        (["train", "--peers", "eager"], "there is only stock"),
+        (["page", "absent.json", "--out", "x.md"], "absent.json: cannot be read"),
+    ):
+        assert main(["bench", *options]) == 2
+        assert message in capsys.readouterr().err

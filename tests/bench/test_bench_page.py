@@ -1,0 +1,193 @@
+"""From raw times to the page: medians, limits, bars, tables; files that come back as they went."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.bench.bars import judge_bars
+from trimtab.bench.campaign import Campaign, write_page
+from trimtab.bench.finding import findings
+from trimtab.bench.result import Entry, Race, Record, middle_half
+from trimtab.bench.store import read_records, write_records
+from trimtab.bench.table import as_markdown, as_text, contestants_table, duration, memory_table, title
+from trimtab.errors import InputError
+
+MACHINE = {
+    "processor": "a processor", "cores": 2, "memory_bytes": 2**34, "instructions": "AVX512", "native_bf16": False,
+    "system": "Linux", "versions": {"torch": "2.13"}, "load_average": [0.1, 0.1, 0.1],
+}  # fmt: skip
+BOTH = "forward+backward"
+
+
+def entry(name: str, role: str, seconds: float, *, group: str = "balanced", **more: Any) -> Entry:
+    return Entry(name=name, role=role, group=group, seconds={BOTH: [[seconds, seconds * 3], [seconds]]}, **more)
+
+
+def race(malloc: str, ours: float, peer: float, limit: float) -> Race:
+    copy = Entry(name="copy", role="bandwidth", facts={"bytes": 100}, seconds={"copy": [[0.5]]})
+    entries = [
+        entry("trimtab auto", "ours", ours),
+        entry("grouped_mm", "peer", peer),
+        entry("eager", "peer", 9 * peer),
+        entry("dense bf16", "limit", 4 * limit, group=""),
+        entry("dense fp32", "limit", limit, group=""),
+        Entry(name="torchtitan", role="peer", group="balanced", failed="cannot be imported here: No module"),
+        copy,
+    ]
+    return Race(malloc=malloc, entries=entries, fewest_bytes={"balanced": {BOTH: 40}})
+
+
+def record(ours: float = 0.5, **case: Any) -> Record:
+    described = {
+        "shape": [512, 256, 64, 8], "dtype": "bf16", "tokens": 2048, "threads": 1, "ranks": 1,
+        "workloads": ["balanced"], "in_place": False,
+    }  # fmt: skip
+    return Record(
+        part="layer", case=described | case, command="trimtab bench layer", machine=MACHINE, settings={"turns": 2},
+        races=[race("default", ours, 1.5, 0.4), race("tuned", ours * 1.1, 1.2, 0.45)],
+        memory={"trimtab auto": {"resident": 60, "tensors": 40, "gradients": 10}, "grouped_mm": {"resident": 100,
+                "tensors": 100, "gradients": 10}},
+    )  # fmt: skip
+
+
+def test_limits_and_ratios_of_known_medians() -> None:
+    one = record().races[0]
+    ours = one.entries[0]
+    assert one.median(ours, BOTH) == 0.5
+    assert one.bandwidth() == 200.0
+    limit = one.limit("balanced", BOTH)
+    assert (limit.seconds, limit.what) == (0.4, "dense fp32"), "40 bytes take 0.2 s: the faster dense GEMM is longer"
+    slow = dataclasses.replace(one, fewest_bytes={"balanced": {BOTH: 100}})
+    assert slow.limit("balanced", BOTH).seconds == 0.5, "the fewest bytes take longer than any GEMM"
+    assert one.speed_up(ours, BOTH) == 3.0
+    assert one.over_limit(ours, BOTH) == 1.25
+    assert one.limit("balanced", "forward") is None, "nobody was timed there"
+    assert middle_half([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert middle_half([7.0]) == (7.0, 7.0)
+
+
+def test_the_less_favourable_malloc_is_quoted() -> None:
+    (found,) = findings([record()])
+    assert found.peer_name == "grouped_mm"
+    assert found.speed_ups == pytest.approx({"default": 3.0, "tuned": 1.2 / 0.55})
+    assert found.speed_up == pytest.approx(1.2 / 0.55)
+    assert found.over_limits == pytest.approx({"default": 1.25, "tuned": 0.55 / 0.45})
+    assert found.over_limit == 1.25
+
+
+def test_bars_take_the_worst_case() -> None:
+    good, bad = record(0.4), record(0.9, tokens=8192)
+    met = {(bar.where, bar.asked): bar for bar in judge_bars([good])}
+    where = "bf16, forward+backward, 2,048 and 8,192 tokens, A and B"
+    assert met[where, ">= 2.5x the fastest peer"].met
+    assert met[where, ">= 2.5x the fastest peer"].found == pytest.approx(1.2 / 0.44)
+    both = {(bar.where, bar.asked): bar for bar in judge_bars([good, bad])}
+    speed, limit = both[where, ">= 2.5x the fastest peer"], both[where, "<= 1.5x the limit"]
+    assert (speed.met, limit.met, speed.cases) == (False, False, 2)
+    assert limit.found == pytest.approx(0.9 / 0.4)
+    assert "8192 tokens" in limit.at
+    memory, without = judge_bars([good])[-2:]
+    assert (memory.found, memory.met) == (0.6, True), "the worse of resident and tensors"
+    assert without.found == pytest.approx(50 / 90), "10 bytes of gradients left out on both sides"
+    fp32 = next(bar for bar in judge_bars([good]) if bar.where.startswith("fp32, any"))
+    assert (fp32.found, fp32.met) == (None, False), "what was not measured is not met"
+
+
+def test_imbalance_is_compared_within_a_race() -> None:
+    names = {"balanced": 1.0, "zipf": 1.1, "hot": 1.3}
+    entries = [entry(f"trimtab auto @{group}", "ours", s, group=group) for group, s in names.items()]
+    uneven = dataclasses.replace(
+        record(workloads=list(names)), races=[Race(malloc="default", entries=entries)], memory={}
+    )  # fmt: skip
+    found = judge_bars([uneven])[-3]
+    assert found.found == pytest.approx(1.3)
+    assert (found.met, found.cases) == (False, 2)
+    assert found.at.startswith("hot")
+
+
+def test_the_page_has_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the chart is an extra")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    write_records([record()], files[0])
+    busy = dataclasses.replace(record(tokens=8192), machine=MACHINE | {"load_average": [9.0, 9.0, 9.0]})
+    write_records([busy], files[1])
+    write_page(files, tmp_path / "docs" / "benchmarks.md", tmp_path / "docs" / "benchmarks.png")
+    text = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert (tmp_path / "docs" / "benchmarks.png").stat().st_size > 1000
+    assert "![time over the limit](benchmarks.png)" in text
+    row = next(line for line in text.splitlines() if line.startswith("| A, bf16, 2048 tokens, 1 thread | forward+"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == [
+        "auto", "500 ms", "550 ms", "grouped_mm", "1500 ms", "1200 ms", "3.00", "2.18", "**2.18**",
+        "400 ms, dense fp32", "1.25", "1.22", "**1.25**",
+    ]  # fmt: skip
+    assert "2 cores of a processor (AVX512, without bf16 instructions)" in text
+    assert "**1 of 2 cases began while others were using the cores.**" in text
+    assert "| torchtitan | cannot be imported here: No module | 2: A, bf16" in text
+    assert "```sh\ntrimtab bench layer\n```" in text
+    assert "not measured" in text
+
+
+def test_files_come_back_as_they_went(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "one.json"
+    write_records([record()], path)
+    assert read_records([path]) == [record()]
+    assert [p.name for p in path.parent.iterdir()] == ["one.json"]
+    for text, message in (
+        ("{", "not a file that"),
+        ("[]", "not a file that"),
+        (json.dumps({"trimtab_bench": 0, "records": []}), "format 0, expected 1"),
+        (json.dumps({"trimtab_bench": 1, "records": [{"part": "layer"}]}), "not a file that"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message) as caught:
+            read_records([path])
+        assert "one.json" in str(caught.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_records([tmp_path / "absent.json"])
+
+
+def test_tables() -> None:
+    header, rows = contestants_table(record())
+    assert header == [
+        "mode",
+        "contestant",
+        "default (middle half)",
+        "tuned (middle half)",
+        "speed-up",
+        "x limit",
+        "notes",
+    ]
+    assert rows[0] == [BOTH, "trimtab auto", "500 ms (500 ms..1000 ms)", "550 ms (550 ms..1100 ms)", "2.18", "1.25", ""]
+    assert rows[-1][1] == "torchtitan"
+    assert "cannot be imported" in rows[-1][-1]
+    assert memory_table(record())[1][0] == ["trimtab auto", "0.0 MB", "0.0 MB", "0.0 MB", ""]
+    assert as_markdown(["a", "b"], [["1", "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
+    assert as_text(["name", "n"], [["x", "10"], ["yy", "9"]]).splitlines() == [
+        "name   n",
+        "----  --",
+        "x     10",
+        "yy     9",
+    ]
+    assert [duration(s) for s in (1.5, 0.0123456, 0.00099, 4.2e-7)] == ["1500 ms", "12.3 ms", "990 us", "0.42 us"]
+    assert title(record()) == "layer  D,F,E,K 512,256,64,8  bf16  2048 tokens  1 thread  1 rank  balanced"
+
+
+def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path, quick=True, only=["layer", "fp32", "tokens-256"])
+    left = campaign.left()
+    assert left
+    assert all("fp32" in file.stem and file.parent == tmp_path for file in left)
+    runs = campaign.run(lambda task: record(tokens=len(task.contestants)))
+    next(runs)
+    runs.close()
+    assert len(campaign.left()) == len(left) - 1, "the first has its file"
+    assert campaign.measured() == [next(iter(left))]
+    assert read_records(campaign.measured())[0].part == "layer"
+    every = Campaign(tmp_path, quick=False).left()
+    assert len({file.name for file in every}) == len(every) > 50

@@ -1,0 +1,119 @@
+"""The race: known durations give known ratios, and every way to fail becomes a row with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from trimtab.bench.contestant import MALLOC, Contestant, ContestantFailed, Team
+from trimtab.bench.race import Pace, race, set_aside, slowest, weigh
+from trimtab.bench.result import Race
+from trimtab.errors import ConfigError
+
+
+def fake(name: str, build: str, role: Any = "ours", ranks: int = 1, **args: Any) -> Contestant:
+    return Contestant(name=name, role=role, build=f"bench.fakes:{build}", args=args, ranks=ranks)
+
+
+def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
+    off = float(outcomes[0]["y"][0]) - 1.0
+    return None if off == 0 else f"y is off by {off}"
+
+
+def test_known_durations_give_known_ratios() -> None:
+    contestants = [
+        fake("fast", "sleeper", modes={"forward": 0.02, "forward+backward": 0.05}),
+        fake("slow", "sleeper", "peer", modes={"forward": 0.06}),
+        fake("slower", "sleeper", "peer", modes={"forward": 0.2}),
+        fake("floor", "sleeper", "limit", modes={"forward": 0.01}),
+        fake("copy", "sleeper", "bandwidth", modes={"copy": 0.01}, bytes=1000),
+    ]
+    modes = ("forward", "forward+backward", "copy")
+    entries = race(contestants, modes, malloc="tuned", pace=Pace(turns=3, seconds=1.5, patience=60))
+    assert [(e.name, e.role, e.failed) for e in entries] == [(c.name, c.role, None) for c in contestants]
+    fast, slow, slower, _, copy = entries
+    # 1.5 s for 3 turns of 6 (contestant, mode): 83 ms each.
+    assert [len(turn) for turn in fast.seconds["forward"]] == [4, 4, 4]
+    assert [len(turn) for turn in slower.seconds["forward"]] == [1, 1, 1], "at least one step"
+    assert fast.steps("forward") == pytest.approx([0.02] * 12)
+    assert set(slow.seconds) == {"forward"}, "modes that it has"
+    assert fast.facts["malloc"] == MALLOC["tuned"]["MALLOC_TRIM_THRESHOLD_"]
+    found = Race(malloc="tuned", entries=entries, fewest_bytes={"": {"forward+backward": 4000}})
+    assert found.fastest("peer", "", "forward") == ("slow", pytest.approx(0.06))
+    assert found.speed_up(fast, "forward") == pytest.approx(3)
+    assert found.over_limit(fast, "forward") == pytest.approx(2)
+    assert found.bandwidth() == pytest.approx(1000 / 0.01)
+    assert found.median(copy, "copy") == pytest.approx(0.01)
+    assert found.over_limit(fast, "forward+backward") == pytest.approx(0.05 / 0.04)
+    assert found.speed_up(fast, "forward+backward") is None, "no peer has that mode"
+
+
+def test_a_failure_is_a_row_with_its_reason() -> None:
+    contestants = [
+        fake("good", "answers", value=1.0),
+        fake("absent", "not_installed", "peer"),
+        fake("nowhere", "no_such_function", "peer"),
+        fake("raises", "raises", "peer"),
+        fake("dies", "dies", "peer"),
+        fake("wrong", "answers", "peer", value=1.25),
+    ]
+    said: list[str] = []
+    pace = Pace(turns=1, seconds=0.01, patience=120)
+    entries = race(contestants, ["forward"], malloc="default", pace=pace, judge=judge, say=said.append)
+    by_name = {e.name: e for e in entries}
+    assert by_name["good"].failed is None
+    assert len(by_name["good"].steps("forward")) >= 1
+    expected = {
+        "absent": "cannot be imported here: No module named 'a_package_that_nobody_has'",
+        "nowhere": "AttributeError: module 'bench.fakes' has no attribute 'no_such_function'",
+        "raises": "ValueError: bad shapes",
+        "dies": "died: exit code 3, out of luck",
+        "wrong": "wrong numbers, not raced: y is off by 0.25",
+    }
+    assert {name: e.failed for name, e in by_name.items() if name != "good"} == expected
+    assert all(not by_name[name].seconds for name in expected)
+    assert sorted(said) == sorted(f"{name}: {reason}" for name, reason in expected.items())
+
+
+def test_a_contestant_that_hangs_is_given_up() -> None:
+    contestants = [fake("hangs", "hangs", "peer"), fake("good", "sleeper", modes={"forward": 0.01})]
+    entries = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01, patience=5))
+    assert entries[0].failed == "no answer within 5 s"
+    assert entries[1].failed is None
+
+
+def test_the_slowest_rank_counts_and_one_rank_fails_for_all() -> None:
+    team = Team(fake("uneven", "sleeper", ranks=2, modes={"forward": 0.05}, fails_on_rank=1), "default")
+    try:
+        assert [facts["bytes"] for facts in team.answers(120)] == [0, 0]
+        by_rank = team.ask(("time", "forward", 2), 60)
+        assert by_rank == [pytest.approx([0.05, 0.05]), pytest.approx([0.1, 0.1])]
+        with pytest.raises(ContestantFailed, match="ValueError: only this rank"):
+            team.ask(("time", "fails", 1), 60)
+    finally:
+        team.kill()
+    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+
+
+def test_a_limit_that_another_beats_by_far_takes_no_turns() -> None:
+    contestants = [fake(name, "sleeper", "limit") for name in ("bf16", "fp32", "near")] + [fake("ours", "sleeper")]
+    warm = {(name, "forward"): s for name, s in (("bf16", 4.0), ("fp32", 1.0), ("near", 1.9), ("ours", 9.0))}
+    assert set_aside(contestants, warm) == {("bf16", "forward")}
+
+
+def test_memory_sees_pages_and_tensors() -> None:
+    size = 2**24
+    found = weigh(
+        [fake("big", "allocates", bytes=size), fake("bad", "raises")], "forward+backward", patience=60, say=print
+    )
+    assert found["big"]["tensors"] == size
+    assert found["big"]["gradients"] == 7
+    assert 2 * size <= found["big"]["resident"] < 3 * size
+    assert "KeyError" in found["bad"]["failed"], "it has no such mode"
+
+
+def test_a_pace_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--turns must be at least 1"):
+        Pace(turns=0)

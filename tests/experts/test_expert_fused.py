@@ -1,0 +1,201 @@
+"""The compiled expert MLPs against the float64 oracle, and what a row's bits may depend on: on that row alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import test_expert_mlp as grid
+import torch
+from torch import Tensor
+
+from comparing import assert_close
+from trimtab import oracle
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.activations import BY_NAME, GELU, GeGLU
+from trimtab.experts.expert_call import ExpertCall
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
+from trimtab.experts.mlp_fused import FusedMLP, covers
+from trimtab.experts.module import ExpertMLP
+from trimtab.kernels.compiled import compiled_kernels
+from trimtab.kernels.grouped import get_kernels
+
+CPU = torch.device("cpu")
+
+
+def clamped(pre: Tensor) -> Tensor:
+    gate, up = pre[..., ::2].clamp(max=7.0), pre[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def tanh_geglu(pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+BUILT_IN = {
+    "swiglu": grid.Variant(BY_NAME["swiglu"], oracle.swiglu, 2),
+    "clamped_swiglu": grid.Variant(BY_NAME["clamped_swiglu"], clamped, 2),
+    "relu_squared": grid.Variant(BY_NAME["relu_squared"], grid.relu_squared, 1),
+    "gelu": grid.Variant(GELU, torch.nn.functional.gelu, 1),
+    "tanh_geglu": grid.Variant(lambda: GeGLU("tanh"), tanh_geglu, 2),
+    "geglu": grid.Variant(
+        GeGLU, lambda p: torch.nn.functional.gelu(p.chunk(2, -1)[0]) * p.chunk(2, -1)[1], 2
+    ),
+}  # fmt: skip
+
+
+def a_call(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> ExpertCall:
+    up, down = torch.zeros(2, 8, 4, dtype=dtype), torch.zeros(2, 4, 4, dtype=dtype)
+    return ExpertCall(
+        plan=plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2),
+        math=ExpertMath(activation=BUILT_IN[activation].ours()),
+        kernels=compiled_kernels(), weights=ExpertWeights(up=up, down=down), main_grad="off", keep=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "VARIANTS", BUILT_IN)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("routing", grid.ROUTINGS)
+@pytest.mark.parametrize("variant", BUILT_IN)
+@pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
+def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
+    assert function_of(a_call(variant, dtype)) is FusedMLP
+    grid.check("compiled", dtype, routing, variant, bias, transposed)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_no_tokens_and_padded_segments(tokens: int, alignment: int) -> None:
+    grid.check("compiled", torch.float32, "random", "swiglu", True, False, tokens=tokens, alignment=alignment)
+
+
+def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
+    assert covers(a_call())
+    assert not covers(a_call(dtype=torch.float64))
+    assert not covers(a_call(dtype=torch.float16))
+    call = a_call()
+    looped = ExpertCall(**{**vars(call), "kernels": get_kernels("loop", CPU)})
+    assert not covers(looped)
+    strided = ExpertWeights(up=torch.zeros(2, 4, 8).transpose(1, 2), down=call.weights.down)
+    assert not covers(ExpertCall(**{**vars(call), "weights": strided}))
+    own = ExpertMath(activation=grid.Recomputed(torch.tanh))
+    assert not covers(ExpertCall(**{**vars(call), "math": own}))
+    normed = ExpertMath(post_norm=grid.Recomputed(torch.tanh))
+    assert not covers(ExpertCall(**{**vars(call), "math": normed}))
+
+
+D, F, E, K = 80, 48, 4, 2
+
+
+def run(rows: Tensor, threads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of the rows numbered `rows`, each drawn by its number."""
+    g = torch.Generator().manual_seed(1)
+    up, down = ((torch.randn(*s, generator=g) * 0.2).to(dtype).requires_grad_() for s in ((E, 2 * F, D), (E, D, F)))
+    drawn = torch.randn(1500, 2 * D + K, generator=g)[rows]
+    x, dy = (t.to(dtype) for t in (drawn[:, :D], drawn[:, D : 2 * D]))
+    w = drawn[:, 2 * D :].clone().requires_grad_()
+    x.requires_grad_()
+    ids = torch.stack((rows % 3, (rows % 3) + 1), 1)
+    ids = torch.where(rows[:, None] < 1400, ids, 3)  # the last hundred make one expert hot
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plan = plan_experts(ids, E)
+        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), ExpertMath(), get_kernels("compiled", CPU))
+        dx, dw, d_up, d_down = torch.autograd.grad(y, (x, w, up, down), dy)
+    finally:
+        torch.set_num_threads(before)
+    return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_s_bits_depend_on_that_row_alone(dtype: torch.dtype) -> None:
+    everything = run(torch.arange(1500), 1, dtype)
+    for rows in (torch.tensor([700]), torch.arange(693, 708), torch.arange(200, 1200)):
+        at = rows.tolist().index(700)
+        part = run(rows, 1, dtype)
+        for name in ("y", "dx", "dw"):
+            assert torch.equal(part[name][at], everything[name][700]), f"{name} of row 700 among {len(rows)}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_depends_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    one = run(torch.arange(1500), 1, dtype)
+    for threads in (2, 3, 8):
+        many = run(torch.arange(1500), threads, dtype)
+        assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mode", ["off", "accumulate", "overwrite"])
+@pytest.mark.parametrize("main", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_go_where_they_are_wanted(delayed: bool, bias: bool, mode: str, main: torch.dtype) -> None:
+    """As with kernels "loop", up to rounding: in the parameter, or in a main_grad of any dtype and strides."""
+    torch.manual_seed(0)
+    fused = ExpertMLP(5, 32, 24, bias=bias, dtype=torch.bfloat16, main_grad=mode, delay_wgrad=delayed)  # type: ignore[arg-type]
+    looped = copy.deepcopy(fused)
+    looped.kernels = type(fused.kernels)("loop")
+    x, dy = torch.randn(2, 40, 32).bfloat16()
+    ids, w = torch.randint(-1, 4, (40, 2)), torch.rand(40, 2)
+    for module in (fused, looped):
+        for p in module.parameters():
+            p.main_grad = torch.full(p.shape, 2.0).to(main)
+        module.down.main_grad = module.down.main_grad.transpose(1, 2).contiguous().transpose(1, 2)
+        module(x, ids, w).backward(dy)
+        module.backward_dw()
+    assert fused.kernels.reports[0].kernels == "compiled"
+    for (name, ours), theirs in zip(fused.named_parameters(), looped.parameters(), strict=True):
+        plain = mode == "off" or "bias" in name
+        a, b = (p.grad if plain else p.main_grad for p in (ours, theirs))
+        assert a.dtype == (torch.bfloat16 if plain else main)
+        assert_close(a, b.double(), 2e-2, name)
+        assert ours.grad.shape == ours.shape
+
+
+def test_frozen_parameters_and_rows() -> None:
+    full = ExpertMLP(3, 32, 16, bias=True)
+    x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
+    everything = [("x", x), ("w", w), *full.named_parameters()]
+
+    def gradients(frozen: str) -> dict[str, Tensor | None]:
+        module = copy.deepcopy(full)
+        leaf = {"x": x.clone().requires_grad_(), "w": w.clone().requires_grad_(), **dict(module.named_parameters())}
+        if frozen:
+            leaf[frozen].requires_grad_(False)
+        module(leaf["x"], ids, leaf["w"]).square().sum().backward()
+        return {name: t.grad for name, t in leaf.items()}
+
+    truth = gradients("")
+    for frozen, _ in everything:
+        for name, grad in gradients(frozen).items():
+            assert grad is None if name == frozen else torch.equal(grad, truth[name])
+
+
+def test_results_may_be_changed_in_place_and_gradients_are_not_copied() -> None:
+    module = ExpertMLP(4, 256, 128)  # no other tensor of the call is as large as up's gradient
+    x, ids, w = torch.randn(600, 256, requires_grad=True), torch.randint(0, 4, (600, 2)), torch.rand(600, 2)
+    y = module(x, ids, w)
+    y += 1
+    y.sum().backward()
+    where = module.up.grad.data_ptr()
+    module.zero_grad(set_to_none=True)
+    module(x, ids, w).sum().backward()
+    assert module.up.grad.data_ptr() == where  # the same pages, handed out again
+
+
+def test_copies_share_the_kernels() -> None:
+    module = ExpertMLP(2, 16, 16)
+    module(torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    kernels = module.kernels.on(CPU, torch.float32)
+    assert kernels.name == "compiled"
+    assert copy.deepcopy(module).kernels.on(CPU, torch.float32) is kernels
+    assert pickle.loads(pickle.dumps(kernels)) is kernels

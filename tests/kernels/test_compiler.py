@@ -1,0 +1,101 @@
+"""The compiled kernels are made once, by whoever comes first, and done without where they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimtab.errors import BackendError
+from trimtab.kernels import compiled, compiler
+from trimtab.kernels.grouped import get_kernels, names_for
+from trimtab.kernels.selftest import KernelChoice
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not loaded them yet."""
+    monkeypatch.setattr(compiled, "_shared", {})
+
+
+def test_auto_takes_them_and_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "compiled"
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_compiler_the_loop_runs_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    choice = KernelChoice("auto")
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Kernels 'loop' are used instead"):
+        assert choice.on(CPU, torch.float32).name == "loop"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choice.on(CPU, torch.float32)  # said once
+    assert get_kernels("auto", CPU).name == "loop"
+    with pytest.raises(BackendError, match=r"no C\+\+ compiler"):
+        KernelChoice("compiled").on(CPU, torch.float32)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'no room for AVX' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="no room for AVX"):
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    with pytest.raises(BackendError, match="CXX='there-is-no-such-compiler' is no program"):
+        compiler.find_compiler()
+
+
+@pytest.mark.usefixtures("alone")
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_COMPILED", "0")
+    assert names_for("auto", CPU) == ("loop",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+    with pytest.raises(BackendError, match="TRIMTAB_COMPILED=0"):
+        get_kernels("compiled", CPU)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_numbers_are_found_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compiled.CompiledKernels.weight_gradients
+
+    def wrong(self: compiled.CompiledKernels, fields: dict[str, torch.Tensor]) -> None:
+        right(self, fields)
+        fields["d_down"][1, 3, 5] += 0.5
+
+    monkeypatch.setattr(compiled.CompiledKernels, "weight_gradients", wrong)
+    with pytest.warns(UserWarning, match="'compiled' failed their self-test.*d_down is wrong"):
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    real, counted = compiler.find_compiler(), tmp_path / "counted"
+    counted.write_text(f'#!/bin/sh\necho x >> "{tmp_path}/log"\nsleep 0.3\nexec "{real}" "$@"\n')
+    counted.chmod(0o755)
+    script = (
+        "import sys; from pathlib import Path; from trimtab.kernels.compiler import load; "
+        "p = Path(sys.argv[1]) / 'tiny.cpp'; print(load(p, [p]).answer())"
+    )
+    environment = {**os.environ, "CXX": str(counted), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["42"] * 3
+    assert (tmp_path / "log").read_text().split() == ["x", "x"]  # one compiles and links
+    assert [f.suffix for f in (tmp_path / "trimtab").iterdir()].count(".so") == 1

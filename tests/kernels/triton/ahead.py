@@ -1,0 +1,52 @@
+"""What the compiler makes of a kernel for compute capability 9.0, without a device.
+
+Legend of a signature: pointers and 64-bit strides as a launch gives them, aligned to 16 as PyTorch's memory is.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel's assembly and what a block of it takes: bytes of shared memory, registers and bytes spilled."""
+
+    ptx: str
+    shared: int
+    registers: int
+    spilled: int
+
+
+def build(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], folder: Path
+) -> Built:  # fmt: skip
+    """Compile for Hopper. types: of the arguments that are no constants; integers among them are multiples of 16."""
+    known = set(types) | set(constants)
+    assert known == set(kernel.arg_names), known ^ set(kernel.arg_names)
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    unaligned = ("experts", "rows", "bags", "slots", "top_k", "total", "chunks", "alignment")
+    aligned = {
+        (i,): ALIGNED for i, name in enumerate(kernel.arg_names) if name in types and name not in unaligned
+    }  # fmt: skip
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    cubin, reader = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin.write_bytes(built.asm["cubin"])
+    command = [str(reader), "--dump-resource-usage", str(cubin)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return Built(
+        ptx=built.asm["ptx"], shared=built.metadata.shared, registers=numbers["REG"],
+        spilled=numbers["STACK"] + numbers["LOCAL"],
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""The Triton kernels in Triton's interpreter, against float64. Run by test_triton.py, not by hand:
+
+the interpreter must be chosen before Triton is imported, so TRITON_INTERPRET=1 is set for a process of its own. Prints
+a line for each case, and an error with the place of the first wrong value otherwise. Fresh memory holds NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from comparing import assert_close
+from gpu.triton_checks import FALLS, Case, experts_are_true, plan_is_true
+from trimtab.experts.mlp_triton import plan_on_device
+from trimtab.kernels.rows import Bags
+from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.kernels.triton import check
+from trimtab.kernels.triton.kernels import TritonKernels
+from trimtab.kernels.triton.language import Launch, Tiles
+from trimtab.kernels.triton.moves import combine, gather
+
+SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
+LAUNCH = Launch(programs=3, rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL)
+BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3}
+CHOICE = KernelChoice(TritonKernels(LAUNCH))
+
+
+def promised_too_few() -> None:
+    """No write lies outside of what was promised."""
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    got = plan_on_device(ids, 2, num_slots=5)
+    assert got.slot_R.tolist() == [0, 1, 2, 3, 4]
+    assert got.row_bags.index.tolist() == [0, 1, 2, 3, 4]
+
+
+def moves(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 40, generator=g).to(dtype)
+    index = torch.tensor([3, -1, 0, 8, 8])
+    assert torch.equal(gather(x, index), torch.where(index[:, None] < 0, 0, x[index]))
+    assert gather(x[:0], index[:0]).shape == (0, 40)
+    offsets = torch.tensor([0, 2, 2, 5, 5])
+    summed = combine(x, Bags(index=torch.tensor([1, 7, 3, 2, 4, 99]), offsets=offsets))
+    wanted = [x[[1, 7]], x[:0], x[[3, 2, 4]], x[:0]]
+    assert_close(summed, torch.stack([part.double().sum(0) for part in wanted]), BOUNDS[dtype], "combine")
+    assert combine(x, Bags(index=index[:0], offsets=offsets[:1])).shape == (0, 40)
+
+
+def a_wrong_kernel_is_found() -> None:
+    """The self-test of the fused kernels sees a gradient that is off by a factor."""
+    right = check.hidden_grad
+    check.hidden_grad = lambda *args: (2 * right(*args)[0], *right(*args)[1:])
+    fault = self_test(TritonKernels(LAUNCH), torch.device("cpu"), torch.float32).fault
+    check.hidden_grad = right
+    assert fault is not None
+    assert "d_up is wrong" in fault or "dx is wrong" in fault
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    for fall in FALLS:
+        for rows in (37, 0):
+            plan_is_true(Case(fall=fall, rows=rows), "cpu", 1)
+        plan_is_true(Case(fall=fall, rows=20, experts=5, top_k=3), "cpu", 8)
+        print(f"plan {fall}")
+    plan_is_true(Case(fall="dropped", rows=2200), "cpu", 1)  # more chunks than the scan takes in a step
+    promised_too_few()
+    print("plan of many chunks")
+    for dtype in BOUNDS:
+        moves(dtype)
+        CHOICE.on(torch.device("cpu"), dtype)
+        assert CHOICE.reports[-1].fault is None
+        print(f"moves and self-test {dtype}")
+    a_wrong_kernel_is_found()
+    experts = Case(kernels=CHOICE, rows=30, experts=5, dtype=torch.float32, dim=40, hidden=36)
+    for fall in FALLS:
+        experts_are_true(replace(experts, fall=fall), "cpu")
+        print(f"experts {fall}")
+    experts_are_true(replace(experts, rows=0), "cpu")
+    experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
+    experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
+    experts_are_true(replace(experts, dtype=torch.float16), "cpu")
+    print("experts without rows, with main_grad, in float16")
+
+
+if __name__ == "__main__":
+    main()

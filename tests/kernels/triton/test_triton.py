@@ -1,0 +1,113 @@
+"""The Triton kernels: their numbers in Triton's interpreter, and what the compiler makes of them for Hopper.
+
+Nothing here has run on a GPU; tests/gpu does that where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu.triton_checks import FALLS
+from kernels.triton.ahead import Built, build
+from trimtab.kernels.triton.gate_up import gate_up_kernel
+from trimtab.kernels.triton.hidden_grad import hidden_grad_kernel
+from trimtab.kernels.triton.language import Launch, Tiles
+from trimtab.kernels.triton.metadata import CHUNK, STEP, count_kernel, place_kernel, scan_kernel
+from trimtab.kernels.triton.moves import BLOCK, combine_kernel, gather_kernel
+from trimtab.kernels.triton.rows_gemm import rows_kernel
+from trimtab.kernels.triton.weight_grad import weight_grad_kernel
+
+SHARED_LIMIT = 227 * 1024  # bytes a block can have on compute capability 9.0
+BF16, F32, I64 = "*bf16", "*fp32", "*i64"
+GEMM = {"EVEN": True, "WIDE": False, "EXPERTS": 256}
+LAUNCH = Launch()
+
+
+def tiles(t: Tiles) -> tuple[dict[str, Any], dict[str, int]]:
+    return {"BM": t.m, "BN": t.n, "BK": t.k}, {"num_warps": t.warps, "num_stages": t.stages}
+
+
+def gemm(kernel: Any, t: Tiles, types: dict[str, str], constants: dict[str, Any], folder: Path) -> Built:
+    shape, options = tiles(t)
+    return build(kernel, types, {**constants, **shape}, options, folder)
+
+
+def rows_types(**more: str) -> dict[str, str]:
+    types = {"x": BF16, "w": BF16, "offsets": I64, "y": BF16} | more
+    return types | dict.fromkeys(("experts", "rows", "contracted", "width", "w_e"), "i32")
+
+
+def build_named(name: str, folder: Path) -> Built:
+    """The kernels as the layer launches them on bfloat16, weights stored [e, out, in]."""
+    if name == "rows, weighted":  # h W_down: the weight's contracted axis is contiguous
+        constants = GEMM | {"GATHER": False, "SCALE": True, "TAIL": False, "index": None, "w_a": 1}
+        return gemm(rows_kernel, LAUNCH.rows, rows_types(scale=F32, w_b="i32"), constants, folder)
+    if name == "rows, back":  # d_pre W_up: the weight's output axis is contiguous
+        constants = GEMM | {"GATHER": False, "SCALE": False, "TAIL": True, "index": None, "scale": None, "w_b": 1}
+        return gemm(rows_kernel, LAUNCH.across, rows_types(w_a="i32"), constants, folder)
+    if name == "gate_up":
+        types = {"x": BF16, "index": I64, "up": BF16, "offsets": I64, "pre": BF16, "h": BF16}
+        types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "up_e", "up_i"), "i32")
+        return gemm(gate_up_kernel, LAUNCH.gate_up, types, GEMM | {"KEEP": True, "up_d": 1}, folder)
+    if name == "hidden_grad":
+        types = {"dy": BF16, "index": I64, "down": BF16, "weight": F32, "offsets": I64, "pre": BF16}
+        types |= {"d_pre": BF16, "hw": BF16, "dots": F32}
+        types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "down_e", "down_d"), "i32")
+        return gemm(hidden_grad_kernel, LAUNCH.dh, types, GEMM | {"down_f": 1}, folder)
+    types = {"a": BF16, "a_index": I64, "b": BF16, "offsets": I64, "out": F32}
+    types |= dict.fromkeys(("experts", "a_width", "b_width", "out_e", "out_b"), "i32")
+    constants = {"GATHER_A": True, "GATHER_B": False, "ADD": True, "EVEN": True, "WIDE": False}
+    return gemm(weight_grad_kernel, LAUNCH.wgrad, types, constants | {"b_index": None, "out_a": 1}, folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows, weighted", "rows, back", "gate_up", "hidden_grad", "weight_grad"])
+def test_a_gemm_uses_hopper_s_tensor_cores_and_spills_nothing(name: str, folder: Path) -> None:
+    built = build_named(name, folder)
+    assert "wgmma.mma_async" in built.ptx
+    assert "cp.async" in built.ptx  # tiles are fetched while others are multiplied
+    assert (built.spilled, built.shared <= SHARED_LIMIT, built.registers <= 255) == (0, True, True), built.shared
+
+
+def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """(kernel, types of its pointers, constants, warps) of what multiplies nothing."""
+    power, i32 = {"EXPERTS": 256}, "*i32"
+    places = dict.fromkeys(("offsets_e", "slot_R", "row_R", "bag_index", "bag_offsets"), I64)
+    chunk, moved = power | {"CHUNK": CHUNK}, {"BLOCK": BLOCK}
+    return {
+        "count": (count_kernel, {"ids": i32, "counts": i32}, chunk, 4),
+        "scan": (scan_kernel, {"counts": i32, "counts_e": I64, "offsets_e": I64}, power | {"STEP": STEP}, 8),
+        "place": (place_kernel, {"ids": i32, "before": i32} | places, chunk, 8),
+        "gather": (gather_kernel, {"x": BF16, "index": I64, "out": BF16}, moved, 4),
+        "combine": (combine_kernel, {"rows": BF16, "index": I64, "offsets": I64, "out": BF16}, moved, 4),
+    }
+
+
+def test_what_moves_rows_and_places_slots_compiles_for_hopper(folder: Path) -> None:
+    built = {}
+    for name, (kernel, pointers, constants, warps) in others().items():
+        numbers = set(kernel.arg_names) - set(pointers) - set(constants)
+        built[name] = build(kernel, pointers | dict.fromkeys(numbers, "i32"), constants, {"num_warps": warps}, folder)
+    assert {name: b.spilled for name, b in built.items()} == dict.fromkeys(built, 0)
+    assert "ld.global.v4" in built["gather"].ptx  # 16 bytes at a time
+
+
+def test_numbers_in_the_interpreter() -> None:
+    tests, env = Path(__file__).parents[2], os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels.triton.interpreted"],
+        cwd=tests, env=env, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 4

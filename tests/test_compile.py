@@ -1,0 +1,258 @@
+"""`torch.compile` of the whole local layer: one graph, for any number of tokens, with the numbers of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
+from layer_case import BOUNDS, E, K, build
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.recipes import FP8Current
+from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.selftest import KernelChoice
+from trimtab.layer import MoE
+from trimtab.routing.losses import StepTotals
+from trimtab.routing.record import record, replay
+
+FP32, BF16 = torch.float32, torch.bfloat16
+COUNTS = (5, 0, 1, 64)
+LOSSES = {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1}
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
+    "softmax": ({"router": {"normalize": True, "scale": 1.5}, "activation": "geglu"}, FP32, {"masked": True}),
+    "sigmoid": (
+        {"router": {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2} | LOSSES, "bias": True},
+        FP32,
+        {"masked": True},
+    ),
+    "sqrt, all around it": (
+        {
+            "router": {"score": "sqrtsoftplus", "normalize": True, "top_k": 2},
+            "activation": "clamped_swiglu",
+            "weights": "combine",
+            "bias": True,
+            "latent_dim": 8,
+            "shared_hidden": 10,
+            "shared_gate": True,
+        },
+        FP32,
+        {},
+    ),
+    "capacity": (
+        {"router": {"capacity_factor": 0.6, "pad": True}, "activation": "relu_squared", "shared_hidden": 6},
+        FP32,
+        {"masked": True},
+    ),
+    "capacity by position, ordered": (
+        {"router": {"capacity_factor": 0.6, "drop": "position"}, "activation": "gelu", "combine": "ordered"},
+        FP32,
+        {},
+    ),
+    "expert choice": ({"router": {"select": "expert_choice"}}, FP32, {"masked": True}),
+    "replay": ({"router": {"normalize": True, "score": "sigmoid"}, "combine": "ordered"}, FP32, {"replay": True}),
+    "bf16": ({"router": {"normalize": True}, "bias": True, "shared_hidden": 6}, BF16, {"masked": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    dynamo.reset()
+    counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_for_any_number_of_tokens(name: str) -> None:
+    config, dtype, what = CASES[name]
+    moe = build(dtype, **config)
+    run, counter = compiled(moe)
+    for tokens in COUNTS:
+        given = inputs((tokens,), dtype, **what)
+        eager, ours = results(moe, moe, given), results(run, moe, given, any_count)
+        assert_same(ours, eager, 2e-6)
+        assert_true(ours, moe, given, dtype)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+
+
+def test_dynamic_shapes_compile_again_for_0_and_1_alone() -> None:
+    moe = build(router={"select": "sinkhorn", "sinkhorn_iterations": 2})
+    run, _ = compiled(moe, dynamic=True)
+    for shape, graphs in (((3, 5), 1), ((2, 64), 1), ((0, 5), 2), ((1, 7), 3), ((2, 3), 3)):
+        given = inputs(shape, FP32)
+        assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
+        assert counters["stats"]["unique_graphs"] == graphs, shape
+    assert not counters["graph_break"]
+
+
+def test_every_token_masked_and_an_expert_without_rows() -> None:
+    moe = build(bias=True, shared_hidden=6)
+    run, counter = compiled(moe)
+    x, mask, ids = inputs((6,), FP32, masked=True, replay=True)
+    assert mask is not None
+    assert ids is not None
+    none, some = torch.zeros_like(mask), torch.ones_like(mask)
+    for given in ((x, none, ids), (x.nan_to_num(), some, ids.clamp(max=2)), (x.nan_to_num(), some, ids * 0 - 1)):
+        eager, ours = results(moe, moe, given), results(run, moe, given)
+        assert_same(ours, eager, 2e-6)
+        assert ours["loads"][-1] == 0
+        assert (ours["experts.up"][-1] == 0).all()
+    assert counter.frame_count == 1
+
+
+def test_layers_that_differ_in_name_share_a_graph() -> None:
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(build(layer=f"layers.{i}") for i in (0, 1, 10))
+
+    blocks = Blocks()
+    for layer in blocks.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+        x = inputs((4,), FP32)[0]
+        layer(x)
+        with pytest.raises(InputError, match=rf"layer {layer.dispatcher.layer}, phase route.*1 slot\(s\)"):
+            layer(x, ids=torch.tensor([[0, 1, 2]] * 3 + [[0, 1, E]]))
+    assert counters["stats"]["unique_graphs"] == 2  # with ids and without
+
+
+def test_bad_numbers_still_raise() -> None:
+    moe = build(layer="moe", router=LOSSES)
+    run, _ = compiled(moe)
+    x = inputs((4,), FP32)[0]
+    run(x)
+    x[2, 3] = float("inf")
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(InputError, match=r"layer moe, phase route.*3 slot"):
+            run(x)
+    with pytest.raises(InputError, match="x must be"):
+        torch.compile(moe, backend="eager")(x[:, :4])
+
+
+def test_frozen_parameters_and_no_gradients_at_all() -> None:
+    moe = build(bias=True, shared_hidden=6)
+    for name in ("up", "down_bias"):
+        getattr(moe.experts, name).requires_grad_(False)
+    run, _ = compiled(moe)
+    x = inputs((4,), FP32)[0]
+    grads = []
+    for forward in (moe, run):
+        moe.zero_grad()
+        loss_of(forward(x)).backward()  # not even the tokens'
+        grads.append({name: None if p.grad is None else p.grad.clone() for name, p in moe.named_parameters()})
+    assert {name for name, grad in grads[1].items() if grad is None} == {"experts.up", "experts.down_bias"}
+    assert_same(*({n: g for n, g in each.items() if g is not None} for each in reversed(grads)), 2e-6)
+    moe.eval()
+    with torch.no_grad():
+        eager, ours = moe(x), run(x)
+    assert torch.equal(ours.y, eager.y)
+    assert moe.router.take_loads().sum() == 2 * 4 * K
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing(inside: bool) -> None:
+    """The whole compiled with the checkpoint inside, and a checkpoint around what is compiled: counted once."""
+    losses = LOSSES | ({"global_aux_loss": 0.2} if inside else {})
+    moe = build(router=losses | {"capacity_factor": 0.8}, shared_hidden=6)
+    if inside:
+
+        def body(x: torch.Tensor, **more: Any) -> Any:
+            return checkpoint(moe, x, use_reentrant=False, **more)
+
+        run = torch.compile(body, fullgraph=True, backend="aot_eager")
+    else:
+        whole, _ = compiled(moe)
+
+        def run(x: torch.Tensor, **more: Any) -> Any:
+            return checkpoint(whole, x, use_reentrant=False, **more)
+
+    given = inputs((2, 5), FP32)
+    assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
+
+
+def test_counts_of_the_step_so_far_are_not_taken_twice() -> None:
+    moe = build(router={"global_aux_loss": 0.3})
+    run, _ = compiled(moe)
+    x = inputs((5,), FP32)[0].requires_grad_()
+    with pytest.raises(ConfigError, match="counts_E"):
+        loss_of(checkpoint(run, x, use_reentrant=False)).backward()
+    moe.router.take_loads()
+    moe.router.totals = StepTotals(tokens=5, counts_E=torch.arange(float(E)))
+    found = []
+    for forward in (moe, run):
+        moe.zero_grad()
+        loss_of(checkpoint(forward, x, use_reentrant=False)).backward()
+        found.append({"router": moe.router.weight.grad.clone(), "counts": moe.router.take_loads()})
+    assert_same(found[1], found[0], 2e-6)
+
+
+def test_recorded_and_replayed() -> None:
+    moe = torch.nn.ModuleDict({"moe": build(router={"capacity_factor": 0.8})})
+    x = inputs((2, 5), FP32)[0]
+    with record(moe) as recording:
+        run, _ = compiled(moe["moe"])
+        first = run(x)
+        decisions = recording.decisions()
+        eager = moe["moe"](x)
+        assert torch.equal(decisions.ids, recording.decisions().ids)
+    assert torch.equal(first.ids_TK, eager.ids_TK)
+    with replay(moe, decisions):
+        assert torch.equal(run(x + 0.3).ids_TK, first.ids_TK)
+
+
+def _own_kernels() -> MoE:
+    return build(kernels=KernelChoice(get_kernels("loop", torch.device("cpu"))))
+
+
+def _main_grad() -> MoE:
+    moe = build(main_grad="accumulate")
+    for p in (moe.experts.up, moe.experts.down):
+        p.main_grad = torch.zeros_like(p)
+    return moe
+
+
+STATEFUL = {
+    "delayed": lambda: build(delay_wgrad=True),
+    "recipe": lambda: build(recipe=FP8Current(backend="emulated")),
+    "kernels": _own_kernels,
+    "main_grad": _main_grad,
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_has_state_runs_between_two_graphs(name: str) -> None:
+    moe = STATEFUL[name]()
+    x = inputs((5,), FP32)[0]
+    run, _ = compiled(moe, "eager")
+    with pytest.raises(dynamo.exc.Unsupported, match="an option has state"):
+        run(x)
+    found = []
+    for forward in (moe, torch.compile(moe, backend="eager")):
+        moe.zero_grad()
+        loss_of(forward(x)).backward()
+        moe.experts.backward_dw()
+        grads = {n: getattr(p, "main_grad", p.grad).clone() for n, p in moe.named_parameters()}
+        found.append(grads)
+        for p in moe.parameters():
+            if hasattr(p, "main_grad"):
+                p.main_grad.zero_()
+    assert_same(found[1], found[0], 2e-6)
+    assert any(grad.abs().max() > 0 for grad in found[0].values())
+
+
+def test_inductor() -> None:
+    moe = build(router={"top_k": 1}, kernels="loop")  # few operations: each is compiled by the C++ compiler
+    run, counter = compiled(moe, "inductor")
+    for tokens in (5, 0):
+        given = inputs((tokens,), FP32)
+        ours = results(run, moe, given, any_count)
+        assert_same(ours, results(moe, moe, given), BOUNDS[FP32])
+        assert_true(ours, moe, given, FP32)
+    assert counter.frame_count == 1

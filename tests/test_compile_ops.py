@@ -1,0 +1,108 @@
+"""The operators that stand in a compiled layer: what torch asks of any, and shapes at any count, fake as real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compile_case import inputs, results
+from layer_case import D, E, K, build
+from trimtab.dispatch.checks import name_bytes
+from trimtab.dispatch.compiled import checked_ids
+from trimtab.errors import InputError
+from trimtab.experts.compiled import expert_mlp_backward_op, expert_mlp_op
+from trimtab.experts.compiled_activation import activate, activate_backward
+from trimtab.layer import MoE, MoEOutput
+from trimtab.routing.compiled import counted_once
+
+F = 4
+ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, kernels: str = "loop") -> list[Any]:
+    """What `expert_mlp_op` takes."""
+    g = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype).requires_grad_()
+
+    w = torch.rand(tokens, K, generator=g).requires_grad_()
+    ids = torch.rand(tokens, E, generator=g).argsort(-1)[:, :K]
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=g) < drop, -1).int()
+    biases = (draw(E, 2 * F), draw(E, D)) if bias else (None, None)
+    tensors = (draw(tokens, D), w, ids, draw(E, 2 * F, D), draw(E, D, F), *biases)
+    return [*tensors, "swiglu", "experts" if bias else "combine", kernels, None, True]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "bias", "drop"), [(5, torch.float32, True, 0.2), (3, torch.bfloat16, False, 1.1)]
+)
+def test_experts_pass_opcheck(tokens: int, dtype: torch.dtype, bias: bool, drop: float) -> None:
+    """drop above 1: no slot is kept."""
+    args = experts(tokens, dtype, bias=bias, drop=drop)
+    torch.library.opcheck(expert_mlp_op, tuple(args), test_utils=ALL)
+    y, pre = expert_mlp_op(*args)
+    needs = [True, True, True, True, bias, bias]
+    plain = [None if t is None else t.detach() for t in args[:7]]
+    torch.library.opcheck(
+        expert_mlp_backward_op, (torch.ones_like(y).detach(), pre.detach(), *plain, *args[7:11], needs), test_utils=ALL
+    )
+
+
+def test_the_other_operators_pass_opcheck() -> None:
+    name = name_bytes("moe")
+    ids, bad = torch.zeros(3, K, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
+    torch.library.opcheck(checked_ids, (ids, bad, name, E), test_utils=ALL)
+    torch.library.opcheck(counted_once, (torch.arange(E), False), test_utils=ALL)
+    for tokens, activation in ((3, "swiglu"), (0, "gelu")):
+        pre = torch.randn(tokens, 2 * F)
+        torch.library.opcheck(activate, (pre.clone().requires_grad_(), activation), test_utils=ALL)
+        dh = torch.randn_like(activate(pre, activation))
+        torch.library.opcheck(activate_backward, (pre, dh, activation), test_utils=ALL)
+    with pytest.raises(InputError, match=r"layer moe.*4 slot"):
+        checked_ids(ids, bad + 4, name, E)
+
+
+def test_experts_keep_nothing_without_a_backward() -> None:
+    args = experts(5, torch.float32, bias=True)
+    y, pre = expert_mlp_op(*args)
+    assert pre.shape == (5 * K, 2 * F)
+    kept = int((args[2] >= 0).sum())
+    assert kept < 5 * K
+    assert (pre[kept:] == 0).all()
+    with torch.no_grad():
+        other, nothing = expert_mlp_op(*args[:-1], False)
+    assert torch.equal(y, other)
+    assert nothing.shape == (0, 2 * F)
+
+
+def traced(moe: MoE) -> Callable[..., MoEOutput]:
+    """The layer as dynamo's graph, run on whatever tensors come: on fake ones only shapes are made."""
+    return torch.compile(moe, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize(("combine", "dtype"), [("sum", torch.bfloat16), ("ordered", torch.float32)], ids=str)
+def test_fake_shapes_are_the_real_ones(combine: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    config: dict[str, Any] = {"router": {"aux_loss": 0.1, "capacity_factor": 0.6, "pad": True}, "bias": True}
+    moe = build(dtype, combine=combine, shared_hidden=6, **config)
+    for tokens in (0, 5):
+        given = inputs((tokens,), dtype)
+        real = results(moe, moe, given)
+        fake_moe = build(dtype, combine=combine, shared_hidden=6, **config)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            for module in fake_moe.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    module._parameters[name] = torch.nn.Parameter(mode.from_tensor(p.detach()))
+            x = mode.from_tensor(given[0]).requires_grad_()
+            out = traced(fake_moe)(x)
+            (out.y.float().sum() + out.losses["aux"]).backward()
+        found = {"y": out.y, "dx": x.grad, "loads": out.loads_E, "ids": out.ids_TK} | out.losses
+        found |= {name: p.grad for name, p in fake_moe.named_parameters()}
+        shapes = {name: (tuple(t.shape), t.dtype, t.stride()) for name, t in found.items()}
+        assert shapes == {name: (tuple(real[name].shape), real[name].dtype, real[name].stride()) for name in found}

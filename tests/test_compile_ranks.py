@@ -1,0 +1,60 @@
+"""A compiled layer whose experts lie on two ranks, guard on: graphs break at the exchange, numbers are eager mode's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from compile_case import assert_same, inputs, results
+from layer_case import BOUNDS, E, build
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.errors import InputError
+from trimtab.verify.ranks import preload, run_ranks
+
+preload("trimtab.layer", "compile_case")
+TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
+"""Of rank 0 and of rank 1."""
+
+
+def on_ranks() -> dict[str, Any]:
+    rank, e = dist.get_rank(), E // 2
+    router = {"score": "sigmoid", "aux_loss": 0.1}
+    whole = build(router=router, shared_hidden=6, bias=True)
+    moe = build(router=router, shared_hidden=6, bias=True)
+    for name, param in list(moe.experts.named_parameters()):
+        setattr(moe.experts, name, nn.Parameter(param[rank * e : rank * e + e].detach().clone()))
+    moe.experts.num_experts = e
+    moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe")
+    assert moe.dispatcher.guard is not None
+    run = torch.compile(moe, backend="aot_eager", dynamic=True)
+    for tokens in TOKENS:
+        given = inputs((tokens[rank],), torch.float32, masked=True)
+        eager, ours = results(moe, moe, given), results(run, moe, given)
+        assert_same(ours, eager, BOUNDS[torch.float32])
+        # The layer in one piece: gradients of a rank's experts are sums over both ranks' tokens.
+        alone = results(whole, whole, given)
+        for name, value in alone.items():
+            if "experts" in name:
+                dist.all_reduce(value)
+                alone[name] = value[rank * e : rank * e + e]
+        assert_same(ours, alone, BOUNDS[torch.float32])
+    breaks = [reason.splitlines()[0] for reason in counters["graph_break"]]
+    x = inputs((4,), torch.float32)[0]
+    bad = torch.tensor([[0, 1, 2]] * 3 + [[E + 2 * rank - 1] * 3])  # on rank 1 alone
+    try:
+        run(x, ids=bad)
+    except InputError as error:
+        return {"breaks": breaks, "raised": str(error), "graphs": counters["stats"]["unique_graphs"]}
+    return {"raised": None}
+
+
+def test_a_compiled_layer_over_all_to_all() -> None:
+    for found in run_ranks(on_ranks, 2, deadline=400.0):
+        assert "rank 1: 3 slot(s)" in found["raised"]
+        assert found["breaks"] == ["Skip calling `torch.compiler.disable()`d function"]
+        assert found["graphs"] > 1
