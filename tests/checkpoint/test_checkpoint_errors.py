@@ -180,6 +180,23 @@ def test_whole_tensors_without_a_model(tmp_path: Path) -> None:
         read_tensors(folder, ["model.b"])
 
 
+class Asked(BaseException):
+    """What a signal's handler raises, wherever the program is."""
+
+
+def test_a_signal_in_a_save_ends_the_program_as_it_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = save(tmp_path, *trained(), step=1)
+
+    def asked(*_: Any) -> None:
+        raise Asked(15)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pieces, "__get_tensor_shard__", asked)
+        with pytest.raises(Asked):
+            save(tmp_path, *trained(), step=2)
+    assert whole_checkpoints(tmp_path) == [whole]
+
+
 def test_a_plain_tensor_is_one_piece() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     pieces = Pieces("x", tensor)

@@ -151,5 +151,8 @@ def _errors_of(folder: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:  # a BaseException
+        for first, _ in error.failures.values():
+            if not isinstance(first, Exception):  # a signal that asks the program to end is no failure of the save
+                raise first from None
         rank, (first, _) = min(error.failures.items())
         raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}") from error

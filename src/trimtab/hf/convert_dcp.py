@@ -114,6 +114,6 @@ def errors_of(folder: Path) -> Iterator[None]:
             yield
     except CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, InputError):
-            raise first from error
+        if isinstance(first, InputError) or not isinstance(first, Exception):  # or a signal to end
+            raise first from None
         raise InputError(f"{folder}: {type(first).__name__}: {first}") from error
