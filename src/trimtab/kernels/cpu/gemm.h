@@ -61,13 +61,16 @@ Tile pick(long m, std::integer_sequence<int, M...>) {
     return all[m - 1];
 }
 
-// Operand A: value (m, k) lies at p[m * ld + k], or transposed at p[k * ld + m].
+// Operand A: value (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL values for each k.
 struct Left {
     const float* p;
     long ld;
     bool by_row;
-    const float* at(long m, long k) const { return by_row ? p + m * ld + k : p + k * ld + m; }
+    const float* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
 };
+
+// M rows in tiles of about the same height.
+inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; }
 
 inline long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
@@ -77,9 +80,9 @@ __attribute__((noinline)) inline void multiply(long M, long nn, long k0, long kn
     const auto sizes = std::make_integer_sequence<int, MR>{};
     for (long n = 0; n < nn; n += NR) {
         for (long t = 0; t < tiles; t++) {
-            const long m = t * M / tiles, rows = (t + 1) * M / tiles - m;
+            const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
             const Tile run = a.by_row ? pick<true>(rows, sizes) : pick<false>(rows, sizes);
-            run(kn, a.at(m, k0), a.ld, b + n * KC, c.at(m, n));
+            run(kn, a.at(t, m, k0), a.ld, b + n * KC, c.at(m, n));
         }
     }
 }

@@ -28,6 +28,23 @@ INLINE void widen_row(const T* from, float* to, long n) {
     for (; i < n; i += VL) store(to + i, load(from + i, n - i), n - i);
 }
 
+// A left operand that is brought with k as its rows: each tile's columns as a panel.
+struct Tiles {
+    float* p;
+    long tiles, first[PC / MR + 2];
+    static constexpr long floats = (PC / MR + 1) * KC * VL;
+    Tiles(float* to, long nn) : p(to), tiles((nn + MR - 1) / MR) {
+        for (long t = 0; t <= tiles; t++) first[t] = first_row(t, tiles, nn);
+    }
+};
+template <class T>
+INLINE void put_row(const T* from, const Tiles& to, long k, long nn) {
+    float* at = to.p + k * VL;
+    long t = 0;
+    for (; t < to.tiles && to.first[t] + VL <= nn; t++, at += KC * VL) store(at, load(from + to.first[t]));
+    for (; t < to.tiles; t++, at += KC * VL) store(at, load(from + to.first[t], nn - to.first[t]));
+}
+
 // Row k of a block.
 template <class T>
 INLINE void put_row(const T* from, Place to, long k, long nn) {
@@ -35,17 +52,26 @@ INLINE void put_row(const T* from, Place to, long k, long nn) {
     blank(to, k, nn);
 }
 
-// Columns n0 : n0 + nn of the rows numbered rows[0 : kn]; a negative one is zeros.
 template <class T>
-void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long nn, Place to) {
+INLINE void put_zeros(Place to, long k, long nn) {
     static const T zeros[NR] = {};
+    for (long n = 0; n < nn; n += NR) put_row(zeros, {to.at(0, n), to.row, NR}, k, std::min<long>(NR, nn - n));
+}
+template <class T>
+INLINE void put_zeros(const Tiles& to, long k, long) {
+    for (long t = 0; t < to.tiles; t++) store(to.p + (t * KC + k) * VL, vf{});
+}
+
+// Columns n0 : n0 + nn of the rows numbered rows[0 : kn]; a negative one is zeros.
+template <class T, class To>
+void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long nn, const To& to) {
     for (long k = 0; k < kn; k++) {
         if (k + 4 < kn && rows[k + 4] >= 0) {
             const char* soon = (const char*)(x + rows[k + 4] * width + n0);
             for (long at = 0; at < nn * (long)sizeof(T); at += 64) __builtin_prefetch(soon + at);
         }
         if (rows[k] >= 0) put_row(x + rows[k] * width + n0, to, k, nn);
-        else for (long n = 0; n < nn; n += NR) put_row(zeros, {to.at(0, n), to.row, NR}, k, std::min<long>(NR, nn - n));
+        else put_zeros<T>(to, k, nn);
     }
 }
 

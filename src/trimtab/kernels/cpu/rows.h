@@ -27,7 +27,7 @@ inline std::vector<Rows> pieces(const Call& c) {
 struct Scratch {
     float *b, *c, *x, *h, *sums;
     static constexpr long sums_of = std::max(MC, PIECES * PC) * LDC;
-    static long rows(const Call& c) { return up_to(std::max(MC * (c.D + VL), KC * LDC), VL); }
+    static long rows(const Call& c) { return up_to(std::max({MC * (c.D + VL), KC * LDC, Tiles::floats}), VL); }
     static long floats(const Call& c) {
         return KC * QC + sums_of + MC * VL + rows(c) + MC * (width(c) + VL);
     }

@@ -9,8 +9,8 @@
 enum Operand { X, DY, DPRE, H };
 
 // Values [k0 : k0 + kn, n0 : n0 + nn] of one operand of the expert whose rows start at `start`, at `to`.
-template <class T>
-void bring(const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, Place to) {
+template <class T, class To>
+void bring(const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, const To& to) {
     const long r0 = start + k0, I = width(c);
     switch (which) {
         case X: return gather((const T*)c.x, c.D, c.row_R + r0, kn, n0, nn, to);
@@ -94,8 +94,8 @@ void one_block(const Call& c, Block t, Scratch s) {
             float* sums = s.c + p * LDC;
             Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
             if (direct && last) way = {add ? to + p * Q : way.from, add ? Q : LDC, to + p * Q, Q, !add};
-            bring<T>(c, left, start, k0, kn, t.p0 + p, pn, rows_of(s.x, LDC));
-            multiply(pn, t.qn, 0, kn, {s.x, LDC, false}, s.b, way);
+            bring<T>(c, left, start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
+            multiply(pn, t.qn, 0, kn, {s.x, VL, false}, s.b, way);
             if (!last || direct) continue;
             if (wide) put(sums, pn, t.qn, to + p * Q, Q, add);
             else put(sums, pn, t.qn, (bf16*)grad + at + p * Q, Q, add);
