@@ -40,8 +40,8 @@ class ExpertMLP(GroupedModule):
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
-    forward's maximum. Kernels "compiled" need s R (2 I + D) in the backward, and some MB per thread; what they free they
-    keep for the next call, half as much again at most. Gathered rows and activations are never kept.
+    forward's maximum. Kernels "compiled" need s R (2 I + D) in the backward, and some MB per thread; what they free
+    they keep for the next call, half as much again at most. Gathered rows and activations are never kept.
 
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
