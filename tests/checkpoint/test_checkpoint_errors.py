@@ -180,6 +180,13 @@ def test_whole_tensors_without_a_model(tmp_path: Path) -> None:
         read_tensors(folder, ["model.b"])
 
 
+def test_what_was_just_written_is_kept(tmp_path: Path) -> None:
+    for step in (100, 150):
+        save(tmp_path, *trained(), step=step)
+    again = save(tmp_path, *trained(), step=60, keep=2)
+    assert [path.name for path in whole_checkpoints(tmp_path)] == [again.name, "step-00000150"]
+
+
 class Asked(BaseException):
     """What a signal's handler raises, wherever the program is."""
 

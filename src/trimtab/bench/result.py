@@ -107,9 +107,6 @@ class Record:
     races: list[Race]
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def race(self, malloc: str) -> Race | None:
-        return next((race for race in self.races if race.malloc == malloc), None)
-
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

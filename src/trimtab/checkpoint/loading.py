@@ -19,7 +19,7 @@ from trimtab.checkpoint.model_state import fits_another_width, give_new_buffers,
 from trimtab.checkpoint.optimizer_state import put, targets
 from trimtab.checkpoint.rank_state import State, put_loads, put_rank_state, set_random
 from trimtab.checkpoint.tensors import read_dcp, stored
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.routing.bias import routers
 
 
@@ -81,7 +81,17 @@ def load(
         return folder, index, into, new, slots, states
 
     plan: list[Any] = []
-    on_every_rank(lambda: plan.extend(check()), group)
+
+    def agreed() -> tuple[str, int]:
+        plan.extend(check())
+        return plan[0].name, plan[1].step
+
+    found = on_every_rank(agreed, group)
+    if len(set(found)) > 1:
+        names = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(found))
+        raise InputError(
+            f"{path}: the ranks see different checkpoints ({names}); name one, or wait for the file system"
+        )
     folder, index, into, new, slots, states = plan
     read_dcp(folder, {**into, **new}, group)
     give_new_buffers(model, new)

@@ -90,7 +90,8 @@ def save(
         )
         on_disk.write_index(unfinished, index)
         folder = on_disk.finish(unfinished)
-        for old in on_disk.whole_checkpoints(root)[: -keep if keep else 0]:
+        others = [path for path in on_disk.whole_checkpoints(root) if path != folder]
+        for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
             on_disk.remove(old)
         return folder
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import trimtab
 from trimtab.checkpoint import folder as on_disk
+from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import Index
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import InputError
@@ -32,7 +33,7 @@ def write_dcp(
 
     alone: this process writes all of it, whether it is in a group or not.
     """
-    pieces = {key: Pieces(key, tensor) for key, tensor in tensors.items()}
+    pieces = _pieces(tensors, group, alone)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _errors_of(folder):
         dcp_save(
@@ -51,7 +52,7 @@ def read_dcp(
 
     Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
     """
-    pieces = {key: Pieces(key, tensor) for key, tensor in into.items()}
+    pieces = _pieces(into, group, alone)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _errors_of(folder):
         dcp_load(
@@ -61,6 +62,20 @@ def read_dcp(
             process_group=group,
             no_dist=alone or not dist.is_initialized(),
         )
+
+
+def _pieces(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, alone: bool) -> dict[str, Pieces]:
+    """What this rank holds of each. Raises InputError on every rank where one of them cannot say."""
+    pieces: dict[str, Pieces] = {}
+
+    def describe() -> None:
+        pieces.update({key: Pieces(key, tensor) for key, tensor in tensors.items()})
+
+    if alone:
+        describe()
+    else:
+        on_every_rank(describe, group)
+    return pieces
 
 
 def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:

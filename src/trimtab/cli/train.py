@@ -51,7 +51,11 @@ def add_parser(commands: Any) -> None:
     add("--save-every", type=int, metavar="N", help="write a checkpoint every N steps to DIR/checkpoints")
     add("--keep", type=int, metavar="N", help="keep the latest N checkpoints (default: all)")
     add("--stop-after", type=int, metavar="N", help="write a checkpoint after step N and end")
-    add("--resume", metavar="DIR", help="go on from a run's latest checkpoint, or from the one given")
+    add(
+        "--resume",
+        metavar="DIR",
+        help="go on from a run's latest checkpoint, or from the one given; what came after it is removed",
+    )
     add("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
     parser.set_defaults(run=run)
 

@@ -159,12 +159,14 @@ def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block."""
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:

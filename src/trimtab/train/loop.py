@@ -161,6 +161,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             self._ended = step
             if self.checkpoints.after_step(step, self.model, self.optimizer, self.lr_scheduler):
                 self.control.should_training_stop = True
+            self._clock = time.perf_counter()  # a save is none of the next step's time
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device

@@ -136,9 +136,9 @@ def rewind(folder: Path, step: int, out: Path) -> None:
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
-    """How to go on with the run that writes to `out`; None where it has no whole checkpoint."""
+    """How to go on with the run that writes to `out`; None without a whole checkpoint that is followed by steps."""
     held = on_disk.latest(out / CHECKPOINTS)
-    if held is None:
+    if held is None or on_disk.step_of(held) == _run_of(held)["config"]["max_steps"]:
         return None
     ranks = f" --nproc {nproc}" if nproc and nproc > 1 else ""
     return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {out}{ranks}"
