@@ -13,7 +13,8 @@ from torch import Tensor
 from comparing import assert_close
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
-from trimtab.experts.activations import BY_NAME, GELU, GeGLU
+from trimtab.errors import InputError
+from trimtab.experts.activations import BY_NAME, GELU, GeGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
 from trimtab.experts.mlp_fused import FusedMLP, covers
@@ -199,3 +200,14 @@ def test_copies_share_the_kernels() -> None:
     assert kernels.name == "compiled"
     assert copy.deepcopy(module).kernels.on(CPU, torch.float32) is kernels
     assert pickle.loads(pickle.dumps(kernels)) is kernels
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    ids, w = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    for x, up, down in (
+        (torch.ones(3, 4), torch.ones(2, 16, 8), torch.ones(2, 8, 8)),
+        (torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 8)),
+    ):
+        weights = ExpertWeights(up=up, down=down)
+        with pytest.raises(InputError, match="do not fit together"):
+            expert_mlp(x, w, plan_experts(ids, 2), weights, ExpertMath(activation=SwiGLU()), compiled_kernels())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.packing import gather_packed, pack, row_bytes, unpack
+from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_bytes, unpack
 from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
 from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
@@ -54,8 +54,7 @@ class AllToAll:
         return [received for part in parts for received in self._move(part, lanes)]
 
     def _move(self, tensors: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
-        as_is = len(tensors) == 1 and tensors[0].is_contiguous()
-        rows_MB = None if as_is else self._rows(tensors[0].shape[0], tensors)
+        rows_MB = None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors)
         return self._send(pack(tensors, out=rows_MB), tensors, lanes)
 
     def _send(self, rows_MB: Tensor, like: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:

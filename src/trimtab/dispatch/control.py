@@ -63,7 +63,7 @@ def fill(
     """The message [P, C] int64, made on the device of the counts: no copy to it and no sync."""
     same = [0, 0, tokens, 0, *tag.columns(phase, direction)]
     if rows_P.device.type == "cpu":
-        message = torch.tensor(same).repeat(rows_P.shape[0], 1)
+        message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
         message = rows_P.new_empty(rows_P.shape[0], COLUMNS)
         for column, value in enumerate(same):
@@ -83,7 +83,9 @@ def announce(
     """
     tail = [row_bytes, bad, *tag.columns(phase, direction)]
     pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
-    headers = transport.exchange_headers(torch.tensor([[going, coming, *tail] for going, coming in pairs]))
+    headers = transport.exchange_headers(
+        torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu")
+    )
     raise_if_unusable(headers.received, tag.layer, phase)
     raise_if_desynced(headers, transport.rank, tag, phase)
     widths = [told[ROW_BYTES] for told in headers.received]

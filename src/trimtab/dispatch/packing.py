@@ -22,9 +22,15 @@ def row_bytes(like: Sequence[Tensor]) -> int:
     return sum(align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in like)
 
 
+def packed_already(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
+    first = tensors[0]
+    return len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
+
+
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, a contiguous one alone is not copied."""
-    if len(tensors) == 1 and out is None and tensors[0].is_contiguous():
+    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
+    if out is None and packed_already(tensors):
         return tensors[0].detach().view(torch.uint8)
     packed = _empty(tensors[0].shape[0], tensors) if out is None else out
     for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):

@@ -155,8 +155,8 @@ def combine_parts(parts: Sequence[Tensor], bags: Bags) -> list[Tensor]:
     are not adjacent, kernels would copy it first. The others, which are narrow, are summed alone.
     """
     first = parts[0]
-    stride = first.stride(0)
-    if len(parts) == 1 or stride == first.shape[1]:
+    stride, storages = first.stride(0), {part.untyped_storage().data_ptr() for part in parts}
+    if len(parts) == 1 or len(storages) > 1 or stride == first.shape[1]:  # alone, a part may have padding too
         return [combine_rows(part, bags) for part in parts]
     summed = combine_rows(first.as_strided((first.shape[0], stride), (stride, 1)), bags)
     starts = [part.storage_offset() - first.storage_offset() for part in parts]

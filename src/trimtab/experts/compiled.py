@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trimtab.dispatch.compiled import eagerly
 from trimtab.dispatch.plan import plan_experts
+from trimtab.errors import InputError
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
 from trimtab.experts.mlp import function_of
@@ -112,6 +113,9 @@ def expert_mlp_op(
     weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
     pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[1])
     call = _call(x, ids, weights, activation, side, kernels, num_slots, keep, pre if keep else None)
+    if keep and call.plan.row_R.shape[0] > pre.shape[0]:
+        kept = call.plan.row_R.shape[0]
+        raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
     pre[call.plan.row_R.shape[0] :] = 0
     with torch.no_grad():
         y = function_of(call).forward(_Context(), call, x, w, *weights.each, None)
@@ -152,7 +156,7 @@ def _(
     down_bias: Tensor | None, activation: str, side: str, kernels: str, num_slots: int | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     each = (x, w, up, down, up_bias, down_bias)
-    return [torch.empty_like(t) for t, needed in zip(each, needs, strict=True) if needed and t is not None]
+    return [t.new_empty(t.shape) for t, needed in zip(each, needs, strict=True) if needed and t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

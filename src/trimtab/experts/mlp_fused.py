@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
@@ -94,7 +95,7 @@ class FusedMLP(Function):
         rows = fields["R"]
         dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
         d_rows = kernels.empty(rows, x.shape[1], dtype=x.dtype) if need_x else None
-        d_w = torch.zeros(w_MK.shape, dtype=torch.float32)
+        d_w = torch.zeros(w_MK.shape, dtype=torch.float32, device="cpu")
         d_pre = kernels.empty(rows, _width(call), dtype=x.dtype)
         fields |= {"pre": saved[0] if call.pre is None else call.pre, "d_pre": d_pre, "dy": dy.contiguous()}
         kernels.backward({**fields, "d_rows": d_rows, "dx": dx, "dw": d_w})
@@ -112,7 +113,7 @@ class FusedMLP(Function):
                 return gradients.deliver()
 
             call.defer(job)
-        return (None, dx, d_w if need_w else None, *grads, None)
+        return (None, dx, d_w.to(w_MK.dtype) if need_w else None, *grads, None)
 
 
 def _kernels(call: ExpertCall) -> CompiledKernels:
@@ -131,6 +132,7 @@ def _fields(
     """What all three calls read, and what keeps it alive."""
     plan, math = call.plan, call.math
     activation = math.activation
+    _check(call, x, w_MK, up, down, up_bias, down_bias)
     shape = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
     return {
         "type": TYPES[x.dtype], "act": _number(activation), "folded": int(math.folded),
@@ -144,6 +146,26 @@ def _fields(
     }  # fmt: skip
 
 
+def _check(
+    call: ExpertCall, x: Tensor, w_MK: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:  # fmt: skip
+    """The kernels read and write what these shapes say."""
+    axis = 1 if call.weights.transposed else 2
+    experts, dim, hidden, width = up.shape[0], x.shape[1], down.shape[axis], _width(call)
+    legal = width == (2 * hidden if getattr(call.math.activation, "gated", False) else hidden)
+    legal &= up.shape[axis] == dim and down.shape == (experts, *((hidden, dim) if axis == 1 else (dim, hidden)))
+    legal &= all(bias is None or bias.shape == (experts, n) for bias, n in ((up_bias, width), (down_bias, dim)))
+    legal &= w_MK.shape == (x.shape[0], call.plan.top_k) and call.plan.counts_e.shape[0] == experts
+    if not legal:
+        biases = [None if bias is None else tuple(bias.shape) for bias in (up_bias, down_bias)]
+        raise InputError(
+            f"x {tuple(x.shape)}, weights {tuple(w_MK.shape)}, up {tuple(up.shape)}, down {tuple(down.shape)} and "
+            f"biases {biases} do not fit together",
+            phase="experts",
+        )
+
+
 def _weight_gradients(call: ExpertCall, grads: Any, fields: Fields) -> None:
     """Into the gradients that are wanted. What the kernels cannot write is written beside it and put there."""
     kernels = _kernels(call)
@@ -155,13 +177,13 @@ def _weight_gradients(call: ExpertCall, grads: Any, fields: Fields) -> None:
             continue
         with into.block(slice(0, fields["E"])) as (buffer, add):
             if buffer.dtype not in TYPES or not buffer.is_contiguous():
-                buffer, add = torch.empty(buffer.shape, dtype=torch.float32), False
+                buffer, add = torch.empty(buffer.shape, dtype=torch.float32, device="cpu"), False
                 later.append((into, buffer))
             targets |= {f"d_{name}": buffer, f"type_{name}": TYPES[buffer.dtype], f"add_{name}": int(add)}
     for name in ("up_bias", "down_bias"):
         into = getattr(grads, name)
         if into is not None:
-            targets[f"d_{name}"] = torch.empty(fields[name].shape, dtype=torch.float32)
+            targets[f"d_{name}"] = torch.empty(fields[name].shape, dtype=torch.float32, device="cpu")
             later.append((into, targets[f"d_{name}"]))
     if targets:
         kernels.weight_gradients({**fields, **targets})

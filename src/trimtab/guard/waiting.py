@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -37,6 +38,9 @@ def wait_alone(work: Waiting, timeout: float) -> None:
         except RuntimeError as error:
             missing = tuple(getattr(work, "missing", ()))
             if work.is_completed():
+                with suppress(RuntimeError):  # it may have come just after the slice
+                    work.wait(SLICE)
+                    return
                 raise PeerLost(f"{error}", ranks=missing) from None
             if time.monotonic() > end:
                 raise PhaseTimeout(f"{error} within {timeout:g} s", ranks=missing) from None

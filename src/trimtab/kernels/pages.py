@@ -39,12 +39,12 @@ class Pages:
         """A contiguous tensor of this shape. Not initialised, but NaN under deterministic algorithms, as torch's."""
         size = math.prod(shape) * dtype.itemsize
         if size < SMALL:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         pages = self._take(_rounded(size))
         block = (ctypes.c_char * len(pages)).from_buffer(pages)
         weakref.finalize(block, self._give, pages).atexit = False
         flat = torch.frombuffer(block, dtype=dtype, count=math.prod(shape))
-        values = torch.empty(0, dtype=dtype)
+        values = torch.empty(0, dtype=dtype, device="cpu")
         values.set_(flat.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())  # no view of another
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)

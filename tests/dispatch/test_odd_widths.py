@@ -1,0 +1,64 @@
+"""Rows whose bytes are no multiple of what parts are padded to: values and gradients, packed and part by part."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.cases import PATTERNS, case
+from trimtab.dispatch import alltoall
+from trimtab.dispatch.allgather import AllGather
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.verify.ranks import run_ranks
+
+E = 4
+WIDTHS = ((torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 6), (torch.bfloat16, 3))
+
+
+def worst(transport: Any, dtype: torch.dtype, width: int, top_k: int) -> float:
+    """Expert e multiplies by e + 1; the largest relative error of y, dx and dw over all patterns."""
+    dispatcher, found = Dispatcher(E, transport, layer="moe"), 0.0
+    first = dist.get_rank() * dispatcher.experts_per_rank
+    for seed, pattern in enumerate(PATTERNS):
+        x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, top_k, width, dtype, seed)
+        rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
+        factor = torch.where(rows.ids >= 0, rows.ids + first + 1, 0) * rows.weights
+        # a slice of wider rows: some ranks see it as contiguous, others do not
+        wide = torch.nn.functional.pad(rows.x * factor.sum(1, keepdim=True).to(dtype), (0, 2))
+        y = dispatcher.combine(wide[:, :width], rows)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        dx, dw = torch.autograd.grad(y, (x, w), dy)
+        real = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
+        kept = (ids >= 0) & real[:, None]
+        scale = torch.where(kept, ids + 1, 0).double()
+        clean, total = x.detach().double().masked_fill(~real[:, None], 0), (scale * w.detach()).sum(1, keepdim=True)
+        truth = (clean * total, dy.double() * total, scale * (dy.double() * clean).sum(1, keepdim=True))
+        found = max(found, *(relative(a, b) for a, b in zip((y, dx, dw), truth, strict=True)))
+    return found
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float(((a.detach().double() - b).abs() / b.abs().amax().clamp(min=1)).amax()) if a.numel() else 0.0
+
+
+def on_rank(apart: bool) -> dict[str, float]:
+    if apart:
+        alltoall.PACKED_BYTES = 0
+    found = {}
+    for kind, (dtype, width), top_k in product((AllToAll, AllGather, SharedMemory), WIDTHS, (1, 3)):
+        transport = kind(dist.group.WORLD)
+        found[f"{kind.__name__} {dtype} {width} {top_k}"] = worst(transport, dtype, width, top_k)
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_any_width(apart: bool) -> None:
+    for found in run_ranks(on_rank, 2, apart):
+        assert {name: error for name, error in found.items() if error > (3e-2 if "bfloat" in name else 2e-6)} == {}
