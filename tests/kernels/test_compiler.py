@@ -71,15 +71,16 @@ def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         get_kernels("compiled", CPU)
 
 
+@pytest.mark.parametrize("call", ["backward", "weight_gradients"])
 @pytest.mark.usefixtures("alone")
-def test_wrong_numbers_are_found_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = compiled.CompiledKernels.weight_gradients
+def test_wrong_numbers_are_found_before_they_are_used(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(compiled.CompiledKernels, call)
 
     def wrong(self: compiled.CompiledKernels, fields: dict[str, torch.Tensor]) -> None:
         right(self, fields)
         fields["d_down"][1, 3, 5] += 0.5
 
-    monkeypatch.setattr(compiled.CompiledKernels, "weight_gradients", wrong)
+    monkeypatch.setattr(compiled.CompiledKernels, call, wrong)
     with pytest.warns(UserWarning, match="'compiled' failed their self-test.*d_down is wrong"):
         assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
 

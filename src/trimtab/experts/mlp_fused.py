@@ -4,8 +4,9 @@ Covered are the built-in activations with or without biases, weights in float32 
 inside or in the combine, `main_grad` and delayed weight gradients. A norm behind the experts, activations with
 parameters or of one's own, other dtypes, recipes and large experts in float32 go block by block: `covers` says which.
 
-Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. The
-gradients of the pre-activations [R, I] live until the parameters' gradients are computed.
+Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. Experts
+are worked on in waves, and what lies between two products lives as long as its wave; the gradients of the
+pre-activations of all rows are kept only if the parameters' gradients come later.
 
 Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
 F expert hidden dim.
@@ -13,6 +14,8 @@ F expert hidden dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,9 +80,8 @@ class FusedMLP(Function):
         pre = call.pre
         if pre is None and call.keep:
             pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
-        out = kernels.empty(fields["R"], x.shape[1], dtype=x.dtype)
         y = kernels.empty(*x.shape, dtype=x.dtype)
-        kernels.forward({**fields, "pre": pre, "out": out, "y": y})
+        kernels.forward({**fields, "pre": pre, "y": y})
         ctx.call = call
         ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *(() if call.pre is not None else (pre,)))
         return y
@@ -92,24 +94,23 @@ class FusedMLP(Function):
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = ctx.needs_input_grad
         fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
-        rows = fields["R"]
         dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
-        d_rows = kernels.empty(rows, x.shape[1], dtype=x.dtype) if need_x else None
         d_w = torch.zeros(w_MK.shape, dtype=torch.float32, device="cpu")
-        d_pre = kernels.empty(rows, _width(call), dtype=x.dtype)
-        fields |= {"pre": saved[0] if call.pre is None else call.pre, "d_pre": d_pre, "dy": dy.contiguous()}
-        kernels.backward({**fields, "d_rows": d_rows, "dx": dx, "dw": d_w})
-        del d_rows
+        fields |= {"pre": saved[0] if call.pre is None else call.pre, "dy": dy.contiguous()}
         grads: tuple[Tensor | None, ...] = (None, None, None, None)
         if call.defer is None:
             gradients = call.gradients(needs)
-            _weight_gradients(call, gradients, fields)
+            with _targets(gradients, fields) as targets:
+                kernels.backward({**fields, **targets, "dx": dx, "dw": d_w})
             grads = tuple(gradients.close())
         else:
+            fields["d_pre"] = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
+            kernels.backward({**fields, "dx": dx, "dw": d_w})
 
             def job() -> tuple[list[Tensor], list[Tensor]]:
                 gradients = call.gradients(())
-                _weight_gradients(call, gradients, fields)
+                with _targets(gradients, fields) as targets:
+                    kernels.weight_gradients({**fields, **targets})
                 return gradients.deliver()
 
             call.defer(job)
@@ -140,7 +141,6 @@ def _fields(
         "M": x.shape[0], "K": plan.top_k, "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
         "F": down.shape[1 if call.weights.transposed else 2],
         "row_R": plan.row_R.contiguous(), "slot_R": plan.slot_R.contiguous(), "offsets": plan.offsets_e.contiguous(),
-        "bag_index": plan.row_bags.index.contiguous(), "bag_offsets": plan.row_bags.offsets.contiguous(),
         "w": w_MK.float().contiguous(), "x": x.contiguous(), "up": up, "down": down,
         "up_bias": up_bias, "down_bias": down_bias,
     }  # fmt: skip
@@ -166,27 +166,25 @@ def _check(
         )
 
 
-def _weight_gradients(call: ExpertCall, grads: Any, fields: Fields) -> None:
-    """Into the gradients that are wanted. What the kernels cannot write is written beside it and put there."""
-    kernels = _kernels(call)
-    later: list[tuple[Gradients, Tensor]] = []
+@contextmanager
+def _targets(grads: Any, fields: Fields) -> Iterator[Fields]:
+    """Where the kernels write the gradients that are wanted. What they cannot write is made beside it and put there."""
+    later: list[tuple[Tensor, Tensor, bool]] = []
     targets: Fields = {}
-    for name in ("up", "down"):
-        into: Gradients | None = getattr(grads, name)
-        if into is None:
-            continue
-        with into.block(slice(0, fields["E"])) as (buffer, add):
-            if buffer.dtype not in TYPES or not buffer.is_contiguous():
-                buffer, add = torch.empty(buffer.shape, dtype=torch.float32, device="cpu"), False
-                later.append((into, buffer))
-            targets |= {f"d_{name}": buffer, f"type_{name}": TYPES[buffer.dtype], f"add_{name}": int(add)}
-    for name in ("up_bias", "down_bias"):
-        into = getattr(grads, name)
-        if into is not None:
-            targets[f"d_{name}"] = torch.empty(fields[name].shape, dtype=torch.float32, device="cpu")
-            later.append((into, targets[f"d_{name}"]))
-    if targets:
-        kernels.weight_gradients({**fields, **targets})
-    for into, value in later:
-        with into.block(slice(0, fields["E"])) as (buffer, add):
-            put(buffer, value, add)
+    with ExitStack() as stack:
+        for name in ("up", "down", "up_bias", "down_bias"):
+            into: Gradients | None = getattr(grads, name)
+            if into is None:
+                continue
+            buffer, add = stack.enter_context(into.block(slice(0, fields["E"])))
+            bias = name.endswith("bias")
+            if bias or buffer.dtype not in TYPES or not buffer.is_contiguous():
+                beside = torch.empty(buffer.shape, dtype=torch.float32, device="cpu")
+                later.append((buffer, beside, add))
+                buffer, add = beside, False
+            targets |= {f"d_{name}": buffer}
+            if not bias:
+                targets |= {f"type_{name}": TYPES[buffer.dtype], f"add_{name}": int(add)}
+        yield targets
+        for target, value, adds in later:
+            put(target, value, adds)

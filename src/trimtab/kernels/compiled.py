@@ -2,9 +2,9 @@
 
 `CompiledKernels` are the loop's kernels, and these besides:
 
-    forward            y from x                      cpu/forward.h
-    backward           d_pre, dw and dx from dy      cpu/backward.h
-    weight_gradients   from x, dy, pre and d_pre     cpu/wgrad.h
+    forward            y from x                                                                        cpu/forward.h
+    backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
+    weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
 
 What these do not cover goes the way of the loop: see `trimtab.experts.mlp_fused`. Operands of 16 bits are widened as
 they are brought into cache, sums are taken in float32, and an expert row's bits depend on no other row, on no
@@ -41,8 +41,8 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 _INTS = ("type", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
 _SIZES = ("M", "K", "R", "E", "D", "F")
 _TENSORS = (
-    "row_R", "slot_R", "offsets", "bag_index", "bag_offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre",
-    "out", "y", "dy", "d_pre", "d_rows", "dx", "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "scratch",
+    "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
+    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "scratch",
 )  # fmt: skip
 
 
@@ -104,8 +104,7 @@ class CompiledKernels(LoopKernels):
         call = _Call(threads=torch.get_num_threads())
         for field, value in fields.items():
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
-        each = self._lib.trimtab_scratch_floats(ctypes.byref(call))
-        scratch = self.pages.empty(each * call.threads, dtype=torch.float32)
+        scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.scratch = scratch.data_ptr()
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
 

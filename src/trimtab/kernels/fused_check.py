@@ -22,10 +22,11 @@ def first_fused_fault(kernels: CompiledKernels) -> str | None:
     """What is wrong with them, None if nothing is. Takes some milliseconds."""
     with torch.no_grad():
         for dtype, bound in BOUNDS.items():
-            for transposed in (False, True):
-                fault = _fault(kernels, dtype, transposed, bound)
+            for transposed, later in ((False, False), (True, True)):
+                fault = _fault(kernels, dtype, transposed, later, bound)
                 if fault is not None:
-                    return f"fused experts in {dtype}{', transposed weights' * transposed}: {fault}"
+                    how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
+                    return f"fused experts in {dtype}{how}: {fault}"
     return None
 
 
@@ -34,7 +35,7 @@ def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
     return (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * step).sin().view(shape).to(dtype)
 
 
-def _fault(kernels: CompiledKernels, dtype: torch.dtype, transposed: bool, bound: float) -> str | None:
+def _fault(kernels: CompiledKernels, dtype: torch.dtype, transposed: bool, later: bool, bound: float) -> str | None:
     x, dy = _wave(M, D, step=0.7, dtype=dtype), _wave(M, D, step=1.3, dtype=dtype)
     up, down = _wave(E, 2 * F, D, step=2.1, dtype=dtype), _wave(E, D, F, step=3.3, dtype=dtype)
     w = _wave(M, K, step=0.9, dtype=torch.float32)
@@ -43,23 +44,19 @@ def _fault(kernels: CompiledKernels, dtype: torch.dtype, transposed: bool, bound
     expert_R = ids.flatten().sort(stable=True)
     rows = int((ids < E).sum())
     slot_R = expert_R.indices[:rows].contiguous()
-    place_N = torch.empty_like(expert_R.indices).scatter_(0, expert_R.indices, torch.arange(M * K))
-    kept = ids < E
     offsets = torch.nn.functional.pad(torch.bincount(ids.flatten(), minlength=E + 1)[:E].cumsum(0), (1, 0))
     given = [t.transpose(1, 2).contiguous() if transposed else t for t in (up, down)]
-    wide = {"pre": (rows, 2 * F), "d_pre": (rows, 2 * F), "out": (rows, D), "d_rows": (rows, D)}
-    made = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in wide.items()}
+    made = {name: torch.full((rows, 2 * F), torch.nan, dtype=dtype) for name in ("pre", "d_pre")[: 1 + later]}
     results = {"y": torch.full_like(x, torch.nan), "dx": torch.full_like(x, torch.nan), "dw": torch.zeros_like(w)}
     results |= {"d_up": torch.full_like(given[0], torch.nan), "d_down": torch.full_like(given[1], torch.nan)}
     fields: dict[str, Any] = {
         "type": TYPES[dtype], "act": 0, "folded": 1, "transposed": int(transposed),
         "type_up": TYPES[dtype], "type_down": TYPES[dtype],
         "M": M, "K": K, "R": rows, "E": E, "D": D, "F": F,
-        "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "bag_index": place_N[kept.flatten()].contiguous(),
-        "bag_offsets": torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)),
+        "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets,
         "w": w, "x": x, "up": given[0], "down": given[1], "dy": dy, **made, **results,
     }  # fmt: skip
-    for run in (kernels.forward, kernels.backward, kernels.weight_gradients):
+    for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
         run(fields)
     truth = _truth(x.double(), dy.double(), w.double(), up.double(), down.double(), ids)
     for name, true in truth.items():

@@ -2,7 +2,7 @@
 //
 //     dh = dy[row] down^T, dw = sum(h * dh) (+ bias . dy), d_pre = activation'(pre) (dh * w), dx = the sum of d_pre up^T
 #pragma once
-#include "rows.h"
+#include "wgrad.h"
 
 // d_pre of a row's part of n hidden values in the order of the parameters, in `to` as floats and in `kept`.
 template <class T>
@@ -27,7 +27,7 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, flo
 }
 
 template <class T>
-void backward_rows(const Call& c, Rows t, Scratch s) {
+void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
     const long D = c.D, F = c.F, I = width(c), ldx = D + VL, ldh = I + VL, step = interleaved(c) ? 2 : 1;
     const Activation act = activation(c.act);
     gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(s.x, ldx));
@@ -63,21 +63,28 @@ void backward_rows(const Call& c, Rows t, Scratch s) {
         t.count, D, I, 1, {s.h, ldh, true}, s.b, s.c,
         [&](int, float* b, long k0, long kn, long n0, long nn) { up.inputs(b, k0, kn, n0, nn); },
         [&](long n0, long nn, const float* got) {
-            for (long i = 0; i < t.count; i++, got += LDC) {
-                T* out = (T*)c.d_rows + (t.start + i) * D + n0;
-                for (long n = 0; n < nn; n += VL) store(out + n, load(got + n), nn - n);
-            }
+            for (long i = 0; i < t.count; i++, got += LDC) dx.put(t.start + i, n0, nn, got);
         });
 }
 
 template <class T>
 void backward(const Call& c) {
-    const std::vector<Rows> tasks = pieces(c);
+    const Shared shared(c);
+    const Ends ends(c);
+    const bool later = c.d_pre;
 #pragma omp parallel num_threads(c.threads)
     {
         const Scratch s(c, omp_get_thread_num());
+        Call now = c;  // its d_pre [R, I] is where the wave's rows would begin in a whole one
+        Combine<T> dx(c, ends, c.dx, shared, false);
+        for (const Wave& wave : waves(c)) {
+            const std::vector<Rows> tasks = pieces(c, wave);
+            dx.begin(wave, shared);
+            if (!later) now.d_pre = (T*)shared.d_pre - wave.start * width(c);
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < tasks.size(); i++) backward_rows<T>(c, tasks[i], s);
-        if (c.dx) combine(c, (const T*)c.d_rows, (T*)c.dx, false);
+            for (size_t i = 0; i < tasks.size(); i++) backward_rows<T>(now, tasks[i], s, dx);
+            if (!later) weight_gradients<T>(now, wave, s);
+            dx.end(wave);
+        }
     }
 }

@@ -17,20 +17,19 @@ struct Call {
     int32_t add_up, add_down;    // to what they hold
     float alpha, limit;          // of CLAMPED
     int64_t M, K, R, E, D, F;
-    const int64_t *row_R, *slot_R, *offsets, *bag_index, *bag_offsets;
+    const int64_t *row_R, *slot_R, *offsets;
     const float* w;                // [M, K]
     const void *x, *up, *down;     // rows [M, D]
     const void *up_bias, *down_bias;  // [E, I], [E, D], or null
     void* pre;                     // [R, I], or null if no backward comes
-    void* out;                     // [R, D] rows before they are combined
     void* y;                       // [M, D]
     const void* dy;                // [M, D]
-    void* d_pre;                   // [R, I] in the parameters' order
-    void *d_rows, *dx;             // [R, D] and [M, D], or null where dx is not wanted
+    void* d_pre;                   // [R, I] in the parameters' order; null if the weights' gradients come with the rows'
+    void* dx;                      // [M, D], or null where it is not wanted
     float* dw;                     // [M, K], zeros before
     void *d_up, *d_down;           // like the parameters, or null
     void *d_up_bias, *d_down_bias;  // float [E, I], [E, D], or null
-    float* scratch;                // `scratch_floats` for each thread
+    float* scratch;                // `scratch_floats`
 };
 
 inline bool gated(const Call& c) { return c.act <= CLAMPED; }

@@ -1,15 +1,12 @@
 // Expert MLPs on the CPU: the C ABI. See trimtab.kernels.fused for what calls it.
-#include <omp.h>
-
 #include "backward.h"
 #include "forward.h"
-#include "wgrad.h"
 
 extern "C" {
 void trimtab_forward(const Call* c) { c->type == FLOAT ? forward<float>(*c) : forward<bf16>(*c); }
 void trimtab_backward(const Call* c) { c->type == FLOAT ? backward<float>(*c) : backward<bf16>(*c); }
 void trimtab_weight_gradients(const Call* c) { c->type == FLOAT ? weight_gradients<float>(*c) : weight_gradients<bf16>(*c); }
-int64_t trimtab_scratch_floats(const Call* c) { return up_to(Scratch::floats(*c), 16); }
+int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c).end - c->scratch; }
 int64_t trimtab_call_bytes() { return sizeof(Call); }
 
 // The instructions that this was compiled for, and whether the machine has them.

@@ -1,4 +1,4 @@
-// pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a row's outs.
+// pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a token's outs.
 #pragma once
 #include "rows.h"
 
@@ -15,7 +15,7 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
 }
 
 template <class T>
-void forward_rows(const Call& c, Rows t, Scratch s) {
+void forward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& y) {
     const long D = c.D, F = c.F, I = width(c), ldx = D + VL, ldh = F + VL;
     const Activation act = activation(c.act);
     const int parts = act.gate ? 2 : 1, step = interleaved(c) ? 2 : 1;
@@ -45,27 +45,30 @@ void forward_rows(const Call& c, Rows t, Scratch s) {
     gemm(
         t.count, D, F, 1, {s.h, ldh, true}, s.b, s.c,
         [&](int, float* b, long k0, long kn, long n0, long nn) { down.outputs(b, k0, kn, n0, nn, 0, 1); },
-        [&](long n0, long nn, const float* got) {
+        [&](long n0, long nn, float* got) {
             for (long i = 0; i < t.count; i++, got += LDC) {
                 const float w = c.folded ? weight_of(c, t.start + i) : 1.0f;
-                T* out = (T*)c.out + (t.start + i) * D + n0;
-                for (long n = 0; n < nn; n += VL) {
-                    vf v = load(got + n);
-                    if (shift) v += load(shift + n0 + n, nn - n) * w;
-                    store(out + n, v, nn - n);
-                }
+                for (long n = 0; shift && n < nn; n += VL)
+                    store(got + n, load(got + n) + load(shift + n0 + n, nn - n) * w);
+                y.put(t.start + i, n0, nn, got);
             }
         });
 }
 
 template <class T>
 void forward(const Call& c) {
-    const std::vector<Rows> tasks = pieces(c);
+    const Shared shared(c);
+    const Ends ends(c);
 #pragma omp parallel num_threads(c.threads)
     {
         const Scratch s(c, omp_get_thread_num());
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < tasks.size(); i++) forward_rows<T>(c, tasks[i], s);
-        combine(c, (const T*)c.out, (T*)c.y, !c.folded);
+        Combine<T> y(c, ends, c.y, shared, !c.folded);
+        for (const Wave& wave : waves(c)) {
+            const std::vector<Rows> tasks = pieces(c, wave);
+            y.begin(wave, shared);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (size_t i = 0; i < tasks.size(); i++) forward_rows<T>(c, tasks[i], s, y);
+            y.end(wave);
+        }
     }
 }

@@ -1,5 +1,7 @@
 // The parts that forward and backward share: tasks over threads, operands by where they come from, the combine.
 #pragma once
+#include <omp.h>
+
 #include <vector>
 
 #include "activation.h"
@@ -10,16 +12,41 @@ struct Rows {  // expert rows of one expert that one thread takes
     long expert, start, count;
 };
 
-// Every expert's rows in pieces, the largest first; few rows stay together, since each piece reads its expert's weights.
-inline std::vector<Rows> pieces(const Call& c) {
-    const long all = c.offsets[c.E], share = std::max(112L, all / (2 * c.threads));
+// Experts that are worked on together, and their rows. What lies between two products of a wave lives as long as it.
+struct Wave {
+    long first, last, start, end;
+};
+
+// Rows of a wave at most: few, so that they stay near and cost little memory, but enough for all threads to share.
+inline long wave_rows(const Call& c) {
+    long most = c.threads == 1 ? std::max(512L, c.R / 16) : std::max(1024L * c.threads, c.R / 4);
+    for (long e = 0; e < c.E; e++) most = std::max<long>(most, c.offsets[e + 1] - c.offsets[e]);
+    return std::min(most, c.R);
+}
+
+inline std::vector<Wave> waves(const Call& c) {
+    const long most = wave_rows(c);
+    std::vector<Wave> out = {{0, 0, 0, 0}};
+    for (long e = 0; e < c.E; e++) {
+        if (c.offsets[e + 1] - out.back().start > most) out.push_back({e, e, c.offsets[e], c.offsets[e]});
+        out.back().last = e + 1;
+        out.back().end = c.offsets[e + 1];
+    }
+    return out;
+}
+
+// A wave's rows in pieces; few rows stay together, since each piece reads its expert's weights. Of several threads the
+// largest come first, of one they come in order.
+inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
+    const long share = c.threads == 1 ? MC : std::max(112L, (w.end - w.start) / (2 * c.threads));
     const long most = std::min({MC, share, std::max(56L, (1L << 20) / width(c))});
     std::vector<Rows> out;
-    for (long e = 0; e < c.E; e++) {
+    for (long e = w.first; e < w.last; e++) {
         const long start = c.offsets[e], rows = c.offsets[e + 1] - start, n = (rows + most - 1) / most;
         for (long i = 0; i < n; i++) out.push_back({e, start + i * rows / n, (i + 1) * rows / n - i * rows / n});
     }
-    std::stable_sort(out.begin(), out.end(), [](const Rows& a, const Rows& b) { return a.count > b.count; });
+    if (c.threads > 1)
+        std::stable_sort(out.begin(), out.end(), [](const Rows& a, const Rows& b) { return a.count > b.count; });
     return out;
 }
 
@@ -31,12 +58,25 @@ struct Scratch {
     static long floats(const Call& c) {
         return KC * QC + sums_of + MC * VL + rows(c) + MC * (width(c) + VL);
     }
+    static long each(const Call& c) { return up_to(floats(c), 16); }
     Scratch(const Call& call, int thread) {
-        b = call.scratch + thread * up_to(floats(call), 16);
+        b = call.scratch + thread * each(call);
         c = b + KC * QC;
         sums = c + sums_of;
         x = sums + MC * VL;
         h = x + rows(call);
+    }
+};
+
+// What the threads share: a wave's rows before they are combined, gradients of pre-activations, and sums by token.
+struct Shared {
+    float *rows, *d_pre, *sums, *end;  // a thread that is alone needs no rows
+    explicit Shared(const Call& c) {
+        const long most = wave_rows(c), size = c.type == FLOAT ? 4 : 2;
+        rows = c.scratch + c.threads * Scratch::each(c);
+        d_pre = rows + (c.threads > 1 && (c.y || c.dx) ? up_to(most * c.D, 16) : 0);
+        sums = d_pre + (c.dy && !c.d_pre ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
+        end = sums + ((c.y || c.dx) && c.type != FLOAT ? c.M * c.D : 0);
     }
 };
 
@@ -68,19 +108,67 @@ Weight<T> down_of(const Call& c, long e) {
 
 inline float weight_of(const Call& c, long r) { return c.slot_R[r] < 0 ? 0.0f : c.w[c.slot_R[r]]; }
 
-// The sum of each row's expert rows in the order of k, each weighted if `weighted`. Shared out over the threads.
-template <class T>
-void combine(const Call& c, const T* rows, T* to, bool weighted) {
-#pragma omp for schedule(static)
-    for (long m = 0; m < c.M; m++) {
-        const int64_t *at = c.bag_index + c.bag_offsets[m], *end = c.bag_index + c.bag_offsets[m + 1];
-        for (long d = 0; d < c.D; d += VL) {
-            vf total = {};
-            for (const int64_t* r = at; r < end; r++) {
-                vf row = load(rows + *r * c.D + d, c.D - d);
-                total += weighted ? row * weight_of(c, *r) : row;
-            }
-            store(to + m * c.D + d, total, c.D - d);
+// Which expert rows are the first and the last of their token.
+struct Ends {
+    std::vector<uint8_t> first, last;
+    std::vector<long> none;  // tokens without any
+    explicit Ends(const Call& c) : first(c.R, 0), last(c.R, 0) {
+        std::vector<long> seen(c.M, -1);
+        for (long r = 0; r < c.offsets[c.E]; r++) {
+            if (c.row_R[r] < 0) continue;
+            long& before = seen[c.row_R[r]];
+            if (before < 0) first[r] = 1;
+            before = r;
+        }
+        for (long m = 0; m < c.M; m++) {
+            if (seen[m] < 0) none.push_back(m);
+            else last[seen[m]] = 1;
         }
     }
-}
+};
+
+// Each token's sum over its expert rows, in the order of the experts, if `to` is there. A thread that is alone adds a
+// row where its product ends; of several each has columns of its own, and all add when the wave's rows are there.
+template <class T>
+struct Combine {
+    const Call& c;
+    const Ends& ends;
+    T* to;
+    float *sums, *rows;  // while they grow, `to` itself if that is float; [R, D] of which the wave's are there
+    const bool weighted, alone;
+    long from, until;
+    Combine(const Call& c, const Ends& ends, void* to, const Shared& shared, bool weighted)
+        : c(c), ends(ends), to((T*)to), weighted(weighted), alone(c.threads == 1) {
+        const long D = to ? c.D : 0, blocks = (D + VL - 1) / VL, n = omp_get_num_threads(), i = omp_get_thread_num();
+        sums = sizeof(T) == sizeof(float) ? (float*)to : shared.sums;
+        from = std::min<long>(D, i * blocks / n * VL);
+        until = std::min<long>(D, (i + 1) * blocks / n * VL);
+        for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));
+    }
+    void begin(const Wave& wave, const Shared& shared) { rows = shared.rows - wave.start * c.D; }
+
+    // Columns d0 : d0 + n of a row's product.
+    INLINE void put(long r, long d0, long n, const float* got) const {
+        if (alone) return add(r, d0, d0 + n, got);
+        for (long i = 0; i < n; i += VL) store(rows + r * c.D + d0 + i, load(got + i), n - i);
+    }
+    INLINE void add(long r, long first, long last, const float* row) const {
+        if (c.row_R[r] < 0) return;
+        const long at = c.row_R[r] * c.D, next = c.row_R[std::min(r + 1, c.R - 1)] * c.D;  // a prefetch reads nothing
+        const float w = weighted ? weight_of(c, r) : 1.0f;
+        const bool begins = ends.first[r], ends_here = ends.last[r];
+        for (long d = first; d < last; d += VL) {
+            __builtin_prefetch(sums + next + d, 1);
+            vf v = w * load(row + d - first, last - d);
+            if (!begins) v += load(sums + at + d, last - d);
+            if (ends_here) store(to + at + d, v, last - d);
+            else store(sums + at + d, v, last - d);
+        }
+    }
+    void end(const Wave& wave) const {
+        if (alone) return;
+#pragma omp barrier
+        for (long r = wave.start; r < wave.end; r++) add(r, from, until, rows + r * c.D + from);
+#pragma omp barrier
+    }
+};

@@ -41,9 +41,9 @@ struct Block {  // of the gradient of `down` or `up` of one expert: rows p0.., c
     long expert, p0, pn, q0, qn;
 };
 
-inline std::vector<Block> blocks(const Call& c) {
+inline std::vector<Block> blocks(const Call& c, const Wave& wave) {
     std::vector<std::pair<long, long>> order;
-    for (long e = 0; e < c.E; e++) order.push_back({c.offsets[e] - c.offsets[e + 1], e});
+    for (long e = wave.first; e < wave.last; e++) order.push_back({c.offsets[e] - c.offsets[e + 1], e});
     std::sort(order.begin(), order.end());
     std::vector<Block> out;
     for (auto [rows, e] : order) {
@@ -123,18 +123,21 @@ void bias_sum(const Call& c, Operand which, long e, long wide, bool weighted, fl
     }
 }
 
+// Called by every thread, none waits.
+template <class T>
+void weight_gradients(const Call& c, const Wave& wave, Scratch s) {
+    const std::vector<Block> tasks = blocks(c, wave);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (size_t i = 0; i < tasks.size(); i++) one_block<T>(c, tasks[i], s);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (long e = wave.first; e < wave.last; e++) {
+        if (c.d_up_bias) bias_sum<T>(c, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
+        if (c.d_down_bias) bias_sum<T>(c, DY, e, c.D, true, (float*)c.d_down_bias, s);
+    }
+}
+
 template <class T>
 void weight_gradients(const Call& c) {
-    const std::vector<Block> tasks = blocks(c);
 #pragma omp parallel num_threads(c.threads)
-    {
-        const Scratch s(c, omp_get_thread_num());
-#pragma omp for schedule(dynamic, 1) nowait
-        for (size_t i = 0; i < tasks.size(); i++) one_block<T>(c, tasks[i], s);
-#pragma omp for schedule(dynamic, 1)
-        for (long e = 0; e < c.E; e++) {
-            if (c.d_up_bias) bias_sum<T>(c, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
-            if (c.d_down_bias) bias_sum<T>(c, DY, e, c.D, true, (float*)c.d_down_bias, s);
-        }
-    }
+    weight_gradients<T>(c, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num()));
 }
