@@ -19,7 +19,7 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 train: $(VENV)/ready  ## train a small Qwen3-MoE on 4 expert-parallel ranks, on the Python standard library's source
-	$(BIN)/trimtab train --nproc 4 --out runs/first
+	$(BIN)/trimtab train --nproc 4 --out runs/first --overwrite
 
 test: $(VENV)/ready  ## lint, types and the whole test suite
 	$(MAKE) --no-print-directory lint
@@ -40,10 +40,10 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 gpu-check: $(VENV)/ready  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
 	$(BIN)/python -m pytest -q tests/gpu
 
-gpu-bench: $(VENV)/ready  ## a layer and its kernels on a GPU, beside transformers and cuBLAS
-	$(BIN)/python -m trimtab.bench.gpu
+gpu-bench: $(VENV)/ready  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md
+	$(BIN)/python -m trimtab.bench.gpu --out docs
 
-bench: $(VENV)/ready  ## race trimtab against peers and the limit; writes docs/benchmarks.md; goes on where it was stopped
+bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes docs/benchmarks.md; goes on where it was stopped
 	$(BIN)/trimtab bench all --out docs
 
 clean:  ## remove .venv and what the tools left

@@ -15,6 +15,7 @@ from layer_case import D, E, K, build
 from trimtab.dispatch.checks import name_bytes
 from trimtab.dispatch.compiled import checked_ids
 from trimtab.errors import InputError
+from trimtab.experts import compiled
 from trimtab.experts.compiled import expert_mlp_backward_op, expert_mlp_op
 from trimtab.experts.compiled_activation import activate, activate_backward
 from trimtab.layer import MoE, MoEOutput
@@ -79,6 +80,41 @@ def test_experts_keep_nothing_without_a_backward() -> None:
         other, nothing = expert_mlp_op(*args[:-1], False)
     assert torch.equal(y, other)
     assert nothing.shape == (0, 2 * F)
+
+
+def test_kernels_are_chosen_on_the_device_and_for_the_shape_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two GPUs that this machine need not have: which one is current where the kernels are tested, and who asks."""
+    current, asked = [0], []
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Choice:
+        def __init__(self, first: str, fallback: list[str]) -> None:
+            self.names = (first, *fallback)
+
+        def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> object:
+            asked.append((self.names, device.index, current[-1], dtype, shape, torch.is_grad_enabled()))
+            return object()
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(compiled, "KernelChoice", Choice)
+    bf16, found = torch.bfloat16, []
+    with torch.no_grad():
+        for gpu, shape in ((1, (8, 4)), (1, (8, 4)), (0, (8, 4)), (1, (8, 6))):
+            found.append(compiled._kernels("triton,stock", torch.device("cuda", gpu), bf16, shape))
+    assert found[0] is found[1]
+    assert len({id(kernels) for kernels in found}) == 3
+    names = ("triton", "stock")
+    assert asked == [(names, gpu, gpu, bf16, shape, True) for gpu, shape in ((1, (8, 4)), (0, (8, 4)), (1, (8, 6)))]
+    compiled._kernels.cache_clear()
 
 
 def traced(moe: MoE) -> Callable[..., MoEOutput]:

@@ -75,6 +75,24 @@ def answers(args: dict[str, Any], where: Where) -> Subject:
     return Subject(modes={"forward": _sleep(0.001)}, outcome=lambda: {"y": torch.full((2,), args["value"])})
 
 
+def counts(args: dict[str, Any], where: Where) -> Subject:
+    """args: nap, seconds that its outcome really takes. A step takes as many seconds as steps were before it."""
+    import torch
+
+    clock, steps, sleep = Clock(), [0], _sleep(args["nap"])
+
+    def step() -> None:
+        clock.now += steps[0]
+        steps[0] += 1
+
+    def outcome() -> dict[str, torch.Tensor]:
+        step()
+        sleep()
+        return {"y": torch.ones(2)}
+
+    return Subject(modes={"forward": step}, outcome=outcome, judged="forward")
+
+
 def allocates(args: dict[str, Any], where: Where) -> Subject:
     """args: bytes, of which one step touches as many twice over: once as a tensor, once behind PyTorch's back."""
     import torch

@@ -7,19 +7,13 @@ import torch
 
 from comparing import assert_close
 from trimtab import oracle
-from trimtab.bench.cost import combine_bytes, gather_bytes, layer_bytes, layer_flops
+from trimtab.bench.cost import combine_bytes, gather_bytes, layer_bytes
 from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights, parse_shape
 from trimtab.bench.layer_truth import BOUNDS, compare, probe, truth
 from trimtab.bench.workloads import WORKLOADS, draw, lane_rows, token_counts
 from trimtab.errors import ConfigError
 
 CASE = LayerCase(dim=6, hidden=5, num_experts=4, top_k=2, tokens=7, dtype="fp32", workload="zipf", ranks=2)
-
-
-def test_flops_of_hand_counted_products() -> None:
-    # 3 rows, D 4, F 5: up 3 x 4 x 10 multiply-adds, down 3 x 5 x 4; each backward product as many again, twice.
-    assert layer_flops(3, 4, 5, backward=False) == 2 * (120 + 60)
-    assert layer_flops(3, 4, 5, backward=True) == 3 * 2 * (120 + 60)
 
 
 def test_bytes_of_hand_counted_tensors() -> None:

@@ -5,54 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trimtab.bench.bars import judge_bars
+from bench.records import BOTH, MACHINE, NOW, entry, record
 from trimtab.bench.campaign import Campaign, write_page
 from trimtab.bench.finding import findings
-from trimtab.bench.result import Entry, Race, Record, middle_half
+from trimtab.bench.judged import judge_bars
+from trimtab.bench.result import Race, middle_half
 from trimtab.bench.store import read_records, write_records
 from trimtab.bench.table import as_markdown, as_text, contestants_table, duration, memory_table, title
 from trimtab.errors import InputError
-
-MACHINE = {
-    "processor": "a processor", "cores": 2, "memory_bytes": 2**34, "instructions": "AVX512", "native_bf16": False,
-    "system": "Linux", "versions": {"torch": "2.13"}, "load_average": [0.1, 0.1, 0.1],
-}  # fmt: skip
-BOTH = "forward+backward"
-
-
-def entry(name: str, role: str, seconds: float, *, group: str = "balanced", **more: Any) -> Entry:
-    return Entry(name=name, role=role, group=group, seconds={BOTH: [[seconds, seconds * 3], [seconds]]}, **more)
-
-
-def race(malloc: str, ours: float, peer: float, limit: float) -> Race:
-    copy = Entry(name="copy", role="bandwidth", facts={"bytes": 100}, seconds={"copy": [[0.5]]})
-    entries = [
-        entry("trimtab auto", "ours", ours),
-        entry("grouped_mm", "peer", peer),
-        entry("eager", "peer", 9 * peer),
-        entry("dense bf16", "limit", 4 * limit, group=""),
-        entry("dense fp32", "limit", limit, group=""),
-        Entry(name="torchtitan", role="peer", group="balanced", failed="cannot be imported here: No module"),
-        copy,
-    ]
-    return Race(malloc=malloc, entries=entries, fewest_bytes={"balanced": {BOTH: 40}})
-
-
-def record(ours: float = 0.5, **case: Any) -> Record:
-    described = {
-        "shape": [512, 256, 64, 8], "dtype": "bf16", "tokens": 2048, "threads": 1, "ranks": 1,
-        "workloads": ["balanced"], "in_place": False,
-    }  # fmt: skip
-    return Record(
-        part="layer", case=described | case, command="trimtab bench layer", machine=MACHINE, settings={"turns": 2},
-        races=[race("default", ours, 1.5, 0.4), race("tuned", ours * 1.1, 1.2, 0.45)],
-        memory={"trimtab auto": {"resident": 60, "tensors": 40, "gradients": 10}, "grouped_mm": {"resident": 100,
-                "tensors": 100, "gradients": 10}},
-    )  # fmt: skip
 
 
 def test_limits_and_ratios_of_known_medians() -> None:
@@ -110,6 +73,7 @@ def test_imbalance_is_compared_within_a_race() -> None:
     assert found.at.startswith("hot")
 
 
+@pytest.mark.usefixtures("as_of_now")
 def test_the_page_has_every_number(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the chart is an extra")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -129,6 +93,17 @@ def test_the_page_has_every_number(tmp_path: Path) -> None:
     assert "2 cores of a processor (AVX512, without bf16 instructions)" in text
     assert "**1 of 2 cases began while others were using the cores.**" in text
     assert "| torchtitan | cannot be imported here: No module | 2: A, bf16" in text
+    assert "layer on one rank: `grouped_mm`, `eager`. Of transformers' other" in text
+    assert f"measured with the sources that this page was written from: 2 (digest `{NOW}` (layer))." in text
+    memory = next(
+        line for line in text.splitlines() if line.startswith("| A, bf16, 2048 tokens, 1 thread | trimtab auto | 0")
+    )
+    assert [c.strip() for c in memory.strip("|").split("|")][5:] == ["0.60", "0.40", "0.10, 0.10", "0.56", "0.33"]
+    assert "benchmarks-gpu" not in text
+    (tmp_path / "docs" / "benchmarks-gpu.md").write_text("measured there")
+    assert write_page(files, tmp_path / "docs" / "benchmarks.md")
+    assert "[benchmarks-gpu.md](benchmarks-gpu.md)" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert (tmp_path / "docs" / "benchmarks-gpu.md").read_text() == "measured there"
     assert "```sh\ntrimtab bench layer\n```" in text
     assert "not measured" in text
 
@@ -178,6 +153,7 @@ def test_tables() -> None:
     assert title(record()) == "layer  D,F,E,K 512,256,64,8  bf16  2048 tokens  1 thread  1 rank  balanced"
 
 
+@pytest.mark.usefixtures("as_of_now")
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, quick=True, only=["layer", "fp32", "tokens-256"])
     left = campaign.left()

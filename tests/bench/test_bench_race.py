@@ -8,8 +8,10 @@ import pytest
 from torch import Tensor
 
 from trimtab.bench.contestant import MALLOC, Contestant, ContestantFailed, Team
-from trimtab.bench.race import Pace, race, set_aside, slowest, weigh
+from trimtab.bench.race import ASIDE, Pace, race, set_aside, slowest
 from trimtab.bench.result import Race
+from trimtab.bench.task import Task, run_task
+from trimtab.bench.weigh import weigh
 from trimtab.errors import ConfigError
 
 
@@ -101,6 +103,39 @@ def test_a_limit_that_another_beats_by_far_takes_no_turns() -> None:
     contestants = [fake(name, "sleeper", "limit") for name in ("bf16", "fp32", "near")] + [fake("ours", "sleeper")]
     warm = {(name, "forward"): s for name, s in (("bf16", 4.0), ("fp32", 1.0), ("near", 1.9), ("ours", 9.0))}
     assert set_aside(contestants, warm) == {("bf16", "forward")}
+
+
+def test_a_limit_far_behind_in_one_mode_is_not_asked_for_others() -> None:
+    """Nor under the next malloc."""
+    slow = fake("slow", "sleeper", "limit", modes={"forward": 4.0}, fails_on_rank=0)
+    contestants = [fake("fast", "sleeper", "limit", modes={"forward": 1.0}), slow, fake("ours", "sleeper", modes={})]
+    task = Task(part="layer", case={}, contestants=contestants, modes=["forward", "fails"])
+    found = run_task(task, ["default", "tuned"], Pace(turns=1, seconds=0.01, patience=60), command="here")
+    for one in found.races:
+        assert [(e.name, e.failed) for e in one.entries] == [("fast", None), ("slow", None), ("ours", None)]
+        assert (one.entries[1].facts[ASIDE], one.entries[1].seconds) == (["forward", "fails"], {})
+        assert one.entries[0].steps("forward") == [1.0]
+    assert [one.entries[1].facts["malloc"] for one in found.races] == [None, None], "it raced under the first only"
+
+
+@pytest.mark.parametrize(("nap", "before"), [(0.0, 2), (0.7, 1)])
+def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int) -> None:
+    """The judged one and one more, for the second takes a second; where the judged one is slow, that one only."""
+    entries = race(
+        [fake("one", "counts", nap=nap)], ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01), judge=judge
+    )
+    assert entries[0].failed is None
+    assert entries[0].steps("forward") == [float(before)]
+
+
+def test_who_cannot_be_built_is_a_row_without_a_judge_too() -> None:
+    absent = fake("absent", "not_installed", "peer")
+    entries = race([absent, fake("good", "sleeper", modes={"forward": 0.1})], ["forward"], malloc="default",
+                   pace=Pace(turns=1, seconds=0.01))  # fmt: skip
+    assert (entries[0].failed or "").startswith("cannot be imported here")
+    assert entries[1].steps("forward") == pytest.approx([0.1])
+    (weighed,) = weigh([absent], "forward", patience=60, say=print).values()
+    assert weighed["failed"].startswith("cannot be imported here")
 
 
 def test_memory_sees_pages_and_tensors() -> None:

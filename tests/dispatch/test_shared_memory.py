@@ -195,6 +195,62 @@ def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -
         assert said["fork"] == ("7", "")
 
 
+def unopened_on_rank() -> dict[str, Any]:
+    """Rank 1 may not look at the processes of others, as under hidepid or where ranks run as several users."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x, ids, w, _ = case("random", rank, ranks, E, K, D, torch.float64)
+    said: dict[str, Any] = {}
+    readlink = os.readlink
+
+    def refuse(path: str) -> str:
+        if rank == 1 and path.startswith("/proc/") and "/fd/" in path and "/self/" not in path:
+            raise PermissionError(13, "Permission denied", path)
+        return readlink(path)
+
+    truth = layer(Dispatcher(E, AllToAll(group)), x, ids, w)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "readlink", refuse)
+        for guard in (True, False):
+            start = time.monotonic()
+            auto = Auto(group, guard=guard)
+            for _ in range(2):
+                equal = torch.equal(layer(Dispatcher(E, auto), x, ids, w), truth)
+            said[f"auto {guard}"] = (type(auto.chosen).__name__, equal, auto.why)
+            shared = SharedMemory(group, guard=guard)
+            for name in ("first", "again"):
+                try:
+                    layer(Dispatcher(E, shared), x, ids, w)
+                except BackendError as error:
+                    said[f"{name} {guard}"] = (error.ranks, error.message)
+            said[f"seconds {guard}"] = time.monotonic() - start
+    after = Auto(group)
+    layer(Dispatcher(E, after), x, ids, w)
+    said["after"] = type(after.chosen).__name__
+    del auto, shared, after
+    gc.collect()
+    said["closed"] = arenas() == []
+    return said
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_a_rank_that_cannot_open_the_others_memory_is_agreed_on() -> None:
+    every = run_ranks(unopened_on_rank, 4, deadline=60.0)
+    for said in every:
+        for guard in (True, False):
+            chosen, equal, why = said[f"auto {guard}"]
+            assert (chosen, equal) == ("AllToAll", True)
+            assert why == every[0][f"auto {guard}"][2]
+            assert "rank 1 cannot open" in why
+            ranks, text = said[f"first {guard}"]
+            assert ranks == (1,)
+            assert "rank 1 cannot open what its peers share: [Errno 13] Permission denied: '/proc/" in text
+            assert text.endswith("see each other in /proc; use the transport alltoall where they do not")
+            assert "was given up on rank" in said[f"again {guard}"][1]
+            assert said[f"seconds {guard}"] < 15.0
+        assert said["after"] == "SharedMemory"
+        assert said["closed"]
+
+
 def alone_on_rank(fault: str) -> tuple[str, tuple[int, ...], str, float]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     transport = SharedMemory(group, guard=False)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from hf.families import build_model, experts_modules, family_names, forward, sample_batch
 from hf.parity import FLOAT32_INSIDE, difference, scale
+from trimtab.hf.experts import experts_forward
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.selftest import KernelChoice
 
 NAMES = family_names()
 IMPL = "trimtab"
@@ -105,3 +108,23 @@ def test_a_slot_without_a_local_expert_is_dropped(name: str) -> None:
     relative = 4e-6 if name in FLOAT32_INSIDE else 1e-10
     for key, value in wanted.items():
         assert difference(ours[key], value) <= relative * scale(value), key
+
+
+class Asked(KernelChoice):
+    """Remembers for which shapes of experts it was asked."""
+
+    shape: tuple[int, int] | None = None
+
+    def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
+        self.shape = shape
+        return super().on(device, dtype, shape)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_kernels_are_chosen_for_the_shape_of_the_experts(name: str) -> None:
+    """gpt-oss stores its weights transposed."""
+    call, kernels = first_call(name, torch.float32), Asked("loop")
+    experts_forward(call.module, call.hidden, call.index, call.weights, kernels=kernels)
+    config = call.module.config
+    assert config.hidden_size != config.intermediate_size
+    assert kernels.shape == (config.hidden_size, config.intermediate_size)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +61,74 @@ def test_threads_may_share_them() -> None:
         thread.join()
     assert not bad
     assert pages.used == 0
+
+
+class Restless(deque[Any]):
+    """Collects garbage before its step of number `when`."""
+
+    def __init__(self, items: Iterable[Any], when: int) -> None:
+        super().__init__(items)
+        self.left = when
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            gc.collect()
+
+    def __len__(self) -> int:
+        self.step()
+        return super().__len__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.step()
+        return super().__getitem__(index)
+
+    def __delitem__(self, index: Any) -> None:
+        self.step()
+        super().__delitem__(index)
+
+    def append(self, x: Any) -> None:
+        self.step()
+        super().append(x)
+
+
+def test_a_finalizer_may_run_at_every_step_and_take_memory_itself() -> None:
+    unit, steps = 1 << 17, 0
+
+    class Garbage:
+        def __init__(self, pages: Pages, taken: list[torch.Tensor]) -> None:
+            self.pages, self.taken, self.me = pages, taken, self
+            self.tensor = pages.empty(unit, dtype=torch.float32)
+
+        def __del__(self) -> None:
+            self.taken.append(self.pages.empty(unit, dtype=torch.float32))
+
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at again each time
+    gc.disable()
+    try:
+        for when in range(100):
+            pages, taken = Pages(), []
+            before = [pages.empty(n * unit, dtype=torch.float32) for n in (1, 2, 1, 3)]
+            Garbage(pages, taken)
+            before.clear()
+            pages._free = Restless(pages._free, when)
+            alive = [pages.empty(n * unit, dtype=torch.float32) for n in (3, 1, 2)]
+            if not taken:
+                break
+            steps += 1
+            assert [t.untyped_storage().nbytes() // 4 // unit for t in alive + taken] == [3, 1, 2, 1], when
+            assert len({t.data_ptr() for t in alive + taken}) == 4, "nobody has what another has"
+            assert pages.used == 7 * unit * 4
+            assert pages.used + pages.idle <= pages.most * SLACK
+            assert pages.idle == sum(map(len, list(pages._free)))
+            alive.clear()
+            taken.clear()
+            assert pages.used == 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert steps >= 10
 
 
 @pytest.mark.usefixtures("poisoned")

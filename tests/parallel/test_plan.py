@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel.layout_truth import Model
-from trimtab.errors import ConfigError, DesyncError
+from trimtab.dispatch import shared_host
+from trimtab.errors import BackendError, ConfigError, DesyncError
 from trimtab.layer import MoE, MoEConfig, MoEOutput
 from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
@@ -38,6 +40,86 @@ def refused_subclass() -> str:
     with pytest.raises(ConfigError) as caught:
         parallelize(layer, init_device_mesh("cpu", (2,)), {"": ExpertParallel()})
     return str(caught.value)
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, Any]:
+    """Everything that hangs on the modules: their types, what they refer to, and the bits of every tensor."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[f"{name} type"] = type(module)
+        for key, value in vars(module).items():
+            found[f"{name} {key}"] = dict(value) if isinstance(value, dict) else value
+        if isinstance(module, MoE):
+            found[f"{name} dispatcher"] = (module.dispatcher, dict(vars(module.dispatcher)))
+            found[f"{name} groups"] = module.router.groups
+    return found | {f"bits of {name}": value.clone() for name, value in model.state_dict().items()}
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(map(equal, a.values(), b.values()))
+        if isinstance(a, tuple):
+            return len(a) == len(b) and all(map(equal, a, b))
+        return a is b or (not isinstance(a, torch.Tensor) and a == b)
+
+    bits = {name for name in before if name.startswith("bits of ") and torch.equal(before[name], after[name])}
+    return [name for name in before | after if name not in bits and not equal(before.get(name), after.get(name))]
+
+
+def refused_whole_on_rank() -> dict[str, tuple[str, str, list[str]]]:
+    """What cannot be spread, tried through `parallelize` and through the style alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    split = init_device_mesh("cpu", (2, 1), mesh_dim_names=("etp", "ep"))
+    said = {}
+
+    def build(hidden: int = 8, experts: int = 4, **options: Any) -> MoE:
+        return MoEConfig(dim=8, hidden=hidden, router=RouterConfig(num_experts=experts, top_k=1), **options).build()
+
+    def attempt(name: str, style: ExpertParallel, on: DeviceMesh, *layers: MoE) -> None:
+        model = torch.nn.ModuleList(layers)
+        before = snapshot(model)
+        for way, run in (
+            ("plan", lambda: parallelize(model, on, {"*": style})),
+            ("style", lambda: parallelize_module(layers[-1], on, style)),
+        ):
+            try:
+                run()
+                said[f"{name}, {way}"] = ("nothing", "", [])
+            except (ConfigError, BackendError) as error:
+                said[f"{name}, {way}"] = (type(error).__name__, error.message, same(before, snapshot(model)))
+        for layer in layers:
+            layer(torch.randn(3, 8, requires_grad=True)).y.sum().backward()
+
+    attempt("experts", ExpertParallel(), mesh, build(), build(experts=3))
+    attempt("hidden", ExpertParallel(etp="etp"), split, build(), build(hidden=9))
+    attempt("mesh", ExpertParallel(etp="tp"), split, build(), build())
+    attempt("before", ExpertParallel(), mesh, build(), parallelize(build(), mesh, {"": ExpertParallel()}))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def none_here(*_: object) -> int:
+            raise OSError(27, "File too large")
+
+        patch.setattr(shared_host, "reserve", none_here)
+        attempt("transport", ExpertParallel(transport="shared_memory"), mesh, build(), build(bias=True))
+    return said
+
+
+def test_a_refused_module_is_as_it_was() -> None:
+    words = {
+        "experts": "3 experts do not divide over 2 ranks",
+        "hidden": "F = 9 does not divide over 2",
+        "mesh": "with etp='tp'",
+        "before": "applied before",
+        "transport": "no shared memory",
+    }
+    for said in run_ranks(refused_whole_on_rank, 2):
+        assert set(said) == {f"{name}, {way}" for name in words for way in ("plan", "style")}
+        for name, (kind, message, changed) in said.items():
+            case = name.split(",")[0]
+            assert kind == ("BackendError" if case == "transport" else "ConfigError"), name
+            assert words[case] in message
+            assert changed == [], name
 
 
 def on_rank() -> dict[str, str]:
@@ -86,5 +168,7 @@ def test_a_star_stays_within_its_part() -> None:
 def test_tokens_and_mesh_go_together() -> None:
     with pytest.raises(ConfigError, match="tp_mesh"):
         ExpertParallel(tokens="sharded")
+    with pytest.raises(ConfigError, match="combine='mean'"):
+        ExpertParallel(combine="mean")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transport"):
         ExpertParallel(transport="pigeon")  # type: ignore[arg-type]

@@ -38,9 +38,9 @@ def killed_at_rename(folder: Path, name: str, rank: int) -> Path:
     return folder
 
 
-def start_cli(*arguments: object, start: Path | None = None) -> subprocess.Popen[str]:
+def start_cli(*arguments: object, start: Path | None = None, nohup: bool = False) -> subprocess.Popen[str]:
     """Start `trimtab …` as a user would, and return at once. start: of Python modules that are found first."""
-    command = [sys.executable, "-m", "trimtab", *map(str, arguments)]
+    command = [*(["nohup"] if nohup else []), sys.executable, "-m", "trimtab", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment(start))
 
@@ -86,9 +86,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "deadline passed"
         time.sleep(0.05)
-
-
-def first_step_done(out: Path) -> Callable[[], bool]:
-    """The condition that a run has written its first line of metrics."""
-    metrics = out / "metrics.jsonl"
-    return lambda: metrics.exists() and metrics.stat().st_size > 0

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from train.commands import run_cli, run_python
+from trimtab.errors import ConfigError, InputError
+from trimtab.train.config import TrainConfig
+from trimtab.train.prepare import check_data, plan_run
 from trimtab.train.presets import PRESETS
 
 
@@ -83,8 +86,8 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "llama")
-    result = run_cli("train", "--model", tmp_path / "llama", "--out", tmp_path / "run")
-    assert_one_message(result, "LlamaForCausalLM", "no experts")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
+        plan_run(TrainConfig(model=str(tmp_path / "llama"), out=str(tmp_path / "run")), 1)
 
 
 def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
@@ -95,8 +98,8 @@ def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
             (model / path.name).symlink_to(path)
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    result = run_cli("train", "--model", model, "--data", chat, "--out", tmp_path / "run")
-    assert_one_message(result, "chat.jsonl:1", "chat template")
+    with pytest.raises(InputError, match=r"chat\.jsonl:1.* chat template"):
+        check_data(plan_run(TrainConfig(model=str(model), data=(str(chat),), out=str(tmp_path / "run")), 1))
 
 
 def test_help_names_the_presets_and_imports_little() -> None:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from train.forked import run_forked
 from trimtab.checkpoint import read_tensors
-from trimtab.errors import ConfigError, InputError, TrimtabError
+from trimtab.errors import ConfigError, InputError
+from trimtab.hf.convert import convert
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.resume import check_resume, read_metrics_until, resumed
+from trimtab.train.prepare import make_room, plan_run, write_init
+from trimtab.train.resume import advice, check_resume, read_metrics_until, resumed, rewind
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -119,6 +124,18 @@ def test_what_may_change(half: Path, text: Path) -> None:
         resumed({"resume": str((half / "checkpoints" / "step-00000002").rename(half / "step-00000002"))})
 
 
+def test_the_model_may_lie_elsewhere(config: TrainConfig, half: Path) -> None:
+    moved = shutil.copytree(config.model, half / "elsewhere")
+    assert resumed({"resume": str(half), "model": str(moved)}).model == str(moved)
+    for name in ("tokenizer.json", "config.json"):
+        (moved / name).write_text((moved / name).read_text() + " ")
+        with pytest.raises(ConfigError, match=f"cannot change it: {name} is not what the checkpoint holds"):
+            resumed({"resume": str(half), "model": str(moved)})
+        (moved / name).unlink()
+        with pytest.raises(ConfigError, match=f"cannot change it: {name} is not"):
+            resumed({"resume": str(half), "model": str(moved)})
+
+
 def test_metrics_up_to_a_checkpoint(half: Path) -> None:
     folder, metrics = half / "checkpoints" / "step-00000002", half / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -134,9 +151,90 @@ def test_metrics_up_to_a_checkpoint(half: Path) -> None:
     assert read_metrics_until(folder, 2) == []
 
 
-def test_a_new_run_does_not_overwrite_checkpoints(config: TrainConfig, half: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"up to step-00000002; go on with it by --resume"):
-        check_options(replace(config, out=str(half)), 2)
+def test_a_model_that_was_not_written_is_written_in_the_end(whole: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(whole, tmp_path / "run")
+    assert advice(out, 2) is None
+    (out / "final").rename(out / "final.unfinished")  # as a kill leaves it
+    (out / "final.unfinished" / "model.safetensors").write_bytes(b"half")
+    (out / "final.unfinished" / "more").touch()
+    (out / "load.png").unlink()
+    assert advice(out, 2) == f"go on from step 4 with: trimtab train --resume {out} --nproc 2"
+    run_forked(resumed({"resume": str(out)}), 2)
+    assert numbers(out) == numbers(whole)
+    assert (out / "load.png").exists()
+    assert not (out / "final.unfinished").exists()
+    assert sorted(p.name for p in (out / "final").iterdir()) == sorted(p.name for p in (whole / "final").iterdir())
+    for path in (out / "final").iterdir():
+        assert path.read_bytes() == (whole / "final" / path.name).read_bytes(), path.name
+
+
+def test_a_checkpoint_alone_becomes_a_folder_of_transformers(whole: Path, tmp_path: Path) -> None:
+    done = convert(whole / "checkpoints", tmp_path / "hf", to="safetensors")
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} < set(done.files)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", whole / "final"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    text = "A chat's tokens: ä."
+    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "hf", whole / "final"))
+    assert one(text)["input_ids"] == other(text)["input_ids"]
+    assert one.chat_template == other.chat_template is not None
+
+
+def test_what_is_in_the_way_goes_only_where_that_is_asked_for(config: TrainConfig, whole: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(whole, tmp_path / "run")
+    new = replace(config, out=str(out))
+    early = resumed({"resume": str(out / "checkpoints" / "step-00000002")})
+    with pytest.raises(ConfigError, match=r"holds checkpoints of a run, up to step-00000004; .* --overwrite"):
+        check_options(new, 2)
+    with pytest.raises(ConfigError, match=r"later checkpoints, up to step-00000004; .* came after step 2"):
+        check_options(early, 2)
+    for config in (new, early):
+        check_options(replace(config, overwrite=True), 2)
+    check_options(replace(early, out=str(tmp_path / "other")), 2)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    with pytest.raises(ConfigError, match=r"holds checkpoints of a run, up to step-00000002"):  # of another one
+        check_options(replace(early, out=str(shutil.copytree(out, tmp_path / "copy"))), 2)
+    with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
+        check_options(resumed({"resume": str(out)}), 2)
+    shutil.rmtree(out / "checkpoints")
+    with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
+        check_options(new, 2)
+
+    make_room(plan_run(replace(new, overwrite=True), 2))
+    assert sorted(path.name for path in out.iterdir()) == ["logs", "run.json"]
+
+
+def test_what_came_after_the_checkpoint_goes(whole: Path, tmp_path: Path) -> None:
+    out, other = (shutil.copytree(whole, tmp_path / name) for name in ("run", "other"))
+    first = out / "checkpoints" / "step-00000002"
+    rewind(first, 2, out)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    rewind(first, 2, other)
+    assert list((other / "checkpoints").iterdir()) == []
+    for folder in (out, other):
+        assert len(numbers(folder)) == 2
+        assert not (folder / "final").exists()
+
+
+def test_first_weights_are_those_of_this_run(config: TrainConfig, tmp_path: Path) -> None:
+    def write(model: str, seed: int) -> tuple[bytes, int]:
+        plan = plan_run(replace(config, model=model, seed=seed, out=str(tmp_path / "run")), 2)
+        write_init(plan)
+        weights = tmp_path / "run" / "init" / "model.safetensors"
+        return weights.read_bytes(), weights.stat().st_mtime_ns
+
+    first = write("qwen3_moe", 0)
+    assert write("qwen3_moe", 0) == first  # read, not written again
+    for model, seed in (("olmoe", 0), ("olmoe", 1), ("qwen3_moe", 0)):
+        before, first = first, write(model, seed)
+        assert before[0] != first[0]
+    (tmp_path / "run" / "init" / "preset.json").unlink()  # a kill before the end of the folder
+    (tmp_path / "run" / "init" / "model.safetensors").write_bytes(b"half")
+    assert write("qwen3_moe", 0)[0] == first[0]
+
+
+def test_an_unfinished_checkpoint_is_in_nobody_s_way(config: TrainConfig, half: Path) -> None:
+    shutil.rmtree(half / "final")
     (half / "checkpoints" / "step-00000002" / "trimtab.json").unlink()
     check_options(replace(config, out=str(half)), 2)
     with pytest.raises(InputError, match="step-00000002 was not written to the end"):

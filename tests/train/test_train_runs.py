@@ -7,22 +7,17 @@ import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from train.commands import (
-    finish,
-    first_step_done,
-    killed_at_rename,
-    ranks_of,
-    run_cli,
-    run_python,
-    start_cli,
-    wait_for,
-)
+from train.commands import finish, killed_at_rename, ranks_of, run_cli, run_python, start_cli, wait_for
+from train.forked import run_forked
 from trimtab.checkpoint.folder import latest
+from trimtab.train.config import TrainConfig
 
 OPEN_WITHOUT_TRIMTAB = """
 import sys
@@ -48,11 +43,11 @@ def options(checkpoint: Path, text: Path) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def alone(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
-    out = tmp_path_factory.mktemp("alone")
-    result = run_cli(*options, "--batch-size", 4, "--out", out)
-    assert result.returncode == 0, result.stderr
+    out = tmp_path_factory.mktemp("alone") / "run"
+    values: dict[str, Any] = {"seq_len": 32, "max_steps": 3, "lr": 0.01, "batch_size": 4}
+    run_forked(TrainConfig(model=str(checkpoint), data=(str(text),), out=str(out), **values), 1)
     return out
 
 
@@ -61,14 +56,14 @@ def pair(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The same global batch on two ranks that share the experts, killed while it saves step 2, and gone on with."""
     folder = tmp_path_factory.mktemp("pair")
     out, start = folder / "run", killed_at_rename(folder / "start", "step-00000002", rank=0)
-    result = run_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2, "--save-every", 1, start=start)
-    assert result.returncode == 1, result.stderr
-    assert "rank 0 was ended by SIGKILL" in result.stderr
-    assert f"go on from step 1 with: trimtab train --resume {out} --nproc 2" in result.stderr
+    process = start_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2, "--save-every", 1, start=start)
+    advice = f"go on from step 1 with: trimtab train --resume {out} --nproc 2"
+    assert_ended(process, out, 1, "rank 0 was ended by SIGKILL", advice)
     assert [record["step"] for record in metrics(out)] == [1, 2]
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000001", "step-00000002.unfinished"]
     result = run_cli("train", "--resume", out, "--nproc", 2)
     assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr  # FSDP warns of outputs that are views
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
     for part in ("metrics.jsonl", "load.png", "final", "nats per token in 3 steps"):
         assert part in result.stdout
@@ -166,8 +161,8 @@ def endless(options: list[object], tmp_path: Path) -> Iterator[Callable[..., sub
     """Starts runs that only end when they are made to."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*more: object) -> subprocess.Popen[str]:
-        started.append(start_cli(*options, "--max-steps", 100_000, "--out", tmp_path / "run", *more))
+    def start(*more: object, nohup: bool = False) -> subprocess.Popen[str]:
+        started.append(start_cli(*options, "--max-steps", 100_000, "--out", tmp_path / "run", *more, nohup=nohup))
         return started[-1]
 
     yield start
@@ -179,16 +174,16 @@ def endless(options: list[object], tmp_path: Path) -> Iterator[Callable[..., sub
         process.communicate()
 
 
-def test_a_killed_rank_is_named(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    process = endless("--nproc", 2)
-    wait_for(first_step_done(tmp_path / "run"))
-    os.kill(ranks_of(tmp_path / "run")[1], signal.SIGKILL)
-    assert_ended(process, tmp_path / "run", 1, "rank 1 was ended by SIGKILL")
-
-
-def test_ctrl_c_stops_all_ranks(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    process = endless("--nproc", 2)
+def test_ctrl_c_stops_all_ranks_and_a_hangup_under_nohup_none(
+    endless: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = endless("--nproc", 2, nohup=True)
     wait_for(two_ranks_started(tmp_path / "run"))
+    for number in (process.pid, *ranks_of(tmp_path / "run")):  # as a terminal does that is closed
+        os.kill(number, signal.SIGHUP)
+    time.sleep(0.2)
+    assert len(ranks_of(tmp_path / "run")) == 2
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert_ended(process, tmp_path / "run", 130, "interrupted by SIGINT")
 

@@ -60,6 +60,8 @@ def test_transformers_holds_the_truth_on_two_ranks() -> None:
         ("2r-ep2-ordered", "random", "ordered combine"),
         ("2r-ep2-ddp", "random", "DDP"),
         ("4r-ep2-hsdp", "random", "HSDP"),
+        ("2r-ep2-cp2", "random", "context-parallel"),
+        ("2r-ep2", "zipf2", "16 bytes"),
         ("2r-ep2", "masked", "token mask"),
         ("2r-ep2", "all_masked", "token mask"),
         ("2r-ep2", "dropped", "dropped slots"),

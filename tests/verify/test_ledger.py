@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from routing.router_truth import truth_losses
 from trimtab import oracle
 from trimtab.errors import BackendError, ConfigError
+from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import DTYPES, Case, plan_cases
 from trimtab.verify.collect import Verdict
 from trimtab.verify.judge import compare
 from trimtab.verify.ledger import Ledger
 from trimtab.verify.local import run_local
-from trimtab.verify.patterns import PATTERNS, make_problem
-from trimtab.verify.problem import make_weights
+from trimtab.verify.patterns import PATTERNS, make_problem, pattern_named
+from trimtab.verify.problem import BALANCE, make_weights
 from trimtab.verify.topologies import Topology, default_topologies, quick_topologies, topologies_for
 from trimtab.verify.truth import dense_moe, route, solve
 
@@ -97,6 +100,54 @@ def test_the_truth_averages_over_data_parallel_ranks() -> None:
         torch.testing.assert_close(grad, (alone[0].grads[name] + alone[1].grads[name]) / 2)
     assert torch.equal(both.dx[1], alone[1].dx[0])
     assert torch.equal(both.loads[0], alone[0].loads[0] + alone[1].loads[0])
+
+
+def test_where_sequences_are_shared_the_truth_has_their_loss() -> None:
+    """Against the four losses token by token, over sequences put together again from the ranks that share them."""
+    t = Topology(ranks=4, ep=4, cp=2, data="fsdp")
+    config = RouterConfig(num_experts=8, top_k=3, sequence_aux_loss=1.0)
+    for name in ("masked", "uneven_shards", "empty_source", "dropped", "all_masked"):
+        problem = make_problem(t, pattern_named(name), torch.float64, seed=2)
+        (first,) = weights = make_weights(problem.sizes, seed=1)
+        pairs = [problem.batches[i : i + 2] for i in (0, 2)]
+        real = [
+            [torch.ones(b.x_BLD.shape[:2]).bool() if b.mask_BL is None else b.mask_BL for b in two] for two in pairs
+        ]
+        xs = [[b.x_BLD.clone().requires_grad_() for b in two] for two in pairs]
+        total = torch.zeros((), dtype=torch.float64)
+        for two, x, mask in zip(pairs, xs, real, strict=True):
+            logits = (torch.cat(x, 1) @ first.router_ED.T).flatten(0, 1)
+            given = torch.cat([b.ids_BLK for b in two], 1).flatten(0, 1), torch.cat(mask, 1).flatten()
+            loss = truth_losses(logits, *given, two[0].x_BLD.shape[0], config)["sequence_aux"]
+            total = total + loss * max(int(given[1].sum()), 1)
+        total = BALANCE * total / max(sum(int(m.sum()) for mask in real for m in mask), 1)
+        leaves = [x for two in xs for x in two]
+        true = torch.autograd.grad(total, leaves)
+        plain = solve(replace(problem, cp=1), weights)
+        ours = solve(problem, weights)
+        for got, without, expected in zip(ours.dx, plain.dx, true, strict=True):
+            torch.testing.assert_close(got - without, 4 * expected, rtol=0, atol=1e-13)
+        assert ours.grads["0.up"].equal(plain.grads["0.up"])
+        assert (name == "all_masked") == ours.grads["0.router"].equal(plain.grads["0.router"])
+
+
+def test_some_rows_are_of_odd_widths_and_some_arrangements_share_sequences() -> None:
+    cases = plan_cases("default", 8)
+    for quick in (True, False):
+        names = {t.name for t in (quick_topologies() if quick else default_topologies())}
+        asked = [case for case in cases if case.topology.name in names]
+        assert {case.topology.cp for case in asked} == {1, 2}
+        for case in asked:
+            sizes = make_problem(case.topology, case.pattern, DTYPES[case.dtype], 0).sizes if case.pattern.odd else None
+            assert sizes is None or sizes.dim % 2 == 1
+        odd = {(case.topology.name, case.dtype) for case in asked if case.pattern.odd}
+        assert odd == {(case.topology.name, case.dtype) for case in asked}
+    assert {t.name for t in default_topologies() if t.cp > 1} == {
+        "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp",
+    }  # fmt: skip
+    for wrong in ({"ranks": 4, "ep": 2, "cp": 2}, {"ranks": 3, "ep": 3, "cp": 2, "data": "fsdp"}):
+        with pytest.raises(ConfigError, match="cp must divide dp"):
+            Topology(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_mismatch_names_the_first_bad_coordinate() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from trimtab.bench.chart import draw
+from trimtab.bench.chart import can_draw, draw
 from trimtab.bench.choose import kernel_sets
 from trimtab.bench.grid import all_tasks
-from trimtab.bench.page import page
+from trimtab.bench.page import GPU_PAGE, page
 from trimtab.bench.result import Record
+from trimtab.bench.sources import source_digest
 from trimtab.bench.store import read_records, write_records
 from trimtab.bench.task import Task
 from trimtab.errors import InputError
 
 
 class Campaign:
-    """The cases of `trimtab bench all`.
+    """The cases of `trimtab bench all`, the most important first.
 
     Args:
         results: the folder with a JSON file per case that was measured.
@@ -30,12 +31,10 @@ class Campaign:
         self._only = only
 
     def left(self) -> dict[Path, Task]:
-        """What has no results yet."""
-        return {
-            file: task
-            for file, task in self._files.items()
-            if not file.exists() and all(word in file.stem for word in self._only)
-        }
+        """What has no results of these sources yet, or results in which nobody of ours was timed."""
+        wanted = {file: task for file, task in self._files.items() if all(word in file.stem for word in self._only)}
+        now = {part: source_digest(part) for part in {task.part for task in wanted.values()}}
+        return {file: task for file, task in wanted.items() if not _stands(file, now[task.part])}
 
     def measured(self) -> list[Path]:
         """The files that are there, in the order of the page."""
@@ -49,18 +48,29 @@ class Campaign:
             yield record
 
 
-def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> None:
-    """Write the page of these results to `out`, with a picture drawn to `chart`.
+def _stands(file: Path, sources: str) -> bool:
+    return file.exists() and all(r.sources == sources and not r.in_vain for r in read_records([file]))
 
+
+def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> bool:
+    """Write the page of these results to `out`, and draw `chart`; returns whether there was anything to draw.
+
+    What was measured with other sources than these is neither drawn nor judged, and stands under a heading of its own.
     Raises InputError where a file cannot be read or written, BackendError for a chart without matplotlib.
     """
     records = read_records(files)
+    now = {part: source_digest(part) for part in {record.part for record in records}}
+    current = [record for record in records if record.sources == now[record.part]]
+    earlier = [record for record in records if record.sources != now[record.part]]
     address = None
-    if chart is not None:
-        draw(records, chart)
+    drawable = can_draw(current)
+    if chart is not None and drawable:
+        draw(current, chart)
         address = chart.name if chart.parent.resolve() == out.parent.resolve() else str(chart)
+    gpu = GPU_PAGE if (out.parent / GPU_PAGE).exists() else None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(records, chart=address), encoding="utf-8")
+        out.write_text(page(current, earlier=earlier, chart=address, gpu=gpu), encoding="utf-8")
     except OSError as error:
         raise InputError(f"{out}: cannot be written ({error.strerror})") from error
+    return drawable

@@ -5,16 +5,22 @@ Where there are more cases than a picture holds, only forward+backward of the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab.bench.bars import case_words
 from trimtab.bench.finding import Finding, findings
 from trimtab.bench.result import Record, largest
 from trimtab.bench.subject import BOTH
+from trimtab.bench.words import case_words
 from trimtab.errors import BackendError, InputError
 
 MOST = 40
+
+
+def can_draw(records: Sequence[Record]) -> bool:
+    """Whether any race has both a trimtab contestant and a limit."""
+    return any(f.over_limits for f in findings(records))
 
 
 def draw(records: Sequence[Record], png: Path) -> None:
@@ -31,7 +37,8 @@ def draw(records: Sequence[Record], png: Path) -> None:
     figure = Figure(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
     axes = figure.subplots()
     places = range(len(shown))
-    axes.barh([p - 0.2 for p in places], [f.over_limit or 0.0 for f in shown], 0.38, label="trimtab", color="#2a6f97")
+    bars = [largest(value for value in f.over_limits.values() if value < math.inf) or 0.0 for f in shown]
+    axes.barh([p - 0.2 for p in places], bars, 0.38, label="trimtab", color="#2a6f97")
     peers = [(p + 0.2, _peer(f), f.peer_name) for p, f in zip(places, shown, strict=True)]
     raced = [(p, value, name) for p, value, name in peers if value is not None]
     if raced:
@@ -59,4 +66,4 @@ def _label(f: Finding) -> str:
     words = [f.record.part, case_words(f.record), f.mode]
     if f.group and f.group != "balanced":
         words.append(f.group)
-    return f"{', '.join(words)}\n{f.name}"
+    return f"{', '.join(words)}\n{f.name}{' (failed)' if f.failed else ''}"

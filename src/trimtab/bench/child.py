@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from trimtab.bench.contestant import Contestant
+from trimtab.bench.result import ABSENT
 from trimtab.bench.subject import Build, Subject, Where
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main() -> None:
     try:
         meet = _join(contestant, rank, store)
         subject = _build(contestant, rank)
-        pipe.send((True, {"modes": list(subject.modes), **subject.facts}))
+        pipe.send((True, {"modes": list(subject.modes), "judged": subject.judged, **subject.facts}))
         while True:
             try:
                 command = pipe.recv()
@@ -44,7 +45,7 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or ["no message"]
-        what = "cannot be imported here" if isinstance(error, ImportError) else type(error).__name__
+        what = ABSENT if isinstance(error, ImportError) else type(error).__name__
         pipe.send((False, f"{what}: {lines[0]}"))
     sys.stderr.flush()
     os._exit(0)  # nothing to take apart: dozens of processes that do so at once would keep the cores busy

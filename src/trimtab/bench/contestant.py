@@ -80,12 +80,16 @@ class Team:
 
     def ask(self, command: tuple[Any, ...], patience: float) -> list[Any]:
         """Send a command to all ranks; their answers. Raises ContestantFailed."""
+        self.tell(command)
+        return self.answers(patience)
+
+    def tell(self, command: tuple[Any, ...]) -> None:
+        """Send a command to all ranks, whose answers are to be asked for. Raises ContestantFailed."""
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(command)
             except OSError as error:
                 raise ContestantFailed(f"ended unasked: {self._last_words(rank)}") from error
-        return self.answers(patience)
 
     def answers(self, patience: float) -> list[Any]:
         """One answer of each rank within `patience` seconds. Raises ContestantFailed."""

@@ -1,21 +1,11 @@
-"""What an experts layer costs at least. FLOPs count a multiply and an add as two.
+"""The fewest bytes that an experts layer and its row moves read and write.
 
-    forward     2 GEMMs   rows [N, D] x up [D, 2F],  hidden [N, F] x down [F, D]
-    backward    4 more    each GEMM's input gradient and weight gradient
-
-    bytes       forward    weights of experts that have rows, tokens in, tokens out
-                backward   the same weights, tokens and output gradients in, input gradients out,
-                           gradients of all experts' weights out (read as well where they are added to)
-
-Legend: N slots, T tokens, D model dim, F expert hidden dim, E experts.
+forward     weights of experts that have rows, tokens in, tokens out
+backward    the same weights, tokens and output gradients in, input gradients out,
+            gradients of all experts' weights out (read as well where they are added to)
 """
 
 from __future__ import annotations
-
-
-def layer_flops(slots: int, dim: int, hidden: int, *, backward: bool) -> int:
-    """6 N D F forward, 18 N D F with the backward, for experts with a gate."""
-    return (18 if backward else 6) * slots * dim * hidden
 
 
 def layer_bytes(

@@ -112,7 +112,7 @@ def _subject(layer: Callable[[Tensor, Tensor, Tensor], Tensor], data: LayerData,
         assert data.x_TD.grad is not None
         return {"y": y.detach().float() @ random_DV, "input gradient": data.x_TD.grad.float() @ random_DV}
 
-    return Subject(modes={FORWARD: forward, BOTH: both}, outcome=outcome, facts=facts)
+    return Subject(modes={FORWARD: forward, BOTH: both}, outcome=outcome, judged=BOTH, facts=facts)
 
 
 def _judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:

@@ -1,10 +1,12 @@
 """What the records say, one value per (case, workload, mode, implementation of ours): the rows of the page, the bars.
 
 Of the two settings of malloc the less favourable one is quoted: the smaller speed-up, the larger multiple of the limit.
+Whoever of ours failed took for ever. Where a peer or a limit failed there is nothing to quote.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,10 @@ from trimtab.bench.result import Limit, Record, largest, smallest
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """All by malloc setting.
+    """own, peer and limits by malloc setting.
 
-    name: ours, without its workload. own, peer: median seconds. peer_name: the fastest peer, "" without one.
+    name: ours, without its workload. own, peer: median seconds; infinite where ours failed. peer_name: the fastest
+    peer, "" without one. failed, peer_failed, limit_failed: why ours, a peer or a limit has no time, "" where all have.
     """
 
     record: Record
@@ -27,6 +30,9 @@ class Finding:
     peer: dict[str, float]
     peer_name: str
     limits: dict[str, Limit]
+    failed: str = ""
+    peer_failed: str = ""
+    limit_failed: str = ""
 
     @property
     def case(self) -> dict[str, Any]:
@@ -44,40 +50,53 @@ class Finding:
 
     @property
     def speed_up(self) -> float | None:
-        """The one to quote."""
-        return smallest(self.speed_ups.values())
+        """The one to quote: 0 where ours failed, None without peers or where one of them failed."""
+        if self.failed:
+            return 0.0
+        return None if self.peer_failed else smallest(self.speed_ups.values())
 
     @property
     def over_limit(self) -> float | None:
-        """The one to quote."""
-        return largest(self.over_limits.values())
+        """The one to quote: infinite where ours failed, None without a limit or where a part of it failed."""
+        if self.failed:
+            return math.inf
+        return None if self.limit_failed else largest(self.over_limits.values())
 
 
 def findings(records: Iterable[Record]) -> list[Finding]:
     """In the order of the records and their contestants."""
-    found = []
-    for record in records:
-        kinds = {(e.name, e.group): e for race in record.races for e in race.entries if e.role == "ours"}
-        modes = list(dict.fromkeys(mode for race in record.races for e in race.entries for mode in e.seconds))
-        for (name, group), mode in ((kind, mode) for kind in kinds for mode in modes):
-            own, peer, limits, peer_name = dict[str, float](), dict[str, float](), dict[str, Limit](), ""
-            for race in record.races:
-                entry = next(e for e in race.entries if (e.name, e.group) == (name, group))
-                if (seconds := race.median(entry, mode)) is None:
-                    continue
-                own[race.malloc] = seconds
-                if fastest := race.fastest("peer", group, mode):
-                    peer_name, peer[race.malloc] = fastest
-                if limit := race.limit(group, mode):
-                    limits[race.malloc] = limit
-            if own:
-                found.append(
-                    Finding(
-                        record=record, group=group, mode=mode, name=plain(name), own=own, peer=peer,
-                        peer_name=plain(peer_name), limits=limits,
-                    )
-                )  # fmt: skip
-    return found
+    return [
+        found
+        for record in records
+        for name, group in dict.fromkeys((e.name, e.group) for r in record.races for e in r.entries if e.role == "ours")
+        for mode in record.modes
+        if (found := _finding(record, name, group, mode)).own
+    ]
+
+
+def _finding(record: Record, name: str, group: str, mode: str) -> Finding:
+    own, peer, limits, peer_name = dict[str, float](), dict[str, float](), dict[str, Limit](), ""
+    failed, peer_failed, limit_failed = list[str](), list[str](), list[str]()
+    for race in record.races:
+        entry = next(e for e in race.entries if (e.name, e.group) == (name, group))
+        seconds = race.median(entry, mode)
+        if entry.failed is not None:
+            failed.append(f"{plain(name)}: {entry.failed}")
+            seconds = math.inf
+        if seconds is None:
+            continue
+        own[race.malloc] = seconds
+        peer_failed += [f"{plain(e.name)}: {e.failed}" for e in race.broken(group, "peer")]
+        limit_failed += [f"{plain(e.name)}: {e.failed}" for e in race.broken(group, "limit", "bandwidth")]
+        if fastest := race.peer(group, mode):
+            peer_name, peer[race.malloc] = fastest
+        if limit := race.limit(group, mode):
+            limits[race.malloc] = limit
+    return Finding(
+        record=record, group=group, mode=mode, name=plain(name), own=own, peer=peer, peer_name=plain(peer_name),
+        limits=limits, failed=next(iter(failed), ""), peer_failed=next(iter(peer_failed), ""),
+        limit_failed=next(iter(limit_failed), ""),
+    )  # fmt: skip
 
 
 def plain(name: str) -> str:

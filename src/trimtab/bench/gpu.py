@@ -1,5 +1,7 @@
-"""`python -m trimtab.bench.gpu`: the layer, its GEMMs and its row moves on one CUDA device; prints what goes into
-docs/benchmarks.md, and the lines for `trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds.
+"""`python -m trimtab.bench.gpu --out docs`: the layer, its GEMMs and its row moves on one CUDA device.
+
+Prints a page, and writes it to docs/benchmarks-gpu.md, to which docs/benchmarks.md links; and prints the lines for
+`trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds.
 
 Legend: D model dim, F expert hidden dim, E experts, K experts per token.
 """
@@ -10,12 +12,15 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from trimtab.bench.gpu_case import GpuCase, agree, captured, gemms, moves, our_layer, steps, their_layer
 from trimtab.bench.gpu_race import Run, Timing, race
+from trimtab.bench.page import GPU_PAGE
 from trimtab.bench.table import as_markdown, duration, ratio, size
+from trimtab.errors import InputError
 from trimtab.kernels.measured import Measured
 
 SHAPES = ((2048, 768, 128, 8), (4096, 1536, 128, 8), (4096, 14336, 8, 2))
@@ -43,9 +48,15 @@ def layer_table(case: GpuCase, names: tuple[str, ...], *, rounds: int, peer: boo
         flops = case.forward_flops * (1 if mode == "forward" else 3)
         for name, t in timings.items():
             rows.append([mode, name, duration(t.median), t.spread, f"{flops / t.median / 1e12:.1f}",
-                         ratio(reference / t.median), size(t.peak) if t.peak >= 0 else ""])  # fmt: skip
-    header = ["", "who", "median", "middle half", "TFLOP/s", f"against {list(made)[-1]}", "peak memory"]
+                         ratio(reference / t.median), _memory(t)])  # fmt: skip
+    header = ["", "who", "median", "middle half", "TFLOP/s", f"against {list(made)[-1]}", "memory"]
     return as_markdown(header, rows), timings
+
+
+def _memory(t: Timing) -> str:
+    if t.memory is None:
+        return "not measured"
+    return f"{size(t.memory)}, {'pool of the graph' if t.is_graph else 'peak'}"
 
 
 def gemm_table(case: GpuCase, names: tuple[str, ...], *, rounds: int) -> str:
@@ -73,7 +84,7 @@ def report(case: GpuCase, names: tuple[str, ...] = NAMES, *, rounds: int = 11, p
     layer, timings = layer_table(case, names, rounds=rounds, peer=peer)
     gc.collect()
     parts = [
-        f"### D {case.dim}, F {case.hidden}, E {case.experts}, K {case.top_k}: {case.tokens:,} tokens, {case.dtype}",
+        f"## D {case.dim}, F {case.hidden}, E {case.experts}, K {case.top_k}: {case.tokens:,} tokens, {case.dtype}",
         layer, gemm_table(case, names, rounds=rounds), move_table(case, names, rounds=rounds),
     ]  # fmt: skip
     line = ""
@@ -95,27 +106,43 @@ def report(case: GpuCase, names: tuple[str, ...] = NAMES, *, rounds: int = 11, p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page's part. Exit code 1 where there is no CUDA device."""
+    """Print the page and write it to --out. Exit code 1 where there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m trimtab.bench.gpu", description=__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=11, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"for {GPU_PAGE}")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("trimtab.bench.gpu needs a CUDA device; nothing was measured", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     command = f"python -m trimtab.bench.gpu --tokens {given.tokens} --rounds {given.rounds}"
-    print(f"## One {torch.cuda.get_device_name(device)}, torch {torch.__version__}: `{command}`\n")
-    lines = []
+    title = f"# Benchmarks on one {torch.cuda.get_device_name(device)}, torch {torch.__version__}: `{command}`"
+    print(f"{title}\n")
+    sections, lines = [title], []
     for dim, hidden, experts, top_k in SHAPES:
         case = GpuCase(dim=dim, hidden=hidden, experts=experts, top_k=top_k, tokens=given.tokens, device=device)
         section, line = report(case, rounds=given.rounds)
         print(f"{section}\n", flush=True)
+        sections.append(section)
         lines.append(line)
         gc.collect()
         torch.cuda.empty_cache()
+    if given.out is not None:
+        print(f"page: {write_gpu_page(sections, given.out)}\n")
     print("For TABLE in src/trimtab/kernels/measured.py:\n\n" + "\n".join(f"    {line}," for line in lines))
     return 0
+
+
+def write_gpu_page(sections: Sequence[str], folder: Path) -> Path:
+    """The page's file, with a link back to the page of the CPU. Raises InputError where it cannot be written."""
+    page, back = folder / GPU_PAGE, "What was measured on a CPU is in [benchmarks.md](benchmarks.md)."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        page.write_text("\n\n".join([sections[0], back, *sections[1:]]) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{page}: cannot be written ({error.strerror})") from error
+    return page
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Legend: T tokens, K experts per token, E experts, D model dim, F expert hidden d
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.bench.gpu_race import Run
+from trimtab.bench.gpu_race import Replay, Run
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
 from trimtab.experts.module import ExpertMLP
@@ -107,23 +108,20 @@ def agree(ours: list[Tensor], theirs: list[Tensor], who: str) -> None:
             raise InputError(f"{who}: result {i} differs by {error:.3g} where the largest value is {largest:.3g}")
 
 
-def captured(run: Run, device: torch.device) -> Run:
-    """`run` as the replay of a CUDA graph."""
+def captured(run: Run, device: torch.device) -> Replay:
+    """`run` as the replay of a CUDA graph. Its pool is what the device reserves for it during the capture."""
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
         for _ in range(3):
             run()
     torch.cuda.current_stream(device).wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    torch.cuda.empty_cache()  # so that nothing but the pool changes what is reserved
+    before, graph = torch.cuda.memory_reserved(device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = run()
-
-    def replay() -> object:
-        graph.replay()
-        return kept
-
-    return replay
+    return Replay(graph=graph, kept=kept, pool=torch.cuda.memory_reserved(device) - before)
 
 
 def gemms(case: GpuCase, names: tuple[str, ...]) -> dict[str, Run]:

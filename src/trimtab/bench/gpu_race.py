@@ -9,18 +9,46 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 Run = Callable[[], object]
 
 
+class Graph(Protocol):
+    """What `torch.cuda.CUDAGraph` has."""
+
+    def replay(self) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A CUDA graph as a run.
+
+    kept: what the captured run gave. pool: bytes that the graph holds from its capture on; a replay allocates nothing.
+    """
+
+    graph: Graph
+    kept: object
+    pool: int
+
+    def __call__(self) -> object:
+        self.graph.replay()
+        return self.kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of one contestant. seconds: each round's, per run. peak: bytes beyond what was held before, -1 on the CPU."""
+    """Of one contestant.
+
+    seconds: each round's, per run. memory: the most bytes of a run beyond what was held before, its results included;
+    those of its pool where it is a graph. None where that was not measured.
+    """
 
     seconds: tuple[float, ...]
-    peak: int
+    memory: int | None
+    is_graph: bool = False
 
     @property
     def median(self) -> float:
@@ -54,10 +82,12 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def peak_of(run: Run, device: torch.device) -> int:
-    """The most bytes that one run holds beyond what was held before it, its results included; -1 on the CPU."""
+def memory_of(run: Run, device: torch.device) -> int | None:
+    """See `Timing`."""
+    if isinstance(run, Replay):
+        return run.pool
     if device.type != "cuda":
-        return -1
+        return None
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -70,15 +100,18 @@ def race(
     contestants: Mapping[str, Run], device: torch.device, *, rounds: int = 11, seconds: float = 0.03
 ) -> dict[str, Timing]:
     """Medians need rounds, not repeats: each round repeats a contestant for about `seconds`."""
-    repeats, peaks = {}, {}
+    repeats, memory = {}, {}
     for name, run in contestants.items():
         for _ in range(3):  # compile, fill caches, reach the clock rate
             run()
-        peaks[name] = peak_of(run, device)
+        memory[name] = memory_of(run, device)
         repeats[name] = max(1, int(seconds / max(time_of(run, device, 1), 1e-9)))
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds):
         order = list(contestants) if turn % 2 else list(contestants)[::-1]
         for name in order:
             found[name].append(time_of(contestants[name], device, repeats[name]))
-    return {name: Timing(seconds=tuple(found[name]), peak=peaks[name]) for name in contestants}
+    return {
+        name: Timing(seconds=tuple(found[name]), memory=memory[name], is_graph=isinstance(run, Replay))
+        for name, run in contestants.items()
+    }

@@ -60,7 +60,7 @@ def kernels_task(
     moved = {"gather": gather_bytes(rows, dim, size), "combine": combine_bytes(rows, tokens, dim, size)}
     dense = [
         made(f"dense {precision}", "limit", f"{__name__}:build_dense", dtype=precision)
-        for precision in dict.fromkeys((dtype, "fp32"))
+        for precision in dict.fromkeys(("fp32", dtype))
     ]
     return Task(
         part="kernels",

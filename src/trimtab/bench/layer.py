@@ -75,7 +75,7 @@ def layer_task(
             own = peer == "trimtab-hf"
             add("trimtab hf" if own else peer, "ours" if own else "peer", f"layer_peers:{build}", case, peer=peer)
         if case is cases[0] or ranks > 1:  # on one rank every workload has the same rows
-            for precision in dict.fromkeys((dtype, "fp32")):  # where bf16 is emulated, float32 GEMMs are faster
+            for precision in dict.fromkeys(("fp32", dtype)):  # where bf16 is emulated, float32 GEMMs are faster
                 add(f"dense {precision}", "limit", "limits:build_dense", case, dtype=precision)
     if ranks == 1 and many:  # it serves all workloads
         contestants = [c if c.role != "limit" else replace(c, group="") for c in contestants]

@@ -34,7 +34,9 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """tokens: per rank on average. in_place: gradients of weights are added into main_grad."""
+    """tokens: per rank on average. in_place: gradients of weights are added to what is there, ours into
+    main_grad, peers' into .grad.
+    """
 
     dim: int
     hidden: int

@@ -54,7 +54,8 @@ def build_transformers(args: dict[str, Any], where: Where) -> Subject:
     def gradients() -> tuple[Tensor, Tensor]:
         return experts.gate_up_proj.grad, experts.down_proj.grad
 
-    return layer_subject(layer, LayerData.of(case, where.rank), list(experts.parameters()), gradients)
+    data, params = LayerData.of(case, where.rank), list(experts.parameters())
+    return layer_subject(layer, data, params, gradients, accumulate=case.in_place)
 
 
 def build_torchtitan(args: dict[str, Any], where: Where) -> Subject:
@@ -93,4 +94,4 @@ def build_torchtitan(args: dict[str, Any], where: Where) -> Subject:
         assert third is not None
         return torch.cat((first, third), 1), second
 
-    return layer_subject(layer, LayerData.of(case, where.rank), params, gradients)
+    return layer_subject(layer, LayerData.of(case, where.rank), params, gradients, accumulate=case.in_place)

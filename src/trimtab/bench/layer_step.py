@@ -25,9 +25,13 @@ def layer_subject(
     params: Sequence[Tensor],
     gradients: Callable[[], tuple[Tensor, Tensor]],
     *,
+    accumulate: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Subject:
-    """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], wherever they are."""
+    """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], wherever they are.
+
+    accumulate: each step's gradients are added to `.grad` of the parameters.
+    """
 
     def forward() -> None:
         with torch.no_grad():
@@ -40,7 +44,7 @@ def layer_subject(
 
     def clear(d: LayerData) -> None:
         d.x_TD.grad = d.w_TK.grad = None
-        for param in params:
+        for param in () if accumulate else params:
             param.grad = None
 
     def both() -> None:
@@ -49,8 +53,9 @@ def layer_subject(
 
     def outcome() -> dict[str, Tensor]:
         for param in params:
-            if getattr(param, "main_grad", None) is not None:
-                param.main_grad.zero_()  # type: ignore[attr-defined]
+            for total in (param.grad, getattr(param, "main_grad", None)):
+                if total is not None:
+                    total.zero_()
         y = run(data)
         assert data.x_TD.grad is not None
         assert data.w_TK.grad is not None
@@ -60,5 +65,5 @@ def layer_subject(
 
     held = sum(t.nbytes for t in (data.x_TD, data.w_TK, *params))
     return Subject(
-        modes={FORWARD: forward, BOTH: both}, outcome=outcome, held=held, facts=facts or {}
+        modes={FORWARD: forward, BOTH: both}, outcome=outcome, judged=BOTH, held=held, facts=facts or {}
     )  # fmt: skip

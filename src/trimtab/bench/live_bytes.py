@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _meet(self, tensor: Tensor, new: bool) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if new else 0
+        key, size = storage._cdata, storage.nbytes() if new and not tensor.is_meta else 0
         if key in self._known:
             return
         self._known.add(key)

@@ -1,8 +1,8 @@
 """The race: contestants in processes of their own, warmed up, judged, then timed in turns.
 
-    build   one by one       a contestant that cannot be built is a row with its reason
+    build   all at once      a contestant that cannot be built is a row with its reason
+    judge   one by one       a contestant with wrong numbers does not race; what it ran for that was its first warm-up
     warm    one by one       two steps of each mode, one where steps are slow
-    judge   one by one       a contestant with wrong numbers does not race
     turns   A B C, C B A …   each turn some steps of every mode
 
 Of several limits only those that may set it take turns: where bf16 is emulated, dense float32 GEMMs do.
@@ -33,8 +33,10 @@ Say = Callable[[str], None]
 
 REST = 0.01
 """Seconds between turns, in which threads of the last one stop spinning."""
-SLOW = 2.0
+SLOW = 0.5
 """Seconds of a step from which a second one warms nothing up."""
+ASIDE = "set aside in warm-up"
+"""The fact that lists the modes in which a limit took no turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,89 +68,118 @@ def race(
     say: Say = lambda _: None,
 ) -> list[Entry]:
     """One entry per contestant, in their order. A contestant takes part in those of `modes` that it has."""
-    failed: dict[str, str] = {}
-    facts: dict[str, dict[str, Any]] = {}
+    field = Field(pace.patience, say)
     taken: dict[str, dict[str, list[list[float]]]] = {c.name: {} for c in contestants}
-    teams: dict[str, Team] = {}
-    with _ended(teams):
-
-        @contextmanager
-        def excused(name: str) -> Iterator[None]:
-            try:
-                yield
-            except ContestantFailed as error:
-                failed[name] = str(error)
-                say(f"{name}: {error}")
-                teams.pop(name).kill()
-
-        for c in contestants:
-            teams[c.name] = Team(c, malloc)
-            with excused(c.name):
-                facts[c.name] = _joined(teams[c.name].answers(pace.patience))
-        steps: dict[tuple[str, str], float] = {}
-        for c in contestants:
-            for mode in _modes_of(c.name, facts, modes) if c.name in teams else ():
-                with excused(c.name):
-                    for _ in range(2):
-                        steps[c.name, mode] = max(teams[c.name].ask(("warm", mode, 1), pace.patience))
-                        if steps[c.name, mode] > SLOW:
-                            break
-                if c.name not in teams:
-                    break
-            if judge is not None and c.name in teams:
-                with excused(c.name):
-                    _judge(c, teams[c.name], judge, pace.patience)
-        idle = set_aside(contestants, {key: seconds for key, seconds in steps.items() if key[0] in teams})
-        for name, mode in idle:
-            facts[name].setdefault("set aside in warm-up", []).append(mode)
-        racing = [(name, mode) for name, mode in steps if name in teams and (name, mode) not in idle]
+    with field.ended():
+        field.build(contestants, malloc)
+        for c in [c for c in contestants if c.name in field.teams]:
+            with field.excused(c.name):
+                judged = _judge(c, field, judge)
+                _warm(contestants, c, field, [mode for mode in modes if mode in field.facts[c.name]["modes"]], judged)
+        idle = set_aside(contestants, {key: seconds for key, seconds in field.steps.items() if key[0] in field.teams})
+        for name, mode in sorted(idle):
+            if mode not in field.facts[name].setdefault(ASIDE, []):
+                field.facts[name][ASIDE].append(mode)
+        racing = [(name, mode) for name, mode in field.steps if name in field.teams and (name, mode) not in idle]
         share = pace.seconds / max(1, pace.turns * len(racing))
         for turn in range(pace.turns):
             for name, mode in racing if turn % 2 == 0 else racing[::-1]:
-                if name not in teams:
+                if name not in field.teams:
                     continue
                 time.sleep(REST)
-                count = max(1, int(share / max(steps[name, mode], 1e-7)))
-                with excused(name):
-                    by_rank = teams[name].ask(("time", mode, min(count, 10_000)), pace.patience)
+                with field.excused(name):
+                    count = max(1, int(share / max(field.steps[name, mode], 1e-7)))
+                    by_rank = field.ask(name, ("time", mode, min(count, 10_000)))
                     taken[name].setdefault(mode, []).append(slowest(by_rank))
     return [
         Entry(
-            name=c.name, role=c.role, group=c.group, failed=failed.get(c.name),
-            facts={k: v for k, v in facts.get(c.name, {}).items() if k != "modes"},
-            seconds={} if c.name in failed else taken[c.name],
+            name=c.name, role=c.role, group=c.group, failed=field.failed.get(c.name),
+            facts={k: v for k, v in field.facts.get(c.name, {}).items() if k not in ("modes", "judged")},
+            seconds={} if c.name in field.failed else taken[c.name],
         )
         for c in contestants
     ]  # fmt: skip
 
 
-def weigh(contestants: Sequence[Contestant], mode: str, *, patience: float, say: Say) -> dict[str, dict[str, Any]]:
-    """Bytes of one step of each contestant, the rank with the most; one after another, each alone."""
-    found: dict[str, dict[str, Any]] = {}
-    for c in contestants:
-        teams = {c.name: Team(c, "strict")}
-        with _ended(teams):
-            try:
-                teams[c.name].answers(patience)
-                found[c.name] = _joined(teams[c.name].ask(("memory", mode), patience))
-            except ContestantFailed as error:
-                found[c.name] = {"failed": str(error)}
-                say(f"{c.name}: {error}")
-                teams.pop(c.name).kill()
-    return found
+class Field:
+    """The teams that are in, and why the others are not. steps: (contestant, mode) -> seconds of its last warm-up."""
+
+    def __init__(self, patience: float, say: Say) -> None:
+        self._patience, self._say = patience, say
+        self.teams: dict[str, Team] = {}
+        self.failed: dict[str, str] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.steps: dict[tuple[str, str], float] = {}
+
+    def build(self, contestants: Sequence[Contestant], malloc: str) -> None:
+        """All at once: most of it is waiting for imports, and none of it is timed."""
+        for c in contestants:
+            self.teams[c.name] = Team(c, malloc)
+        for c in contestants:
+            with self.excused(c.name):
+                self.facts[c.name] = joined(self.teams[c.name].answers(self._patience))
+
+    def team(self, name: str) -> Team:
+        """Raises ContestantFailed where it is out."""
+        if name not in self.teams:
+            raise ContestantFailed(self.failed[name])
+        return self.teams[name]
+
+    def ask(self, name: str, command: tuple[Any, ...]) -> list[Any]:
+        """A team's answers. Raises ContestantFailed."""
+        return self.team(name).ask(command, self._patience)
+
+    @contextmanager
+    def excused(self, name: str) -> Iterator[None]:
+        """Who fails in here is out, with its reason."""
+        try:
+            yield
+        except ContestantFailed as error:
+            if name in self.teams:
+                self.failed[name] = str(error)
+                self._say(f"{name}: {error}")
+                self.teams.pop(name).kill()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """No process is left behind."""
+        try:
+            yield
+        except BaseException:
+            for team in self.teams.values():
+                team.kill()
+            raise
+        for team in self.teams.values():
+            team.close()
 
 
-@contextmanager
-def _ended(teams: dict[str, Team]) -> Iterator[None]:
-    """No process is left behind."""
-    try:
-        yield
-    except BaseException:
-        for team in teams.values():
-            team.kill()
-        raise
-    for team in teams.values():
-        team.close()
+def _judge(contestant: Contestant, field: Field, judge: Judge | None) -> dict[str, float]:
+    """mode -> seconds of the step that was judged, where there was one. Raises ContestantFailed for wrong numbers."""
+    began = time.monotonic()
+    saved = field.ask(contestant.name, ("outcome",)) if judge is not None else []
+    took = time.monotonic() - began
+    outcomes = [torch.load(io.BytesIO(one), weights_only=True) for one in saved if one is not None]
+    if judge is not None and outcomes and (wrong := judge(contestant, outcomes)) is not None:
+        raise ContestantFailed(f"wrong numbers, not raced: {wrong}")
+    ran = field.facts[contestant.name]["judged"] if outcomes else ""
+    return {ran: took} if ran else {}
+
+
+def _warm(
+    contestants: Sequence[Contestant], c: Contestant, field: Field, modes: Sequence[str], judged: dict[str, float]
+) -> None:
+    """A limit that another beats by far in one mode is asked for no more."""
+    for mode in modes:
+        if judged.get(mode, 0.0) > SLOW:
+            field.steps[c.name, mode] = judged[mode]
+            continue
+        for _ in range(2):
+            field.steps[c.name, mode] = max(field.ask(c.name, ("warm", mode, 1)))
+            if (c.name, mode) in set_aside(contestants, field.steps):
+                field.facts[c.name][ASIDE] = list(modes)
+                return
+            if field.steps[c.name, mode] > SLOW:
+                break
 
 
 def set_aside(contestants: Sequence[Contestant], warm: dict[tuple[str, str], float]) -> set[tuple[str, str]]:
@@ -168,20 +199,9 @@ def slowest(by_rank: list[list[float]]) -> list[float]:
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
-def _modes_of(name: str, facts: dict[str, dict[str, Any]], modes: Sequence[str]) -> list[str]:
-    return [mode for mode in modes if mode in facts[name]["modes"]]
-
-
-def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+def joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """The ranks' answers as one: the most of each number, the first rank's word for the rest."""
     return {
         key: max(rank[key] for rank in by_rank) if isinstance(value, int | float) else value
         for key, value in by_rank[0].items()
     }
-
-
-def _judge(contestant: Contestant, team: Team, judge: Judge, patience: float) -> None:
-    saved = team.ask(("outcome",), patience)
-    outcomes = [torch.load(io.BytesIO(one), weights_only=True) for one in saved if one is not None]
-    if outcomes and (wrong := judge(contestant, outcomes)) is not None:
-        raise ContestantFailed(f"wrong numbers, not raced: {wrong}")

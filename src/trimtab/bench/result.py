@@ -4,6 +4,9 @@ median, middle half   over all steps of all turns
 speed-up              median of the fastest peer of the same group and mode / own median
 limit                 the longer of the fastest "limit" entry and (fewest bytes / bandwidth)
 x limit               own median / limit
+
+A peer that failed might have been the fastest, a limit that failed the one that counts: where one did, there is no
+speed-up, or no limit. A peer that is not installed took no part.
 """
 
 from __future__ import annotations
@@ -12,6 +15,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+ABSENT = "cannot be imported here"
+"""How the reason of a contestant begins that is not installed."""
+COPY = "copy"
+"""The only mode of a "bandwidth" entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,11 @@ class Entry:
     def steps(self, mode: str) -> list[float]:
         """The seconds of every step of a mode; empty where it has none."""
         return [step for turn in self.seconds.get(mode, []) for step in turn]
+
+    @property
+    def broken(self) -> bool:
+        """It was here, and failed."""
+        return self.failed is not None and not self.failed.startswith(ABSENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +72,32 @@ class Race:
 
     def fastest(self, role: str, group: str, mode: str) -> tuple[str, float] | None:
         """(name, median seconds) of the fastest of a role in a group; those of group "" belong to all."""
-        found = [
-            (self.median(e, mode), e.name) for e in self.entries if e.role == role and e.group in (group, "")
-        ]  # fmt: skip
+        found = [(self.median(e, mode), e.name) for e in self._of(role, group)]
         timed = [(seconds, name) for seconds, name in found if seconds is not None]
         return None if not timed else (min(timed)[1], min(timed)[0])
 
+    def peer(self, group: str, mode: str) -> tuple[str, float] | None:
+        """(name, median seconds) of the fastest peer; None where there is none, or one is broken."""
+        return None if self.broken(group, "peer") else self.fastest("peer", group, mode)
+
+    def broken(self, group: str, *roles: str) -> list[Entry]:
+        """Those of these roles in a group that failed."""
+        return [e for role in roles for e in self._of(role, group) if e.broken]
+
+    def _of(self, role: str, group: str) -> list[Entry]:
+        return [e for e in self.entries if e.role == role and e.group in (group, "")]
+
     def bandwidth(self) -> float | None:
-        """Bytes per second, read and written, of the "bandwidth" entry; its only mode moves facts["bytes"]."""
+        """Bytes per second, read and written, of the "bandwidth" entry; its mode moves facts["bytes"]."""
         for entry in self.entries:
-            if entry.role == "bandwidth" and (seconds := self.median(entry, "copy")) is not None:
+            if entry.role == "bandwidth" and (seconds := self.median(entry, COPY)) is not None:
                 return float(entry.facts["bytes"]) / seconds
         return None
 
     def limit(self, group: str, mode: str) -> Limit | None:
-        """What no implementation can beat by much; None where nothing of the kind was measured."""
+        """What no implementation can beat by much; None where nothing of the kind was measured, or a part is broken."""
+        if self.broken(group, "limit", "bandwidth"):
+            return None
         candidates = []
         if dense := self.fastest("limit", group, mode):
             candidates.append(Limit(seconds=dense[1], what=dense[0]))
@@ -84,7 +108,7 @@ class Race:
 
     def speed_up(self, entry: Entry, mode: str) -> float | None:
         """Over the fastest peer."""
-        own, peer = self.median(entry, mode), self.fastest("peer", entry.group, mode)
+        own, peer = self.median(entry, mode), self.peer(entry.group, mode)
         return None if own is None or peer is None else peer[1] / own
 
     def over_limit(self, entry: Entry, mode: str) -> float | None:
@@ -96,6 +120,7 @@ class Race:
 class Record:
     """One case: its races, one per malloc setting, and how they came about. What a JSON file holds.
 
+    sources: the digest of the sources that raced, see `trimtab.bench.sources`; "" where nobody took it.
     memory: contestant -> the bytes of `trimtab.bench.memory.step_bytes`, or {"failed": why}.
     """
 
@@ -106,6 +131,18 @@ class Record:
     settings: dict[str, Any]
     races: list[Race]
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: str = ""
+
+    @property
+    def modes(self) -> list[str]:
+        """What contestants were to do, in order; of records that do not say so, what was timed."""
+        timed = [mode for race in self.races for e in race.entries for mode in e.seconds]
+        return [mode for mode in dict.fromkeys([*self.settings.get("modes", ()), *timed]) if mode != COPY]
+
+    @property
+    def in_vain(self) -> bool:
+        """Nobody of ours was timed."""
+        return not any(e.seconds for race in self.races for e in race.entries if e.role == "ours")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

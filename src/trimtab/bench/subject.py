@@ -27,12 +27,14 @@ class Subject:
 
     modes: name -> one step. Collective where the contestant has several ranks.
     outcome: runs one step and returns what a judge compares, or None where there is nothing to judge.
+    judged: the mode whose step `outcome` runs, "" where it is none.
     held: bytes of gradients that one step leaves.
     facts: what it chose, for the reader.
     """
 
     modes: Mapping[str, Callable[[], object]]
     outcome: Callable[[], dict[str, Tensor]] | None = None
+    judged: str = ""
     held: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from trimtab.bench.result import Entry, Record, largest, middle_half, smallest
+from trimtab.bench.result import Entry, Record, middle_half
 
 Rows = Sequence[Sequence[str]]
 UNSAID = ("bytes", "rows", "set aside in warm-up")
@@ -35,9 +36,11 @@ def as_markdown(header: Sequence[str], rows: Rows) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Milliseconds with three digits, microseconds below one."""
+    """Milliseconds with three digits, microseconds below one; what failed took for ever."""
     if seconds is None:
         return ""
+    if seconds == math.inf:
+        return "failed"
     value, unit = (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
 
@@ -87,8 +90,8 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
             racing = entry.role in ("ours", "peer")
             rows.append(
                 [
-                    mode, entry.name, *(_timed(e, mode) for e in each), ratio(smallest(ups)) if racing else "",
-                    ratio(largest(overs)) if racing else "", _notes(entry),
+                    mode, entry.name, *(_timed(e, mode) for e in each), _quoted(each, ups, min) if racing else "",
+                    _quoted(each, overs, max) if racing else "", _notes(entry),
                 ]
             )  # fmt: skip
     for entry in first:
@@ -119,6 +122,14 @@ def _timed(entry: Entry, mode: str) -> str:
         return ""
     low, high = middle_half(steps)
     return f"{duration(statistics.median(steps))} ({duration(low)}..{duration(high)})"
+
+
+def _quoted(each: Sequence[Entry], values: Sequence[float | None], pick: Callable[[Sequence[float]], float]) -> str:
+    """The less favourable of the malloc settings, where all of them have a value."""
+    known = [value for value in values if value is not None]
+    if any(e.failed is not None for e in each):
+        return "failed"
+    return ratio(pick(known)) if len(known) == len(values) else ""
 
 
 def _notes(entry: Entry) -> str:

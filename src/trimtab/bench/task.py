@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.bench.contestant import Contestant
 from trimtab.bench.machine import describe
-from trimtab.bench.race import Judge, Pace, Say, race, weigh
-from trimtab.bench.result import Race, Record
+from trimtab.bench.race import ASIDE, Judge, Pace, Say, race
+from trimtab.bench.result import Entry, Race, Record
+from trimtab.bench.sources import source_digest
 from trimtab.bench.subject import BOTH
+from trimtab.bench.weigh import weigh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +47,39 @@ class Task:
 
 
 def run_task(task: Task, mallocs: Sequence[str], pace: Pace, *, command: str, say: Say = lambda _: None) -> Record:
-    """Race the task's contestants under each setting of malloc, and weigh them."""
-    machine = describe()
+    """Race the task's contestants under each setting of malloc, and weigh them.
+
+    Sources that change meanwhile leave no digest: nobody can say what was raced.
+    """
+    machine, began, sources = describe(), time.monotonic(), source_digest(task.part)
     if task.prepare is not None:
         task.prepare()
     judge = None if task.make_judge is None else task.make_judge()
-    races = []
+    races, idle = list[Race](), dict[str, Entry]()
     for malloc in mallocs:
-        entries = race(task.contestants, task.modes, malloc=malloc, pace=pace, judge=judge, say=say)
+        racing = [c for c in task.contestants if c.name not in idle]
+        raced = {e.name: e for e in race(racing, task.modes, malloc=malloc, pace=pace, judge=judge, say=say)}
+        entries = [(raced | idle)[c.name] for c in task.contestants]
         races.append(Race(malloc=malloc, entries=entries, fewest_bytes=task.fewest_bytes))
+        # A limit that was set aside in all modes sets none under the next malloc either.
+        idle = {e.name: e for e in entries if e.role == "limit" and ASIDE in e.facts and not e.seconds}
+    memory = weigh(task.weighed, BOTH, patience=pace.patience, say=say)
+    took = round(time.monotonic() - began, 1)
     return Record(
         part=task.part,
         case=task.case,
         command=command,
         machine=machine,
-        settings={"turns": pace.turns, "seconds": pace.seconds, "malloc": list(mallocs)},
+        settings={
+            "turns": pace.turns,
+            "seconds": pace.seconds,
+            "malloc": list(mallocs),
+            "modes": list(task.modes),
+            "took": took,
+        },
         races=races,
-        memory=weigh(task.weighed, BOTH, patience=pace.patience, say=say),
+        memory=memory,
+        sources=sources if sources == source_digest(task.part) else "",
     )
 
 

@@ -7,7 +7,8 @@
                                                               them (no wrapper's prefix); experts are [E, …] in one
                                          optim.<name>.<slot>  optimiser state of parameter <name>
         rank-00000.pt                what is one rank's own: random numbers, loads that `update_bias` has yet to see
-        config.json                  of a transformers model, as `save_pretrained` writes it
+        config.json                  of a transformers model, as `save_pretrained` writes it; of `trimtab train` also
+                                     what `carried_files` finds beside it in the model's folder
     ROOT/step-00000010.unfinished/   a save that has not ended: being written, or killed
 
 A kill at any moment leaves the whole ones as they are; the next `save` removes what is unfinished. All ranks write
@@ -30,6 +31,11 @@ from trimtab.errors import ConfigError, InputError
 FORMAT = 1
 INDEX, CONFIG, UNFINISHED = "trimtab.json", "config.json", ".unfinished"
 MODEL, OPTIM = "model.", "optim."
+CARRIED = (
+    "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json",
+)  # fmt: skip
+"""What goes with a model's weights wherever they go, beside config.json."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -144,6 +150,11 @@ def write_index(folder: Path, index: Index) -> None:
     for name in (*files, INDEX):
         sync(folder / name)
     sync(folder)
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Those of `CARRIED` that are in a model's folder, by name."""
+    return sorted({path for pattern in CARRIED for path in folder.glob(pattern) if path.is_file()})
 
 
 def begin(root: Path, step: int) -> Path:

@@ -28,7 +28,7 @@ def save(
     step: int,
     extra: dict[str, Any] | None = None,
     rank_extra: Any = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -45,7 +45,7 @@ def save(
         step: optimiser steps taken.
         extra: JSON, the same on all ranks; the first rank's is kept.
         rank_extra: of this rank: tensors, numbers, strings and containers of them.
-        files: text files to put beside it by name. Without it, config.json of a transformers model.
+        files: small files to put beside it, by name. Without it, config.json of a transformers model.
         keep: so many whole checkpoints are kept, this one among them; older ones are removed. All if not given.
         group: the ranks that hold the model; all if not given.
 
@@ -84,7 +84,7 @@ def save(
 
     def end() -> Path:
         for name, text in files.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
+            (unfinished / name).write_bytes(text.encode() if isinstance(text, str) else text)
         index = make_index(
             step=step, world=ranks, experts=expert_shapes(model), optimizer=next(iter(groups), None), extra=extra or {}
         )
@@ -98,7 +98,7 @@ def save(
     return on_first_rank(end, group)
 
 
-def _config_file(model: nn.Module) -> dict[str, str]:
+def _config_file(model: nn.Module) -> dict[str, str | bytes]:
     """config.json of a transformers model, without what is about this run's ranks."""
     config = getattr(unwrapped(model), "config", None)
     if not hasattr(config, "to_json_string"):

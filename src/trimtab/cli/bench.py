@@ -23,7 +23,7 @@ of its own, is checked, warmed up, and takes turns with the others; with malloc 
   trimtab bench kernels --shape A --tokens 2048
   trimtab bench exchange --ranks 2 4 --tokens 8192 --peers all_to_all
   trimtab bench train --ranks 2 --peers stock
-  trimtab bench all --out docs                    everything; goes on where it was stopped
+  trimtab bench all --out docs                    everything, the most important first; goes on where it was stopped
   trimtab bench page results/*.json --out docs/benchmarks.md
 
 Peers are imported only where they are named: grouped_mm, eager, batched_mm, all_to_all (transformers), torchtitan,
@@ -76,7 +76,8 @@ def add_parser(commands: Any) -> None:
     add = made["layer"].add_argument
     add("--workloads", nargs="+", default=["balanced"], choices=WORKLOADS, metavar="NAME",
         help=f"{', '.join(WORKLOADS)}; several race each other")  # fmt: skip
-    add("--in-place", action="store_true", help="gradients of weights are added into main_grad")
+    where = "gradients of weights are added to what is there: ours into main_grad, peers' into .grad"
+    add("--in-place", action="store_true", help=where)
     add("--memory", action="store_true", help="measure peak memory as well")
     add("--modes", nargs="+", default=["forward", "forward+backward"], choices=("forward", "forward+backward"))
     add = made["train"].add_argument
@@ -92,11 +93,12 @@ def add_parser(commands: Any) -> None:
     )
     add("--quick", action="store_true", help="a few small cases, to see that it all runs")
     add("--only", nargs="+", default=[], metavar="WORD", help="cases whose file name has all these words")
-    add("--list", action="store_true", help="print the cases that are left, and stop")
+    add("--list", action="store_true", help="print the cases that are left, in their order, and stop")
     for subparser in made.values():
-        add = subparser.add_argument
-        add("--turns", type=int, default=5, metavar="N", help="of every contestant (default 5)")
-        add("--seconds", type=float, default=20.0, metavar="S", help="for all turns of a case (default 20)")
+        add, (turns, seconds) = subparser.add_argument, (3, 4.0) if subparser is made["all"] else (5, 20.0)
+        add("--turns", type=int, default=turns, metavar="N", help=f"of every contestant (default {turns})")
+        add("--seconds", type=float, default=seconds, metavar="S",
+            help=f"for all turns of a race, at least a step each (default {seconds:.0f})")  # fmt: skip
         add("--malloc", default="both", choices=("both", "default", "tuned"))
         add(
             "--patience", type=float, default=600.0, metavar="S", help="give a silent contestant up after (default 600)"
@@ -133,8 +135,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Measure what has no results yet and write the page of all that have; as `run`."""
-    from trimtab.bench.campaign import Campaign, write_page
+    """Measure what has no results of these sources and write the page of all that has any; as `run`."""
+    from trimtab.bench.campaign import Campaign
 
     campaign = Campaign(options.results, quick=options.quick, only=options.only)
     left = campaign.left()
@@ -145,19 +147,24 @@ def run_all(options: argparse.Namespace) -> int:
     for record in campaign.run(lambda task: _measure(task, options)):
         records.append(record)
         _print(record, markdown=False)
-        _say(f"{len(records)} of {len(left)} cases done")
+        _say(f"{len(records)} of {len(left)} cases done, this one in {record.settings['took']:.0f} s")
     page = options.out / "benchmarks.md"
-    write_page(campaign.measured(), page, options.out / "benchmarks.png")
+    _write_page(campaign.measured(), page, options.out / "benchmarks.png")
     print(f"page: {page}")
     return _code(records)
 
 
 def run_page(options: argparse.Namespace) -> int:
     """Write the page; returns 0."""
+    _write_page(options.files, options.out, options.chart)
+    return 0
+
+
+def _write_page(files: Sequence[Path], out: Path, chart: Path | None) -> None:
     from trimtab.bench.campaign import write_page
 
-    write_page(options.files, options.out, options.chart)
-    return 0
+    if not write_page(files, out, chart) and chart is not None:
+        _say("no chart: nothing measured with these sources has both a trimtab contestant and a limit")
 
 
 def _measure(task: Task, options: argparse.Namespace) -> Record:

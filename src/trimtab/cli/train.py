@@ -54,7 +54,12 @@ def add_parser(commands: Any) -> None:
     add(
         "--resume",
         metavar="DIR",
-        help="go on from a run's latest checkpoint, or from the one given; what came after it is removed",
+        help="go on from a run's latest checkpoint, or from the one given; --model says where its model lies now",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="remove what is in the way in DIR: a model and checkpoints, with --resume those after the one given",
     )
     add("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
     parser.set_defaults(run=run)
@@ -72,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
         done = Path(config.out) / "metrics.jsonl"
         steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
         name = signal.Signals(stop.number).name
-        saved = advice(Path(config.out), options.nproc) or "no model was saved"
+        final = Path(config.out) / "final"
+        unsaved = "no model was saved" if not final.exists() else f"the model is in {final}"
+        saved = advice(Path(config.out), options.nproc) or unsaved
         text = f"trimtab: interrupted by {name} after {steps} step(s); {saved}; metrics are in {done}"
         print(f"\n{text}", file=sys.stderr, flush=True)
         return 128 + stop.number

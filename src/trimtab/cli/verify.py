@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
-    level.add_argument("--quick", action="store_true", help="eleven arrangements of up to 4 ranks, float32")
+    level.add_argument("--quick", action="store_true", help="thirteen arrangements of up to 4 ranks, float32")
     level.add_argument("--full", action="store_true", help="every arrangement in float64 as well")
     add("--impl", default="trimtab", metavar="NAME", help="trimtab, transformers or torchtitan (default trimtab)")
     add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")

@@ -1,6 +1,7 @@
 """The transport that suits the ranks: shared memory on one host without a GPU, else all-to-all.
 
-Decided by all ranks alike at their first exchange, from what each says of its host and of its tensors' device.
+Decided by all ranks alike at their first exchange, from what each says of its host and of its tensors' device, and
+then of whether it could open the others' memory.
 
 Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
 """
@@ -52,13 +53,18 @@ class Auto:
     def _choice(self, device: torch.device) -> Transport:
         if self.chosen is None:
             guard = False if self.guard is None else self.guard
-            shared, device_or_lack = None, device.type
+            shared, lack = None, ""
             try:
                 shared = SharedMemory(self.group, guard=guard)
             except BackendError as error:
-                device_or_lack = f"{device.type} ({error.message})"
-            self._introductions.say(device_or_lack, -1)
+                lack = error.message
+            self._introductions.say(device.type, lack=lack)
             wait_for(self._introductions, self.guard, timeout_of(self.group))
             self.why = why_not_shared(self._introductions.read())
+            if not self.why and shared is not None:
+                try:
+                    shared.meet_peers(device)
+                except BackendError as error:  # the same on every rank
+                    self.why = error.message
             self.chosen = AllToAll(self.group, guard=guard) if self.why or shared is None else shared
         return self.chosen

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -44,7 +45,7 @@ class Collect(Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
         ctx.route = route
-        return route.collect([rows])[0]
+        return _whole(route.collect([rows])[0])
 
     @staticmethod
     @once_differentiable
@@ -75,10 +76,20 @@ class CollectSlots(Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
         ctx.route, ctx.row_R = route, row_R
-        return route.collect_slots(rows_RD)
+        return _whole(route.collect_slots(rows_RD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
         (dy,) = ctx.route.spread([dy_TD], "backward")
         return None, gather_rows(dy, ctx.row_R), None, None
+
+
+def _whole(fresh: Tensor) -> Tensor:
+    """The same memory, no longer a view of what a kernel wrote: an in-place sum on it keeps the hooks on it, FSDP's.
+
+    Within a graph of `torch.compile` nothing is a view of what a kernel wrote.
+    """
+    if torch.compiler.is_compiling():
+        return fresh
+    return fresh.new_empty(0).set_(fresh.untyped_storage(), fresh.storage_offset(), fresh.shape, fresh.stride())

@@ -23,11 +23,15 @@ from trimtab.guard.waiting import Waiting, wait_alone
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a rank says of itself. device: type of the tensors that it brings. control: a descriptor, or -1."""
+    """What a rank says of itself.
+
+    device: type of the tensors that it brings. control: a descriptor, or -1. lack: why it can't share memory, if so.
+    """
 
     peer: Peer
     device: str
     control: int = -1
+    lack: str = ""
 
 
 class Introductions:
@@ -44,15 +48,15 @@ class Introductions:
         self._store = PrefixStore(f"trimtab/{what}/{store.add(f'trimtab/{what}/{self.rank}', 1)}", store)
         self._keys = [f"rank/{rank}" for rank in range(self.size)]
 
-    def say(self, device: str, fd: int, control: int = -1) -> None:
-        """Put this rank's card down. fd: of the memory that it shares."""
-        peer = asdict(Peer.me(self.rank, self.global_rank, fd))
-        self._store.set(self._keys[self.rank], json.dumps({"peer": peer, "device": device, "control": control}))
+    def say(self, device: str, fd: int = -1, control: int = -1, lack: str = "") -> None:
+        """Put this rank's card down. fd: of the memory that it shares, or -1."""
+        card = Card(peer=Peer.me(self.rank, self.global_rank, fd), device=device, control=control, lack=lack)
+        self._store.set(self._keys[self.rank], json.dumps(asdict(card)))
 
     def read(self) -> list[Card]:
         """All cards, by rank, once they are there."""
         told = [json.loads(self._store.get(key)) for key in self._keys]
-        return [Card(peer=Peer(**one["peer"]), device=one["device"], control=one["control"]) for one in told]
+        return [Card(**{**one, "peer": Peer(**one["peer"])}) for one in told]
 
     def wait(self, timeout: timedelta) -> None:
         """As `torch.distributed.Work.wait`: until all cards are there."""
@@ -87,7 +91,7 @@ def why_not_shared(cards: Sequence[Card]) -> str:
     if len(places) > 1:
         groups = (f"{c[0].peer.host}: ranks {', '.join(str(card.peer.rank) for card in c)}" for c in places.values())
         return f"the ranks are on {len(places)} hosts or in as many containers ({'; '.join(groups)})"
-    return ""
+    return "; ".join(card.lack for card in cards if card.lack)
 
 
 def refuse_unshared(cards: Sequence[Card]) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.introduction import Introductions, refuse_unshared
+from trimtab.dispatch.introduction import Introductions, refuse_unshared, why_not_shared
 from trimtab.dispatch.workspace import Slot, Workspace
 from trimtab.errors import BackendError
 from trimtab.guard.doorbell import STRIDE, Doorbells
@@ -41,7 +41,8 @@ _SPIN = 50e-6
 
 
 class HostMemory:
-    """One rank's side: `introduce`, wait for the others' `introductions`, `open`, and only then the rest.
+    """One rank's side: `introduce`, wait for the others' `introductions`, `open`, wait until all have `reached` each
+    other, `agree`, and only then the rest.
 
     group: the ranks. Raises BackendError where this system has no shared memory of the kind.
     """
@@ -49,6 +50,7 @@ class HostMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._pid = os.getpid()
+        self.introductions, self.reached = Introductions(group, "shared"), Introductions(group, "reached")
         try:
             self._arena = reserve("trimtab-rows", _ARENA_BYTES)
             self._control = reserve("trimtab-control", self._control_bytes()) if self.rank == 0 else -1
@@ -67,28 +69,40 @@ class HostMemory:
         self._reached: dict[tuple[int, int], Tensor] = {}
         self._turn = 0
         self._spin = _SPIN if self.size <= len(os.sched_getaffinity(0)) else 0.0
-        self.introductions = Introductions(group, "shared")
 
     def introduce(self, device: torch.device) -> None:
         """Tell the others where this rank's memory is. device: of the tensors that it brings."""
         self.introductions.say(device.type, self._arena, self._control)
 
     def open(self) -> None:
-        """Map what the others share, once they have all introduced themselves.
+        """Map what the others share, once they have all introduced themselves, and tell them whether it could be.
 
-        Raises:
-            ConfigError: they are on several hosts, or bring tensors of a device; on every rank.
-            BackendError: another process's memory cannot be opened.
+        Raises ConfigError, on every rank: they are on several hosts, or bring tensors of a device.
         """
         cards = self.introductions.read()
         refuse_unshared(cards)
-        peers = [card.peer for card in cards]
-        for peer in peers:
-            if peer.rank != self.rank:
-                self.peers[peer.rank] = peer
-                self._peer_fds[peer.rank] = self._open(peer, peer.fd, "trimtab-rows")
-        if self.rank != 0:
-            self._map_control(self._open(peers[0], cards[0].control, "trimtab-control"))
+        lack = ""
+        try:
+            for card in cards:
+                if card.peer.rank != self.rank:
+                    self.peers[card.peer.rank] = card.peer
+                    self._peer_fds[card.peer.rank] = fd = self._open(card.peer, card.peer.fd, "trimtab-rows")
+                    _mapped(fd, 0, _PAGE)
+            if self.rank != 0:
+                self._map_control(self._open(cards[0].peer, cards[0].control, "trimtab-control"))
+        except OSError as error:
+            lack = f"rank {self.rank} cannot open what its peers share: {error}"
+        self.reached.say(cards[self.rank].device, lack=lack)
+
+    def agree(self) -> None:
+        """Raise BackendError, on every rank, if one of them could not open another's memory."""
+        cards = self.reached.read()
+        if lack := why_not_shared(cards):
+            raise BackendError(
+                f"{lack}. The ranks must run as one user and see each other in /proc; use the transport alltoall where "
+                "they do not",
+                ranks=tuple(card.peer.rank for card in cards if card.lack),
+            )
 
     def check(self) -> None:
         """Raise BackendError in a process that is not the rank: a forked child has the same memory."""
@@ -137,16 +151,9 @@ class HostMemory:
 
     def _open(self, peer: Peer, fd: int, name: str) -> int:
         path = f"/proc/{peer.pid}/fd/{fd}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{name}"):
-                raise OSError(f"{path} is not {name}")
-            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise BackendError(
-                f"rank {self.rank} cannot open the memory of {peer}: {error}. The ranks must run as one user and see "
-                "each other in /proc; use the transport alltoall where they do not",
-                rank=self.rank,
-            ) from error
+        if not os.readlink(path).startswith(f"/memfd:{name}"):
+            raise OSError(f"{path} of {peer} is not {name}")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._fds.append(opened)
         return opened
 

@@ -43,8 +43,8 @@ class SharedMemory:
         guard: as for `AllToAll`.
 
     Raises:
-        BackendError: this system has no shared memory of the kind. In the first exchange: a peer's memory cannot be
-            opened; in any: tensors of a device, or an exchange before was given up.
+        BackendError: this system has no shared memory of the kind. In the first exchange, on every rank: one of them
+            cannot open a peer's memory; in any: tensors of a device, or an exchange before was given up.
         ConfigError: in the first exchange, on every rank: the ranks are not all on one host, or bring tensors of a
             device.
         PeerLost, PhaseTimeout: in any exchange; without a guard they do not name layer and phase.
@@ -115,18 +115,29 @@ class SharedMemory:
                 "ranks",
                 rank=self.rank,
             )
-        if not self._met:
-            self._host.introduce(like.device)
-            self._wait(self._host.introductions)
-            try:
-                self._host.open()
-            except BackendError as error:
-                raise self._told(error) from None
-            self._met = True
-            self._meet(self._host.inbox)
+        self.meet_peers(like.device)
         if like.device.type != "cpu":
             where = f"rank {self.rank} brings tensors of {like.device}"
             raise self._told(BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank))
+
+    def meet_peers(self, device: torch.device) -> None:
+        """Get to know the peers, if not done: what the first exchange does. All ranks must call, or all exchange.
+
+        device: of the tensors that this rank brings. Raises as the first exchange does.
+        """
+        if self._met:
+            return
+        self._host.introduce(device)
+        self._wait(self._host.introductions)
+        self._host.open()
+        self._wait(self._host.reached)
+        try:
+            self._host.agree()
+        except BackendError as error:
+            self._broken = error.message
+            raise
+        self._met = True
+        self._meet(self._host.inbox)
 
     def _meet(self, next_inbox: Slot) -> None:
         """All ranks come here before any goes on."""

@@ -9,14 +9,16 @@ first R are used and the others are zeros. So no shape depends on data, whatever
 Imported while a graph is traced and at no other time: importing it defines the operators and loads the compiler.
 Nothing that runs eagerly sees either.
 
-Legend: M rows, K slots per row, N slots, R kept slots, e local experts, D model dim, I width of the pre-activations.
+Legend: M rows, K slots per row, N slots, R kept slots, e local experts, D model dim, F expert hidden dim, I width of
+the pre-activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -69,15 +71,30 @@ class _Context:
         self.saved_tensors = tensors
 
 
-@cache
-def _kernels(names: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Chosen and tested once for all layers that ask for the same.
+@lru_cache(maxsize=64)
+def _kernels(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
+    """Chosen and tested once for all layers that ask for the same: names, device, dtype and, on CUDA, (D, F).
+
+    The one cache of the process, for an operator is handed tensors, numbers and strings: no layer's own `KernelChoice`
+    reaches it, and layers that share a graph share what it is handed. A test takes milliseconds, on a GPU seconds, and
+    must not lie in a capture, so it cannot come with every call. What is kept is the kernels, and their idle pages.
 
     In a thread of its own: an operator runs where nothing is recorded for a backward, and a self-test may need one.
+    A thread begins with GPU 0 as its current one, and Triton launches on the current one.
     """
     first, *others = names.split(",")
+
+    def choose() -> Kernels:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return KernelChoice(first, fallback=others).on(device, dtype, shape)
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(KernelChoice(first, fallback=others).on, device, dtype).result()
+        return thread.submit(choose).result()
+
+
+def _kernels_for(names: str, up: Tensor, down: Tensor) -> Kernels:
+    shape = (up.shape[2], down.shape[2]) if up.is_cuda else None
+    return _kernels(names, up.device, up.dtype, shape)
 
 
 def _call(
@@ -87,7 +104,7 @@ def _call(
     return ExpertCall(
         plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots),
         math=ExpertMath(activation=BY_NAME[activation](), weights=cast(Literal["experts", "combine"], side)),
-        kernels=_kernels(kernels, x.device, weights.up.dtype),
+        kernels=_kernels_for(kernels, weights.up, weights.down),
         weights=weights, main_grad="off", keep=keep, pre=pre,
     )  # fmt: skip
 

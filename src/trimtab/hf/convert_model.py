@@ -11,15 +11,9 @@ from typing import Any
 import torch
 import transformers
 
+from trimtab.checkpoint.folder import CONFIG, carried_files
 from trimtab.errors import ConfigError, InputError
 from trimtab.hf.convert_store import Made, Mapped, TensorStore, kept, selected
-
-CONFIG = "config.json"
-CARRIED = (
-    "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json",
-)  # fmt: skip
-"""What goes with the weights to where they go, beside config.json."""
 
 
 def skeleton(folder: Path) -> Any:
@@ -55,7 +49,7 @@ def carry(source: Path, target: Path, model: Any) -> list[str]:
     fields = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     fields["architectures"] = fields.get("architectures") or [type(model).__name__]
     (target / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
+    found = carried_files(source)
     for path in found:
         shutil.copyfile(path, target / path.name)
     return [CONFIG, *(path.name for path in found)]

@@ -45,6 +45,7 @@ def experts_forward(
         BackendError: the kernels fail their self-test on the device.
     """
     weights, math = weights_of(module), math_of(module)
+    shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots)
     return expert_mlp(
         hidden_states,
@@ -52,7 +53,7 @@ def experts_forward(
         plan,
         weights,
         math,
-        kernels.on(hidden_states.device, weights.up.dtype),
+        kernels.on(hidden_states.device, weights.up.dtype, shape),
     )
 
 

@@ -1,6 +1,6 @@
 """What every set of kernels works on: a block of experts and their rows.
 
-Legend: e experts of the block.
+Legend: e experts of the block, R expert rows, A and B the widths of a GEMM.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ class Block:
     experts: slice
     rows: slice
     offsets_e: Tensor
+
+
+def as_it_lies(out_eAB: Tensor, a_RA: Tensor, b_RB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same weight gradient with its operands in the order in which `out_eAB` is contiguous.
+
+    A copy into other memory that turns its operand takes several times as long.
+    """
+    turned = out_eAB.transpose(1, 2)
+    return (turned, b_RB, a_RA) if turned.is_contiguous() else (out_eAB, a_RA, b_RB)
 
 
 def put(target: Tensor, value: Tensor, add: bool) -> None:

@@ -39,8 +39,9 @@ def _fault(kernels: CompiledKernels, dtype: torch.dtype, transposed: bool, later
     x, dy = _wave(M, D, step=0.7, dtype=dtype), _wave(M, D, step=1.3, dtype=dtype)
     up, down = _wave(E, 2 * F, D, step=2.1, dtype=dtype), _wave(E, D, F, step=3.3, dtype=dtype)
     w = _wave(M, K, step=0.9, dtype=torch.float32)
-    ids = torch.arange(M)[:, None] + torch.arange(K)
-    ids = torch.where(ids % E == 2, E, ids % E)  # dropped
+    ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
+    ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
+    ids = torch.where(ids == 2, E, ids)  # dropped
     expert_R = ids.flatten().sort(stable=True)
     rows = int((ids < E).sum())
     slot_R = expert_R.indices[:rows].contiguous()

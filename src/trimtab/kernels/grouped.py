@@ -28,6 +28,7 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.block import Block as Block
+from trimtab.kernels.block import as_it_lies
 from trimtab.kernels.block import put as put
 from trimtab.kernels.compiled import compiled_kernels, switched_off
 from trimtab.kernels.loop import LoopKernels as LoopKernels
@@ -110,6 +111,7 @@ class StockKernels:
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         offs = block.offsets_e[1:].int()
+        out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
         dw = torch.nn.functional.grouped_mm(a_RA.contiguous().t(), b_RB.contiguous(), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
         put(out_eAB, dw.masked_fill_(empty_e[:, None, None], 0), add)

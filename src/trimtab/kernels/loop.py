@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.kernels.block import Block, put
+from trimtab.kernels.block import Block, as_it_lies, put
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
@@ -55,11 +55,11 @@ class LoopKernels:
         return torch.mm(x_RA, w_eAB[0], out=out)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        if out_eAB.dtype == a_RA.dtype:
-            target = out_eAB[0]
+        (target,), a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
+        if target.dtype == a_RA.dtype:
             torch.addmm(target, a_RA.t(), b_RB, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
         else:
-            put(out_eAB[0], torch.mm(a_RA.t(), b_RB), add)
+            put(target, torch.mm(a_RA.t(), b_RB), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         return rows_RA.sum(0, keepdim=True)

@@ -28,12 +28,34 @@ class Pages:
     What lies idle and what is in use are together at most half as much again as was once in use at the same time: a
     forward and a backward take different sizes in turn. A tensor's memory comes back when nothing refers to it any
     more; threads may share an object.
+
+    A finalizer may run between any two steps of a thread, also of one that is inside here. So it takes no lock: it
+    adds to the news, as whoever comes in through one does; news are counted by the next to come in.
     """
 
     def __init__(self) -> None:
-        self.used = self.most = self.idle = 0
+        self._used = self._most = self._idle = 0
         self._free: deque[mmap.mmap] = deque()  # the oldest first
-        self._lock = threading.RLock()  # a finalizer may run while this thread is inside
+        self._news: deque[mmap.mmap | int] = deque()  # pages that came back, bytes that were taken
+        self._lock, self._inside = threading.RLock(), False
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        self._enter()
+        return self._used
+
+    @property
+    def idle(self) -> int:
+        """Bytes that lie ready."""
+        self._enter()
+        return self._idle
+
+    @property
+    def most(self) -> int:
+        """Bytes that were once in use at the same time."""
+        self._enter()
+        return self._most
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape. Not initialised, but NaN under deterministic algorithms, as torch's."""
@@ -57,31 +79,51 @@ class Pages:
         return self.empty(*like.shape, dtype=like.dtype)
 
     def _take(self, size: int) -> mmap.mmap:
-        with self._lock:
-            self.used += size
-            self.most = max(self.most, self.used)
-            for i in range(len(self._free) - 1, -1, -1):
-                if len(self._free[i]) == size:
-                    pages = self._free[i]
-                    del self._free[i]
-                    self.idle -= size
-                    return pages
-            self._trim()
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE:
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        self._news.append(size)
+        pages = self._enter(size)
+        if pages is None:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE:
+                pages.madvise(mmap.MADV_HUGEPAGE)
         return pages
 
     def _give(self, pages: mmap.mmap) -> None:
-        with self._lock:
-            self.used -= len(pages)
-            self.idle += len(pages)
-            self._free.append(pages)
-            self._trim()
+        self._news.append(pages)
 
-    def _trim(self) -> None:
-        while self.idle + self.used > self.most * SLACK and self._free:
-            self.idle -= len(self._free.popleft())
+    def _enter(self, size: int = 0) -> mmap.mmap | None:
+        """Count the news; pages of this size, if some lie idle. Nothing of both where this thread is inside already."""
+        with self._lock:
+            if self._inside:
+                return None
+            self._inside = True
+            try:
+                self._count()
+                pages = self._find(size)
+                while self._idle + self._used > self._most * SLACK and self._free:
+                    self._idle -= len(self._free.popleft())
+                return pages
+            finally:
+                self._inside = False
+
+    def _count(self) -> None:
+        while self._news:
+            new = self._news.popleft()
+            if isinstance(new, int):
+                self._used += new
+                self._most = max(self._most, self._used)
+            else:
+                self._used -= len(new)
+                self._idle += len(new)
+                self._free.append(new)
+
+    def _find(self, size: int) -> mmap.mmap | None:
+        for i in range(len(self._free) - 1, -1, -1):
+            if len(self._free[i]) == size:
+                pages = self._free[i]
+                del self._free[i]
+                self._idle -= size
+                return pages
+        return None
 
 
 def _rounded(size: int) -> int:
@@ -91,7 +133,11 @@ def _rounded(size: int) -> int:
 
 
 _shared: WeakValueDictionary[str, Pages] = WeakValueDictionary()
-"""Holds nothing: kernels share one object for as long as one of them lives, so that layers reuse each other's pages."""
+"""Holds nothing: kernels share one object for as long as one of them lives, so that layers reuse each other's pages.
+
+Layers are built one by one, each with kernels of its own, and nothing is handed from one to the next: what they share
+can only be found by all of them here. Pages apart for each layer would multiply the idle memory by their number.
+"""
 
 
 def shared_pages() -> Pages:

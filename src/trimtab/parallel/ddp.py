@@ -10,6 +10,7 @@ may accumulate with or without `no_sync()`, as DDP's do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,11 @@ from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 
+_SYNC_BUFFERS = next(  # torch 2.13 gave it another name and deprecates the old one
+    name for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)  # fmt: skip
+
 
 def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
     """The model in DDP, its experts reduced apart. Call after `parallelize`, on every rank: values of each group's
@@ -36,7 +42,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     Args:
         dp_mesh: one dim, the ranks that have tokens of their own (CP included).
         edp_mesh: one dim, the ranks that hold the same experts.
-        options: for DDP. `broadcast_buffers` is False if not given.
+        options: for DDP. Buffers are not broadcast before each forward if nothing is said of them.
 
     Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
     Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, as the last forward said with `no_sync()`.
@@ -50,7 +56,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     own = {id(tensor) for module in experts for tensor in (*module.parameters(), *module.buffers())}
     ignored = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in own]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
-    options.setdefault("broadcast_buffers", False)
+    if not {"broadcast_buffers", "forward_sync_buffers"} & options.keys():
+        options[_SYNC_BUFFERS] = False
     wrapped = DistributedDataParallel(model, process_group=dp_mesh.get_group(), **options)
     group = edp_mesh.get_group()
     for param in (param for module in experts for param in module.parameters()):

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from trimtab.dispatch.exchange import Collect, Spread
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.products import lower
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.recipe_state import share_state_dicts
@@ -73,6 +74,28 @@ class ExpertMesh:
     def placements(self, etp: Placement) -> list[Placement]:
         """Shard(0) over ep, `etp` over the other dim if there is one."""
         return [Shard(0) if dim == self.ep_dim else etp for dim in range(self.mesh.ndim)]
+
+
+def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
+    """Whether `ParallelExperts.shard` can cut them over `place`. Nothing is changed, nothing is sent.
+
+    Raises:
+        ConfigError: F or the experts do not divide.
+        BackendError: their recipe cannot work on a rank's share.
+    """
+    ranks = 1 if place.etp_group is None else dist.get_world_size(place.etp_group)
+    if experts.hidden % ranks:
+        raise ConfigError(f"F = {experts.hidden} does not divide over {ranks} expert-tensor-parallel ranks")
+    experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
+    if experts.recipe is not None:
+        lower(experts.recipe, experts.up.device, _widths(experts, ranks))
+
+
+def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
+    """(in, out) features of each product of one of so many ranks that share F."""
+    hidden = experts.hidden // ranks
+    gated: bool = getattr(experts.math.activation, "gated", False)
+    return [(experts.dim, 2 * hidden if gated else hidden), (hidden, experts.dim)]
 
 
 class ParallelExperts(ExpertMLP):
@@ -122,13 +145,11 @@ class ParallelExperts(ExpertMLP):
         return () if self.main_grad == "off" else ("up", "down")
 
     def shard(self, place: ExpertMesh, etp: ExpertTensorGroup | None, src_data_rank: int | None) -> None:
-        """Cut the whole parameters over `place`. No communication with `src_data_rank=None`; else from that rank.
+        """Cut the whole parameters over `place`, which `check_split` has passed. No communication with
+        `src_data_rank=None`; else from that rank.
 
         A recipe's state begins anew; see `trimtab.parallel.recipe_state`.
         """
-        ranks = 1 if etp is None else etp.size
-        if self.hidden % ranks:
-            raise ConfigError(f"F = {self.hidden} does not divide over {ranks} expert-tensor-parallel ranks")
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         rows: Placement = Shard(1) if self.gate_parts == 1 else _StridedShard(1, split_factor=2)
@@ -158,9 +179,7 @@ class ParallelExperts(ExpertMLP):
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         """Of this rank's share."""
-        hidden = self.hidden if self.etp is None else self.hidden // self.etp.size
-        gated: bool = getattr(self.math.activation, "gated", False)
-        return [(self.dim, 2 * hidden if gated else hidden), (hidden, self.dim)]
+        return _widths(self, 1 if self.etp is None else self.etp.size)
 
     def _local(self, name: str) -> Tensor:
         """This rank's part of a parameter, differentiable; where its gradients go (`main_grad`) comes along."""

@@ -43,7 +43,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
 
     Raises:
         ConfigError: a pattern that matches nothing (with near misses), a module that two patterns match, or what the
-            styles raise. Nothing has been changed where patterns are at fault.
+            styles raise. Nothing has been changed where patterns are at fault, or a module that `ExpertParallel` does
+            not fit.
     """
     names = [name for name, _ in model.named_modules()]
     chosen: dict[str, str] = {}
@@ -57,11 +58,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
             if name in chosen:
                 raise ConfigError(f"module {name!r} is matched twice, by {chosen[name]!r} and by {pattern!r}")
             chosen[name] = pattern
-    wiring = Wiring()
+    wiring, steps = Wiring(), []
     for name, pattern in chosen.items():
         entry = plan[pattern]
         style, on = entry if isinstance(entry, tuple) else (entry, mesh)
-        module = model.get_submodule(name)
+        steps.append((name, model.get_submodule(name), style, on))
+        if isinstance(style, ExpertParallel):
+            style.check(model.get_submodule(name), on, name)
+    for name, module, style, on in steps:
         if isinstance(style, ExpertParallel):
             style.apply_to(module, on, wiring=wiring, layer=name, src_data_rank=src_data_rank)
         else:

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.dispatcher import COMBINES, Combine, Dispatcher
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
-from trimtab.parallel.experts import ExpertMesh, ParallelExperts
+from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
 from trimtab.parallel.moe import ParallelMoE
 from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.parallel.tokens import ReplicatedTokens
@@ -73,6 +73,8 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
         if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
+        if combine is not None and combine not in COMBINES:
+            raise ConfigError(f"combine={combine!r} is not one of {COMBINES}")
         if cp_mesh is not None and cp_mesh.ndim != 1:
             raise ConfigError(f"cp_mesh={cp_mesh}: hand in a mesh of one dim")
         self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
@@ -91,7 +93,32 @@ class ExpertParallel(ParallelStyle):
         layer: str = "",
         src_data_rank: int | None = None,
     ) -> MoE:
-        """Make `module` parallel, in place. layer: its name, its own if not given."""
+        """Make `module` parallel, in place; one that does not fit stays as it was. layer: its name, if not its own."""
+        moe = self.check(module, mesh, layer)
+        place, old, name = ExpertMesh(mesh=mesh, etp=self.etp), moe.dispatcher, layer or moe.dispatcher.layer
+        split, facts = place.etp_group, f"{moe.facts}, tokens {self.tokens}"
+        etp = None if split is None else ExpertTensorGroup(split, wiring.guard(split), name or "experts")
+        transport = wiring.transport(self.transport, place.ep_group)
+        combine = self.combine or old.combine_mode
+        dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, facts=facts)
+        moe.experts.__class__ = ParallelExperts
+        assert isinstance(moe.experts, ParallelExperts)
+        moe.experts.shard(place, etp, src_data_rank)
+        moe.dispatcher = dispatcher
+        moe.__class__ = ParallelMoE
+        assert isinstance(moe, ParallelMoE)
+        moe.spread(self.meshes)
+        group = moe.tp_group
+        moe.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
+        return moe
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, layer: str = "") -> MoE:
+        """The module, if the style fits it. Nothing is changed, nothing is sent.
+
+        Raises:
+            ConfigError: see the class.
+            BackendError: a recipe cannot work on a rank's share.
+        """
         if isinstance(module, ParallelMoE):
             raise ConfigError("ExpertParallel was applied before", layer=layer or module.dispatcher.layer)
         if type(module) is not MoE:  # the forward of a class derived from it would be lost
@@ -99,20 +126,8 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel is for trimtab.MoE itself, not {type(module).__name__}: apply it to a MoE inside",
                 layer=layer,
             )
-        place, experts, old = ExpertMesh(mesh=mesh, etp=self.etp), module.experts, module.dispatcher
+        experts = module.experts
         if type(experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)
-        name, split, facts = layer or old.layer, place.etp_group, f"{module.facts}, tokens {self.tokens}"
-        experts.__class__ = ParallelExperts
-        assert isinstance(experts, ParallelExperts)
-        etp = None if split is None else ExpertTensorGroup(split, wiring.guard(split), name or "experts")
-        experts.shard(place, etp, src_data_rank)
-        transport = wiring.transport(self.transport, place.ep_group)
-        combine = self.combine or old.combine_mode
-        module.dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, facts=facts)
-        module.__class__ = ParallelMoE
-        assert isinstance(module, ParallelMoE)
-        module.spread(self.meshes)
-        group = module.tp_group
-        module.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
+        check_split(experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module

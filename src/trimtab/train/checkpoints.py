@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.agree import on_first_rank
-from trimtab.checkpoint.folder import CONFIG, latest, step_of
+from trimtab.checkpoint.folder import CONFIG, carried_files, latest, step_of
 from trimtab.checkpoint.loading import Loaded, load
 from trimtab.checkpoint.saving import save
 from trimtab.train.prepare import Plan
@@ -32,7 +32,8 @@ class Checkpoints:
         self.resume = None if config.resume is None else Path(config.resume)
         self.start = 0 if self.resume is None else step_of(self.resume)
         self._run = describe_run(config, plan.mesh, plan.stream.files)
-        self._config_json = (Path(plan.checkpoint) / CONFIG).read_text(encoding="utf-8")
+        base = Path(plan.checkpoint)
+        self._files = {path.name: path.read_bytes() for path in (base / CONFIG, *carried_files(base))}
         self._loaded: Loaded | None = None
 
     def restore(self, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -43,6 +44,12 @@ class Checkpoints:
         groups = inner(optimizer).param_groups  # how many there are depends on the ranks
         rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
         scheduler.__dict__.update(loaded.index.extra["scheduler"], **rates)
+        on_first_rank(lambda: rewind(loaded.folder, self.start, self.out), None)
+
+    def restore_model(self, model: Any) -> None:
+        """Load the model alone, of a run that has taken all its steps."""
+        assert self.resume is not None
+        loaded = load(self.resume, model)
         on_first_rank(lambda: rewind(loaded.folder, self.start, self.out), None)
 
     def first_batch_drawn(self) -> None:
@@ -62,7 +69,7 @@ class Checkpoints:
                 inner(optimizer),
                 step=step,
                 extra={"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}},
-                files={CONFIG: self._config_json},
+                files=self._files,
                 keep=self.keep,
             )
         return stop

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trimtab.checkpoint.folder import latest
+from trimtab.checkpoint.folder import latest, step_of
 from trimtab.errors import ConfigError
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
+from trimtab.train.report import FINAL
 from trimtab.train.resume import CHECKPOINTS, check_resume
 from trimtab.train.sources import check_documents, find_files
 
@@ -23,21 +24,32 @@ def check_options(config: TrainConfig, world: int) -> None:
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
     _check_out(Path(config.out), config.model)
-    _check_checkpoints(Path(config.out), config.resume)
+    if not config.overwrite:
+        _check_kept(config)
     if config.resume is not None:
         check_resume(config, world)
     check_documents(find_files(config.data), config.seed)
 
 
-def _check_checkpoints(out: Path, resume: str | None) -> None:
-    """Nothing overwrites the checkpoints of another run."""
+def _check_kept(config: TrainConfig) -> None:
+    """No model and no checkpoint is removed, and none of another run joined by ours, that nobody asked to remove."""
+    out, resume = Path(config.out), None if config.resume is None else Path(config.resume).resolve()
     held = latest(out / CHECKPOINTS)
-    if held is None or (resume is not None and Path(resume).resolve().parent == held.resolve().parent):
-        return
-    raise ConfigError(
-        f"--out {out}: holds checkpoints of a run, up to {held.name}; go on with it by --resume {out}, give a new "
-        f"folder, or remove {held.parent}"
-    )
+    if held is not None and (resume is None or resume.parent != held.resolve().parent):
+        raise ConfigError(
+            f"--out {out}: holds checkpoints of a run, up to {held.name}; go on with it by --resume {out}, give a new "
+            "folder, or have --overwrite remove them"
+        )
+    if held is not None and resume is not None and step_of(held) > step_of(resume):
+        raise ConfigError(
+            f"--resume {resume}: there are later checkpoints, up to {held.name}; go on from that by --resume {out}, "
+            f"write to a new folder with --out, or have --overwrite remove what came after step {step_of(resume)}"
+        )
+    if (out / FINAL).exists():
+        raise ConfigError(
+            f"--out {out}: holds the model of a finished run, {out / FINAL}; give a new folder, or have --overwrite "
+            "remove it"
+        )
 
 
 def _check_out(out: Path, model: str) -> None:

@@ -36,6 +36,8 @@ class TrainConfig:
         stop_after: the step after which the run writes a checkpoint and ends, its schedule unfinished.
         keep: how many checkpoints are kept, the latest ones; all if not given.
         resume: the checkpoint to go on from; see `trimtab.train.resume`.
+        overwrite: what lies in the way in `out` is removed: an earlier run's model and checkpoints, or what came after
+            the checkpoint that the run goes on from.
     """
 
     model: str = "qwen3_moe"
@@ -57,6 +59,7 @@ class TrainConfig:
     stop_after: int | None = None
     keep: int | None = None
     resume: str | None = None
+    overwrite: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -12,8 +12,9 @@ from trimtab.train.checks import RUN
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
 from trimtab.train.packing import TokenStream
-from trimtab.train.presets import write_preset
+from trimtab.train.presets import is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, METRICS
+from trimtab.train.resume import CHECKPOINTS
 from trimtab.train.sources import find_files
 
 INIT, LOGS = "init", "logs"
@@ -65,21 +66,29 @@ def make_room(plan: Plan) -> None:
     """
     out, config = plan.out, plan.config
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / RUN).write_text(config.to_json() + "\n", encoding="utf-8")
+        claim(plan)
         if config.resume is None:
             for name in (METRICS, HEATMAP):
                 (out / name).unlink(missing_ok=True)
             for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
                 shutil.rmtree(out / name, ignore_errors=True)
+            if config.overwrite:
+                shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
         (out / LOGS).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
-    if not Path(plan.checkpoint).exists():
-        write_init(plan)
+    write_init(plan)
+
+
+def claim(plan: Plan) -> None:
+    """Make the output folder and mark it as this run's."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    (plan.out / RUN).write_text(plan.config.to_json() + "\n", encoding="utf-8")
 
 
 def write_init(plan: Plan) -> None:
-    """Write a preset's first weights where `checkpoint` expects them; a checkpoint folder is there already."""
-    if is_preset(plan.config.model):
-        write_preset(plan.config.model, plan.config.seed, Path(plan.checkpoint))
+    """Write a preset's first weights where `checkpoint` expects them, in the place of others or of half of them."""
+    model, seed, folder = plan.config.model, plan.config.seed, Path(plan.checkpoint)
+    if is_preset(model) and not is_written(model, seed, folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        write_preset(model, seed, folder)

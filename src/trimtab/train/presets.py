@@ -6,6 +6,7 @@ Sizes are chosen to learn Python source in about two minutes on two CPU cores sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
 
 VOCAB = BYTE_VOCAB + 8
 """Room for the special tokens, and a size that 2, 4 and 8 ranks can share."""
+
+IDENTITY = "preset.json"
+"""Lies beside the weights: whose they are."""
 
 _SHARED = {
     "vocab_size": VOCAB,
@@ -88,3 +92,15 @@ def write_preset(name: str, seed: int, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(PRESETS[name].build(), dtype=torch.float32)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    (folder / IDENTITY).write_text(_identity(name, seed), encoding="utf-8")  # last: without it, not whole
+
+
+def is_written(name: str, seed: int, folder: Path) -> bool:
+    """Whether `folder` holds, whole, what `write_preset` writes there for this preset and seed."""
+    path = folder / IDENTITY
+    return path.is_file() and path.read_text(encoding="utf-8") == _identity(name, seed)
+
+
+def _identity(name: str, seed: int) -> str:
+    sizes = {**_SHARED, **PRESETS[name].sizes}
+    return json.dumps({"preset": name, "seed": seed, "sizes": sizes}, indent=1, sort_keys=True) + "\n"

@@ -72,8 +72,8 @@ def _fail(error: Exception, config: TrainConfig, launched: bool) -> NoReturn:
             file.write(trace)
     if config.debug:
         sys.stderr.write(trace)
-    # What the user got wrong is wrong on every rank: once is enough.
-    if not launched and (rank == 0 or not expected):
+    # What the user got wrong is wrong on every rank of a machine: once is enough.
+    if not launched and (int(os.environ.get("LOCAL_RANK", rank)) == 0 or not expected):
         sys.stderr.write(f"trimtab: {message if expected else f'rank {rank}: {message}'}\n")
     sys.stderr.flush()
     os._exit(1)  # the process group's threads may wait for other ranks; do not wait with them

@@ -2,7 +2,9 @@
 
 The order of the data, the batches of a step and the schedule follow from FIXED options, the data's files and the
 number of ranks that read different data. How those ranks share the model (ep, fsdp, tp, replicate) is free: then the
-state is the same bit for bit, and the sums that follow may be rounded otherwise. Nothing here imports torch.
+state is the same bit for bit, and the sums that follow may be rounded otherwise. The model that a run began with may
+lie elsewhere now: its configuration and its tokenizer must be those that the checkpoint holds. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from trimtab.train.sources import find_files
 
 CHECKPOINTS = "checkpoints"
 FIXED = ("model", "seq_len", "batch_size", "grad_accum", "max_steps", "lr", "warmup", "seed", "dtype")
-_PER_RUN = ("resume", "stop_after", "debug", "out")
+_PER_RUN = ("resume", "stop_after", "overwrite", "debug", "out")
 
 
 def resumed(given: dict[str, Any]) -> TrainConfig:
@@ -44,6 +46,10 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
     for name in FIXED:
         if name in given and _plain(name, given[name]) != saved[name]:
             hint = "; --stop-after ends a run early" if name == "max_steps" else ""
+            if name == "model" and not {given[name], saved[name]} & PRESETS.keys():
+                if (other := _differing_file(Path(given[name]), folder)) is None:
+                    continue
+                hint = f": {other} is not what the checkpoint holds"
             raise ConfigError(
                 f"--{name.replace('_', '-')} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
                 f"change it{hint}"
@@ -73,8 +79,9 @@ def check_resume(config: TrainConfig, world: int) -> None:
             f"--data {' '.join(config.data)}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes "
             f"now, {run['data']['files']} of {run['data']['bytes']} then, or other names"
         )
-    last = min(config.stop_after or step + 1, config.max_steps or step + 1)
-    if step >= last:
+    steps = config.max_steps or step + 1
+    last = min(config.stop_after or steps, steps)
+    if step >= last and not step == last == steps:  # all taken: what is left is to write the model
         raise ConfigError(f"--resume {folder}: step {step} is taken already, and the run would end after step {last}")
     read_metrics_until(folder, step)
 
@@ -119,10 +126,13 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
 
 
 def rewind(folder: Path, step: int, out: Path) -> None:
-    """Take back what came after the checkpoint: later checkpoints, later lines of metrics, pictures and models."""
+    """Take back what came after the checkpoint: later checkpoints, later lines of metrics, pictures and models.
+
+    Checkpoints of another run go too. `trimtab.train.checks` refuses before where nobody asked for that.
+    """
     lines = read_metrics_until(folder, step)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
-        if on_disk.step_of(later) > step:
+        if on_disk.step_of(later) > step or later.parent.resolve() != folder.resolve().parent:
             on_disk.remove(later)
     fresh = out / f"{METRICS}.unfinished"
     with fresh.open("w", encoding="utf-8") as file:
@@ -136,9 +146,9 @@ def rewind(folder: Path, step: int, out: Path) -> None:
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
-    """How to go on with the run that writes to `out`; None without a whole checkpoint that is followed by steps."""
+    """How to go on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
     held = on_disk.latest(out / CHECKPOINTS)
-    if held is None or on_disk.step_of(held) == _run_of(held)["config"]["max_steps"]:
+    if held is None or (out / FINAL).exists():
         return None
     ranks = f" --nproc {nproc}" if nproc and nproc > 1 else ""
     return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {out}{ranks}"
@@ -149,6 +159,16 @@ def _run_of(folder: Path) -> dict[str, Any]:
     if not isinstance(run, dict):
         raise ConfigError(f"{folder}: was not written by trimtab train; load it with trimtab.checkpoint.load")
     return run
+
+
+def _differing_file(model: Path, folder: Path) -> str | None:
+    """The first of the files that describe a model which is not in `model` what it is in the checkpoint; None if all
+    are equal. Those that an older checkpoint lacks are not compared."""
+    names = [on_disk.CONFIG, *(path.name for path in on_disk.carried_files(folder))]
+    for name in names:
+        if not (model / name).is_file() or (model / name).read_bytes() != (folder / name).read_bytes():
+            return name
+    return None
 
 
 def _plain(name: str, value: Any) -> Any:

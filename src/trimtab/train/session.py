@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,13 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.train.checkpoints import Checkpoints
+from trimtab.train.checks import RUN
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
-from trimtab.train.prepare import Plan, check_data, make_room, plan_run, write_init
+from trimtab.train.prepare import Plan, check_data, claim, make_room, plan_run, write_init
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
 
 
@@ -41,9 +41,7 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
         if not prepared:
             _prepare_everywhere(plan, rank)
         trainer = _build(plan, rank)
-        with contextlib.closing(trainer.bar):
-            trainer.train()
-        done = trainer.state.global_step
+        done = _take_steps(trainer, plan)
         if done == plan.config.max_steps:
             _save(trainer.model, plan, rank)
     finally:
@@ -73,12 +71,14 @@ def _join_world() -> None:
 
 
 def _prepare_everywhere(plan: Plan, rank: int) -> None:
-    """Rank 0 makes the output folder; a node that does not share the disk writes the first weights for itself."""
+    """Rank 0 makes the output folder; a node that does not share the disk makes its own, with the first weights."""
     if rank == 0:
         check_data(plan)
         make_room(plan)
     _barrier()
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not Path(plan.checkpoint).exists():
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if not (plan.out / RUN).exists():
+            claim(plan)
         write_init(plan)
     _barrier()
 
@@ -103,6 +103,17 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
     )
     counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
     return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints)
+
+
+def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
+    """Train; returns how many steps are taken. A run that had taken them all and did not write its model is loaded."""
+    start = trainer.checkpoints.start
+    if start == plan.config.max_steps:
+        trainer.checkpoints.restore_model(trainer.model)
+        return start
+    with contextlib.closing(trainer.bar):
+        trainer.train()
+    return int(trainer.state.global_step)
 
 
 def _save(model: Any, plan: Plan, rank: int) -> None:

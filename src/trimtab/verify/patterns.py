@@ -131,7 +131,7 @@ def _duplicates(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """One way for tokens to fall."""
+    """One way for tokens to fall. odd: D is odd, so that no row but every eighth begins at a multiple of 16 bytes."""
 
     name: str
     says: str
@@ -142,6 +142,7 @@ class Pattern:
     ties: bool = False
     top_k: Callable[[int], int] = lambda experts: 2 if experts <= 4 else 3
     layers: int = 1
+    odd: bool = False
     spoil: str = ""
 
     @property
@@ -164,15 +165,15 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(name="empty_source", says="a rank with zero tokens", shape=_empty_source),
     Pattern(name="empty_world", says="no token anywhere", shape=_even(2, 0)),
     Pattern(name="all_masked", says="every token is padding", masked=1.0),
-    Pattern(name="masked", says="half of the tokens are padding that holds garbage", masked=0.5),
+    Pattern(name="masked", says="half of the tokens are padding that holds garbage, odd D", masked=0.5, odd=True),
     Pattern(name="one_token", says="one token in the world", shape=_one_token),
     Pattern(name="zipf1", says="expert j drawn with odds 1 / j", choose=_zipf(1.0)),
-    Pattern(name="zipf2", says="expert j drawn with odds 1 / j^2", choose=_zipf(2.0)),
+    Pattern(name="zipf2", says="expert j drawn with odds 1 / j^2, odd D", choose=_zipf(2.0), odd=True),
     Pattern(name="top1", says="K = 1", top_k=lambda experts: 1),
     Pattern(name="top_all", says="K = E", top_k=lambda experts: experts),
     Pattern(name="same_rank", says="two choices on one rank", choose=_same_rank),
     Pattern(name="ties", says="exact ties: the lower expert id goes first", ties=True),
-    Pattern(name="dropped", says="half of the slots dropped", choose=_dropped, replayed=True),
+    Pattern(name="dropped", says="half of the slots dropped, odd D", choose=_dropped, replayed=True, odd=True),
     Pattern(name="all_dropped", says="every slot dropped", choose=_all_dropped, replayed=True),
     Pattern(name="duplicates", says="a token chooses one expert K times", choose=_duplicates, replayed=True),
     Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions", shape=_uneven),
@@ -197,10 +198,15 @@ def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed:
     g = torch.Generator().manual_seed(seed)
     e = topology.num_experts
     sizes = Sizes(
-        num_experts=e, top_k=pattern.top_k(e), layers=pattern.layers, dtype=dtype, dim=max(DIM, e + 8), hidden=HIDDEN
+        num_experts=e,
+        top_k=pattern.top_k(e),
+        layers=pattern.layers,
+        dtype=dtype,
+        dim=max(DIM, e + 8) + pattern.odd,
+        hidden=HIDDEN,
     )
     batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
-    return Problem(sizes=sizes, batches=batches, raises=pattern.raises)
+    return Problem(sizes=sizes, batches=batches, raises=pattern.raises, cp=topology.cp)
 
 
 def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Generator) -> Batch:

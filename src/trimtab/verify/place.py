@@ -20,12 +20,16 @@ def make_place(topology: Topology, rank: int, device: torch.device) -> Place:
     else:
         dense, names = ranks.view(t.dp, t.tp), ("dp", "tp")
     experts = ranks.view(t.edp, t.etp, t.ep)
+    cp = None
+    if t.cp > 1:
+        cp = DeviceMesh(device.type, ranks.view(t.dp // t.cp, t.cp, t.tp), mesh_dim_names=("outer", "cp", "tp"))["cp"]
     return Place(
         topology=t,
         rank=rank,
         device=device,
         dense=DeviceMesh(device.type, dense, mesh_dim_names=names),
         experts=DeviceMesh(device.type, experts, mesh_dim_names=("edp", "etp", "ep")),
+        cp=cp,
     )
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 DIM, HIDDEN = 24, 8
 """D (the first E columns carry the router's logits) and F."""
+BALANCE = 0.5
+"""Coefficient of the loss per sequence, where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One case's data on all ranks. `raises`: the layer must raise InputError, and no data may move."""
+    """One case's data on all ranks. `raises`: the layer must raise InputError, and no data may move.
+
+    cp: batches of d // cp hold positions of the same sequences; above 1 each layer adds `BALANCE` times its
+    `sequence_aux` loss over all of them.
+    """
 
     sizes: Sizes
     batches: tuple[Batch, ...]
     raises: bool
+    cp: int = 1
 
 
 def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:

@@ -1,6 +1,7 @@
 """How ranks are arranged: the rows of the ledger.
 
-    dense mesh    [dp, tp]     rank = d * tp + t        every data-parallel rank d has tokens of its own
+    dense mesh    [dp, tp]     rank = d * tp + t        every data-parallel rank d has tokens of its own; with cp,
+                  those of one d // cp have positions of the same sequences
     expert mesh   [edp, etp, ep]   rank = (i * etp + s) * ep + j   the same ranks, folded: rank j of an ep group owns
                   experts j * e …, slice s of their hidden dim
 
@@ -23,6 +24,7 @@ class Topology:
     """One arrangement.
 
     ranks: processes that take part. ep: ranks that share the experts. tp: ranks that share the tokens.
+    cp: data-parallel ranks with positions of the same sequences; there the layers have a loss per sequence besides.
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
     transport: "local" where ep = 1. combine: as in `Dispatcher`. etp: ranks that split each expert's hidden dim.
@@ -31,6 +33,7 @@ class Topology:
     ranks: int
     ep: int = 1
     tp: int = 1
+    cp: int = 1
     etp: int = 1
     data: Data = "none"
     tokens: Tokens = "own"
@@ -42,6 +45,8 @@ class Topology:
             raise ConfigError(f"{self.ranks} ranks do not divide into ep {self.ep}, etp {self.etp}, tp {self.tp}")
         if (self.tp == 1) != (self.tokens == "own") or (self.ep == 1) != (self.transport == "local"):
             raise ConfigError(f"{self}: tokens are 'own' exactly where tp = 1, the transport 'local' where ep = 1")
+        if self.dp % self.cp or (1 < self.cp < self.dp and self.data == "none"):
+            raise ConfigError(f"{self}: cp must divide dp = {self.dp}, and be all of it with data='none'")
 
     @property
     def dp(self) -> int:
@@ -61,7 +66,7 @@ class Topology:
     @property
     def name(self) -> str:
         """Short and unique: what `--only` matches."""
-        sizes = [("ep", self.ep), ("etp", self.etp), ("tp", self.tp)]
+        sizes = [("ep", self.ep), ("etp", self.etp), ("cp", self.cp), ("tp", self.tp)]
         parts = [f"{self.ranks}r", *(f"{name}{size}" for name, size in sizes if size > 1)]
         parts += [str(part) for part in (self.tokens, self.data) if part not in ("own", "none")]
         parts += [self.transport.replace("_", "")] if self.transport != "alltoall" else []
@@ -95,7 +100,8 @@ def default_topologies() -> list[Topology]:
         t(ranks=6, ep=6, tp=2, tokens="replicated"), t(ranks=6, ep=2, tp=3, tokens="sharded", data="ddp"),
         t(ranks=7, ep=7), t(ranks=8, ep=8), t(ranks=8, ep=4, data="fsdp"),
         t(ranks=8, ep=8, tp=2, tokens="sharded", data="fsdp"), t(ranks=8, ep=8, transport="shared_memory"),
-        t(ranks=8, ep=4, tp=4, tokens="replicated", data="ddp"),
+        t(ranks=8, ep=4, tp=4, tokens="replicated", data="ddp"), t(ranks=2, ep=2, cp=2),
+        t(ranks=4, ep=4, cp=2, data="fsdp"), t(ranks=4, ep=2, cp=2, tp=2, tokens="sharded", data="ddp"),
     ]  # fmt: skip
 
 
@@ -104,7 +110,7 @@ def quick_topologies() -> list[Topology]:
     names = (
         "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory",
         "2r-ep2-tp2-sharded", "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp",
-        "4r-ep4-tp2-sharded-ddp",
+        "4r-ep4-tp2-sharded-ddp", "2r-ep2-cp2",
     )  # fmt: skip
     by_name = {topology.name: topology for topology in default_topologies()}
     return [by_name[name] for name in names]

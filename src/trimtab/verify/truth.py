@@ -3,6 +3,9 @@
     logits = h W_r^T    p = softmax(logits)    w = p[ids]
     y = sum over k of  w * expert[ids](h)      h of the next layer = h + y      loss = mean over ranks of sum(y * dy)
 
+Where ranks share sequences the loss has for each layer E / N * sum over tokens of f . p besides, f the fractions of a
+sequence's slots that each expert got.
+
 The experts are evaluated densely, all tokens by all experts; a test holds this equal to `oracle.moe`.
 
 Legend: N tokens, K experts per token, D model dim, E experts.
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.oracle import swiglu
-from trimtab.verify.problem import Batch, LayerWeights, Problem
+from trimtab.verify.problem import BALANCE, Batch, LayerWeights, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,17 @@ def route(h_ND: Tensor, ids_NK: Tensor, router_ED: Tensor) -> Tensor:
     return (h_ND @ router_ED.T).softmax(1).gather(1, ids_NK.clamp_min(0))
 
 
-def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[Tensor]]:
-    """(y, ids chosen by the real tokens of each layer). Masked tokens pass through with nothing added."""
+@dataclass(frozen=True, kw_only=True)
+class _Routed:
+    """What the real tokens of one rank did in one layer: their sequence, scores and choices."""
+
+    sequence_N: Tensor
+    p_NE: Tensor
+    ids_NK: Tensor
+
+
+def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[_Routed]]:
+    """(y, what the real tokens of each layer did). Masked tokens pass through with nothing added."""
     real = torch.ones(x.shape[:2], dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
     h, ids, chosen = x[real], batch.ids_BLK[real], []
     y = h
@@ -53,9 +65,20 @@ def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tup
         # The router of layer i reads the logits two experts further on: see `make_weights`.
         picked = torch.where(ids >= 0, (ids - 2 * layer) % router.shape[0], -1)
         y = dense_moe(h, picked, route(h, picked, router), up, down)
-        chosen.append(picked)
+        chosen.append(_Routed(sequence_N=real.nonzero()[:, 0], p_NE=(h @ router.T).softmax(1), ids_NK=picked))
         h = h + y
     return torch.zeros_like(x).masked_scatter(real[..., None].expand_as(x), y), chosen
+
+
+def _balance(ranks: Sequence[_Routed], cp: int) -> Tensor:
+    """The loss per sequence of one layer, over all ranks; `cp` of them in turn hold the same sequences."""
+    total = torch.zeros((), dtype=torch.float64)
+    for group in (ranks[i : i + cp] for i in range(0, len(ranks), cp)):
+        sequence, p, ids = (torch.cat([getattr(r, name) for r in group]) for name in ("sequence_N", "p_NE", "ids_NK"))
+        for b in set(sequence.tolist()):
+            counts = (ids[sequence == b] + 1).reshape(-1).bincount(minlength=p.shape[1] + 1)[1:].double()
+            total = total + (counts / counts.sum().clamp(min=1) * p[sequence == b]).sum()
+    return total * ranks[0].p_NE.shape[1] / max(sum(r.p_NE.shape[0] for r in ranks), 1)
 
 
 def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
@@ -67,12 +90,15 @@ def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
     xs = [batch.x_BLD.clone().requires_grad_() for batch in problem.batches]
     passes = [_forward(batch, x, layers) for batch, x in zip(problem.batches, xs, strict=True)]
     losses = [(y * batch.dy_BLD).sum() for (y, _), batch in zip(passes, problem.batches, strict=True)]
+    if problem.cp > 1:
+        each = zip(*(routed for _, routed in passes), strict=True)
+        losses += [len(xs) * BALANCE * _balance(ranks, problem.cp) for ranks in each]
     leaves = [*xs, *(p for params in layers for p in params)]
     found = torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True, materialize_grads=True)
     ranks, experts = len(xs), problem.sizes.num_experts
     names = [f"{i}.{name}" for i in range(len(layers)) for name in ("router", "up", "down")]
     loads = [
-        torch.cat([chosen[i].reshape(-1) for _, chosen in passes]).add(1).bincount(minlength=experts + 1)[1:]
+        torch.cat([chosen[i].ids_NK.reshape(-1) for _, chosen in passes]).add(1).bincount(minlength=experts + 1)[1:]
         for i in range(len(layers))
     ]
     return Truth(

@@ -31,6 +31,11 @@ template <int M, bool ByRow>
 void tile(long K, const float* a, long lda, const float* b, const Sums& c) {
     vf acc[M][2];
     UNROLL for (int i = 0; i < M; i++) acc[i][0] = acc[i][1] = vf{};
+    UNROLL for (int i = 0; i < M; i++) {  // what is added at the end may come from far
+        if (!c.from) break;
+        __builtin_prefetch(c.from + i * c.ld_from);
+        __builtin_prefetch(c.from + i * c.ld_from + VL);
+    }
     for (long k = 0; k < K; k++, b += NR) {  // no instruction to spare here: prefetches made it slower
         vf b0 = *(const vf*)b, b1 = *(const vf*)(b + VL);
         UNROLL for (int i = 0; i < M; i++) {

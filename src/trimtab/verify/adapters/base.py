@@ -23,6 +23,7 @@ class Place:
     """Where a rank stands: device, and the meshes of the topology. All ranks of the topology hold one each.
 
     dense: ("dp", "tp"), or ("replicate", "shard", "tp") with data="hsdp". experts: ("edp", "etp", "ep").
+    cp: those of the data-parallel ranks that have positions of the same sequences; None where none have.
     """
 
     topology: Topology
@@ -30,6 +31,7 @@ class Place:
     device: torch.device
     dense: DeviceMesh
     experts: DeviceMesh
+    cp: DeviceMesh | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

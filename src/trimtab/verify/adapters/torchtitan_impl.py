@@ -50,6 +50,7 @@ class Impl:
             "its data parallelism is FSDP2 and HSDP, it has no DDP": t.data == "ddp",
             "it has no all-gather transport": t.transport == "allgather",
             "it has no shared-memory transport": t.transport == "shared_memory",
+            "its losses per sequence come with its trainer, which is not wired": t.cp > 1,
             "it has no ordered combine": t.combine == "ordered",
             "it does not split experts over etp as well as over ep": t.etp > 1,
             "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
@@ -58,6 +59,7 @@ class Impl:
             "its ids come from its own top-k, so no token chooses an expert twice": (
                 pattern.name in ("duplicates", "one_rank", "lone_rank")
             ),
+            "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
         }
         return next((reason for reason, lacking in reasons.items() if lacking), None)
 

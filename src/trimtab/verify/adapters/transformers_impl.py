@@ -45,6 +45,7 @@ class Impl:
             ),
             "it has no all-gather transport": t.transport == "allgather",
             "it has no shared-memory transport": t.transport == "shared_memory",
+            "it has no loss per sequence, and so nothing over context-parallel ranks": t.cp > 1,
             "it has no ordered combine": t.combine == "ordered",
             "it does not split experts over etp as well as over ep": t.etp > 1,
             "with tp, its ep_size must be a multiple of tp_size": t.ep % t.tp > 0,
@@ -55,6 +56,7 @@ class Impl:
             "its MoE block takes no token mask: padding is routed as any token is": pattern.masked > 0,
             "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
             "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
+            "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
         }
         return next((reason for reason, lacking in reasons.items() if lacking), None)
 

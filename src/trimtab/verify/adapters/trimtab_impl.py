@@ -19,7 +19,7 @@ from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
 from trimtab.verify.adapters.reading import gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
-from trimtab.verify.problem import LayerWeights, Sizes
+from trimtab.verify.problem import BALANCE, LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
 
 SHORT = {"router.weight": "router", "experts.up": "up", "experts.down": "down"}
@@ -40,28 +40,34 @@ class Impl:
 
 
 class Stack(nn.Module):
-    """MoE layers with a residual in between; gives back (y, loads by layer)."""
+    """MoE layers with a residual in between; gives back (y, loads by layer, balance losses)."""
 
-    def __init__(self, sizes: Sizes, combine: str, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, t: Topology, device: torch.device) -> None:
         super().__init__()
         config = MoEConfig(
             dim=sizes.dim,
             hidden=sizes.hidden,
-            router=RouterConfig(num_experts=sizes.num_experts, top_k=sizes.top_k, normalize=False),
-            combine=combine,  # type: ignore[arg-type]
+            router=RouterConfig(
+                num_experts=sizes.num_experts,
+                top_k=sizes.top_k,
+                normalize=False,
+                sequence_aux_loss=BALANCE if t.cp > 1 else 0.0,
+            ),
+            combine=t.combine,
             dtype=sizes.dtype,
             device=device,
         )
         self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes)
 
-    def forward(self, h: Tensor, mask: Tensor | None, ids: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        y, loads = h, []
+    def forward(self, h: Tensor, mask: Tensor | None, ids: Tensor | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        y, loads, losses = h, [], []
         for i, moe in enumerate(self.moes):
             h = h + y if i else h
-            y, _, load, _ = moe(h, token_mask=mask, ids=ids)
+            y, found, load, _ = moe(h, token_mask=mask, ids=ids)
             loads.append(load)
-        return y, loads
+            losses += found.values()
+        return y, loads, losses
 
 
 def _one_host_of_cpus() -> bool:
@@ -75,7 +81,7 @@ class Layers:
 
     def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
         t, self.place = place.topology, place
-        stack = Stack(sizes, t.combine, place.device)
+        stack = Stack(sizes, t, place.device)
         with torch.no_grad():
             for moe, w in zip(stack.moes, weights, strict=True):
                 moe.router.weight.copy_(w.router_ED)
@@ -86,6 +92,7 @@ class Layers:
             tokens=t.tokens,
             combine=t.combine,
             tp_mesh=place.dense["tp"] if t.tp > 1 else None,
+            cp_mesh=place.cp,
             etp="etp" if t.etp > 1 else None,
         )
         parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
@@ -100,8 +107,8 @@ class Layers:
     def step(self, share: Share) -> Outcome:
         self.model.zero_grad()
         x = share.x_BlD.clone().requires_grad_()
-        y, loads = self.model(x, share.mask_Bl, share.ids_BlK)
-        y.backward(share.dy_BlD)
+        y, loads, losses = self.model(x, share.mask_Bl, share.ids_BlK)
+        torch.autograd.backward((y, *losses), (share.dy_BlD, *map(torch.ones_like, losses)))
         assert x.grad is not None
         grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
         return Outcome(y=y, dx=x.grad, grads=grads, loads=[over_all_ranks(load, self.place) for load in loads])

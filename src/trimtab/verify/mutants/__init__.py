@@ -10,12 +10,20 @@ import contextlib
 from collections.abc import Iterator
 
 from trimtab.errors import ConfigError
-from trimtab.verify.mutants import dispatch_bugs, expert_bugs, gradient_bugs, input_bugs, routing_bugs, token_bugs
+from trimtab.verify.mutants import (
+    compiled_bugs,
+    dispatch_bugs,
+    expert_bugs,
+    gradient_bugs,
+    input_bugs,
+    routing_bugs,
+    token_bugs,
+)
 from trimtab.verify.mutants.patching import Mutant as Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS,
+    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS,
 )  # fmt: skip
 
 

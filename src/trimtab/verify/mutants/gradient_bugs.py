@@ -1,7 +1,8 @@
-"""Bugs of reducing gradients over data-parallel ranks."""
+"""Bugs of reducing gradients and losses over data-parallel ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.parallel import ddp, fsdp, partial
 from trimtab.parallel.experts import ParallelExperts
+from trimtab.parallel.token_meshes import TokenMeshes, groups_of
+from trimtab.routing.losses import LossGroups
 from trimtab.verify.adapters import trimtab_impl
 from trimtab.verify.mutants.patching import Mutant, Patches
 
@@ -68,7 +71,17 @@ def _averaged_over_tp(p: Patches) -> None:
     p.put(partial._SumGradients, "backward", staticmethod(backward))
 
 
+def _per_rank(p: Patches) -> None:
+    def alone(self: TokenMeshes) -> LossGroups:
+        return replace(groups(self), sequence=groups_of(self.tp))
+
+    groups = TokenMeshes.loss_groups
+    p.put(TokenMeshes, "loss_groups", alone)
+
+
 MUTANTS = (
+    Mutant(name="sequence_loss_per_cp_rank", patch=_per_rank, look="2r-ep2-cp2/random/*",
+           says="the loss per sequence counts what one context-parallel rank holds, not the sequence"),
     Mutant(name="fsdp_experts_x_ep", patch=_default_divisor, look="2r-ep2-fsdp/*",
            says="FSDP2 divides expert gradients by its own mesh: EP times too large (pytorch#160285)"),
     Mutant(name="ddp_experts_x_ep", patch=_unscaled, look="2r-ep2-ddp/*",
