@@ -60,6 +60,36 @@ def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routin
         assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None:
+    tokens, experts, size = 4096, 16, dtype.itemsize
+    ids = torch.arange(tokens * K).view(tokens, K) % experts
+    mlp = ExpertMLP(experts, D, F, kernels="compiled", dtype=dtype)
+    x, w = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.rand(tokens, K, requires_grad=True)
+    dy = torch.randn(tokens, D, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        mlp(x, ids, w)
+        with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+            y = mlp(x, ids, w)
+            forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
+            y.backward(dy)
+    finally:
+        torch.set_num_threads(before)
+    rows, width = tokens * K, 2 * F
+    wave = rows // 16 if threads == 1 else rows // 4
+    pre, indices = size * rows * width, INDICES * rows
+    own = threads * (1344 * (D + width) + 1_200_000) + (4 * tokens * D if size < 4 else 0)
+    own += 4 * wave * D if threads > 1 else 0
+    results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
+    assert pre <= kept <= pre + indices
+    assert 0.9 * (pre + own) <= forward - y.nbytes <= pre + own + indices
+    more = pre + own + size * wave * width
+    assert 0.9 * more <= live.peak - results <= more + indices
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
 @pytest.mark.parametrize("kernels", ["loop", "stock"])
 def test_delayed_gradients_keep_what_the_docstring_says_and_then_nothing(activation: str, kernels: str) -> None:

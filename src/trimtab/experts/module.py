@@ -40,8 +40,12 @@ class ExpertMLP(GroupedModule):
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
-    forward's maximum. Kernels "compiled" need s R (2 I + D) in the backward, and some MB per thread; what they free
-    they keep for the next call, half as much again at most. Gathered rows and activations are never kept.
+    forward's maximum. Gathered rows and activations are never kept.
+
+    Kernels "compiled" keep the same and work on W rows at a time, W = max(r, 512, R / 16) with one thread, else
+    max(r, 1024 t, R / 4) with t. Beside s R I they need s W I in the backward, 4 M D for 16-bit values, 4 W D for
+    several threads, and up to 1344 (D + I) bytes and 1.2 MB for each. What they free they keep for the next call, half
+    as much again at most. Delayed weight gradients hold another s R I.
 
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
