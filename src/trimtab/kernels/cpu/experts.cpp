@@ -1,4 +1,4 @@
-// Expert MLPs on the CPU: the C ABI. See trimtab.kernels.fused for what calls it.
+// Expert MLPs on the CPU: the C ABI. See trimtab.kernels.compiled for what calls it.
 #include "backward.h"
 #include "forward.h"
 

@@ -17,6 +17,13 @@ INLINE void blank(Place to, long k, long nn) {
     for (long n = nn; n < up_to(nn, NR); n++) *to.at(k, n) = 0;
 }
 
+// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row.
+constexpr long SOON = 4;
+template <class T>
+INLINE void expect(const T* row, long n) {
+    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at);
+}
+
 template <class T>
 INLINE void widen_row(const T* from, float* to, long n) {
     long i = 0;
@@ -66,10 +73,7 @@ INLINE void put_zeros(const Tiles& to, long k, long) {
 template <class T, class To>
 void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long nn, const To& to) {
     for (long k = 0; k < kn; k++) {
-        if (k + 4 < kn && rows[k + 4] >= 0) {
-            const char* soon = (const char*)(x + rows[k + 4] * width + n0);
-            for (long at = 0; at < nn * (long)sizeof(T); at += 64) __builtin_prefetch(soon + at);
-        }
+        if (k + SOON < kn && rows[k + SOON] >= 0) expect(x + rows[k + SOON] * width + n0, nn);
         if (rows[k] >= 0) put_row(x + rows[k] * width + n0, to, k, nn);
         else put_zeros<T>(to, k, nn);
     }
@@ -81,6 +85,7 @@ void load_straight(const T* w, long ld, int step, Place to, long kn, long nn) {
     const auto lanes = std::make_integer_sequence<int, VL>{};
     for (long k = 0; k < kn; k++, w += ld) {
         if (step == 1) {
+            if (k + SOON < kn) expect(w + SOON * ld, nn);
             put_row(w, to, k, nn);
             continue;
         }
@@ -115,7 +120,11 @@ void load_transposed(const T* w, long ld, Place to, long kn, long nn) {
     long n = 0;
     for (; n + VL <= nn; n += VL) {
         long k = 0;
-        for (; k + wide <= kn; k += wide) transpose_block(w + n * ld + k, ld, to.at(k, n), to.row);
+        for (; k + wide <= kn; k += wide) {
+            if (n + 2 * VL <= nn)
+                for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, 1);
+            transpose_block(w + n * ld + k, ld, to.at(k, n), to.row);
+        }
         for (; k < kn; k++)
             for (long i = n; i < n + VL; i++) *to.at(k, i) = value(w[i * ld + k]);
     }
