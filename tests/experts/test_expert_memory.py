@@ -79,7 +79,7 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     finally:
         torch.set_num_threads(before)
     rows, width = tokens * K, 2 * F
-    wave = rows // 16 if threads == 1 else rows // 4
+    wave = rows // 16 if threads == 1 else rows // 2
     pre, indices = size * rows * width, INDICES * rows
     own = threads * (1344 * (D + width) + 1_200_000) + (4 * tokens * D if size < 4 else 0)
     own += 4 * wave * D if threads > 1 else 0

@@ -42,8 +42,8 @@ class ExpertMLP(GroupedModule):
     machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
     forward's maximum. Gathered rows and activations are never kept.
 
-    Kernels "compiled" keep the same and work on W rows at a time, W = max(r, 512, R / 16) with one thread, else
-    max(r, 1024 t, R / 4) with t. Beside s R I they need s W I in the backward, 4 M D for 16-bit values, 4 W D for
+    Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 within 1 and 16 with one thread,
+    R / (2048 t) within 1 and 2 with t: W = R / n + r rows at most. Beside s R I they need s W I in the backward, 4 M D for 16-bit values, 4 W D for
     several threads, and up to 1344 (D + I) bytes and 1.2 MB for each. What they free they keep for the next call, half
     as much again at most. Delayed weight gradients hold another s R I.
 

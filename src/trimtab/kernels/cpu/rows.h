@@ -17,22 +17,22 @@ struct Wave {
     long first, last, start, end;
 };
 
-// Rows of a wave at most: few, so that they stay near and cost little memory, but enough for all threads to share.
-inline long wave_rows(const Call& c) {
-    long most = c.threads == 1 ? std::max(512L, c.R / 16) : std::max(1024L * c.threads, c.R / 4);
-    for (long e = 0; e < c.E; e++) most = std::max<long>(most, c.offsets[e + 1] - c.offsets[e]);
-    return std::min(most, c.R);
-}
-
+// Waves of about as many rows: few, so that they stay near and cost little memory, but enough for all threads to share.
 inline std::vector<Wave> waves(const Call& c) {
-    const long most = wave_rows(c);
+    const long n = c.threads == 1 ? std::clamp(c.R / 512, 1L, 16L) : std::clamp(c.R / (2048 * c.threads), 1L, 2L);
     std::vector<Wave> out = {{0, 0, 0, 0}};
     for (long e = 0; e < c.E; e++) {
-        if (c.offsets[e + 1] - out.back().start > most) out.push_back({e, e, c.offsets[e], c.offsets[e]});
+        if (out.back().end * n >= (long)out.size() * c.R) out.push_back({e, e, c.offsets[e], c.offsets[e]});
         out.back().last = e + 1;
         out.back().end = c.offsets[e + 1];
     }
     return out;
+}
+
+inline long wave_rows(const Call& c) {
+    long most = 0;
+    for (const Wave& wave : waves(c)) most = std::max(most, wave.end - wave.start);
+    return most;
 }
 
 // A wave's rows in pieces; few rows stay together, since each piece reads its expert's weights. Of several threads the
