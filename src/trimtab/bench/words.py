@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from trimtab.bench.layer_case import SHAPES
 from trimtab.bench.result import Record
-
-NAMES = {(512, 256, 64, 8): "A", (1024, 512, 32, 4): "B", (1024, 2816, 8, 2): "C"}
 
 
 def case_words(record: Record) -> str:
     """As in "B, bf16, 2048 tokens, 1 thread"; ranks where there are several."""
-    c = record.case
-    words = [NAMES.get(tuple(c["shape"]), ",".join(map(str, c["shape"])))] if "shape" in c else [str(c.get("preset"))]
+    c, names = record.case, {shape: name for name, shape in SHAPES.items()}
+    words = [names.get(tuple(c["shape"]), ",".join(map(str, c["shape"])))] if "shape" in c else [str(c.get("preset"))]
     words += [str(c["dtype"])] if "dtype" in c else []
     for name in ("tokens", "threads", "ranks"):
         if name in c and (name != "ranks" or c[name] > 1):

@@ -27,11 +27,6 @@ from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 
-_SYNC_BUFFERS = next(  # torch 2.13 gave it another name and deprecates the old one
-    name for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel).parameters
-)  # fmt: skip
-
 
 def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
     """The model in DDP, its experts reduced apart. Call after `parallelize`, on every rank: values of each group's
@@ -56,8 +51,10 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     own = {id(tensor) for module in experts for tensor in (*module.parameters(), *module.buffers())}
     ignored = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in own]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
-    if not {"broadcast_buffers", "forward_sync_buffers"} & options.keys():
-        options[_SYNC_BUFFERS] = False
+    names = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.13 deprecates the second one, 2.11 has no other
+    if not options.keys() & set(names):
+        known = inspect.signature(DistributedDataParallel).parameters
+        options[next(name for name in names if name in known)] = False
     wrapped = DistributedDataParallel(model, process_group=dp_mesh.get_group(), **options)
     group = edp_mesh.get_group()
     for param in (param for module in experts for param in module.parameters()):
