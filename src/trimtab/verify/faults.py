@@ -9,9 +9,11 @@ that a guard whose error is right but whose process never ends is found out too.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +25,23 @@ from trimtab.verify.faults_cases import Fault, FaultResult, Outcome, fault_cases
 from trimtab.verify.faults_on_rank import fault_main
 
 
-def run_fault(fault: Fault, *, deadline: float = 2.0, slack: float = 0.0, limit: float = 40.0) -> FaultResult:
+def run_fault(
+    fault: Fault,
+    *,
+    deadline: float = 2.0,
+    slack: float = 0.0,
+    limit: float = 40.0,
+    alone: contextlib.AbstractContextManager[Any] | None = None,
+) -> FaultResult:
     """Run one case.
 
     Args:
         deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. limit: after which
             everything is killed. All in seconds.
+        alone: a lock, where several threads run cases. To start a process is to look at all others of this program, and
+            an exit code can be read once: of two threads that look at once, one is told 255.
     """
+    alone = contextlib.nullcontext() if alone is None else alone
     context = multiprocessing.get_context("forkserver")
     pipes: list[Connection] = []
     processes = []
@@ -39,7 +51,8 @@ def run_fault(fault: Fault, *, deadline: float = 2.0, slack: float = 0.0, limit:
             ours, theirs = context.Pipe(duplex=False)
             args = (fault, rank, store, deadline, theirs)
             process = context.Process(target=fault_main, args=args, daemon=True)
-            process.start()
+            with alone:
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -48,14 +61,17 @@ def run_fault(fault: Fault, *, deadline: float = 2.0, slack: float = 0.0, limit:
         codes: dict[int, tuple[int | None, float]] = {}
         while len(codes) < fault.ranks and time.monotonic() < end:
             for rank, process in enumerate(processes):
-                if rank not in codes and process.exitcode is not None:
-                    codes[rank] = (process.exitcode, time.monotonic())
+                with alone:
+                    code = process.exitcode
+                if rank not in codes and code is not None:
+                    codes[rank] = (code, time.monotonic())
             if stays | set(codes) >= set(range(fault.ranks)):
                 break
             time.sleep(0.01)
-        for process in processes:
-            process.kill()
-            process.join()
+        with alone:
+            for process in processes:
+                process.kill()
+                process.join()
         told = [_all_of(pipe) for pipe in pipes]
     when = next((m["at"] for messages in told for m in messages if m["what"] == "fault"), None)
     outcomes = tuple(
@@ -79,9 +95,11 @@ def run_faults(
     """All cases, `jobs` at a time; `report` hears of each as it ends, in order. Local processes only."""
     local_ranks.preload("trimtab.verify.faults_on_rank")
     results = []
+    alone = threading.Lock()
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         for result in pool.map(
-            lambda case: run_fault(case, deadline=deadline, slack=slack), fault_cases() if cases is None else cases
+            lambda case: run_fault(case, deadline=deadline, slack=slack, alone=alone),
+            fault_cases() if cases is None else cases,
         ):
             results.append(result)
             if report is not None:
