@@ -39,7 +39,7 @@ inline long wave_rows(const Call& c) {
 // largest come first, of one they come in order.
 inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
     const long share = c.threads == 1 ? MC : std::max(112L, (w.end - w.start) / (2 * c.threads));
-    const long most = std::min({MC, share, std::max(56L, (1L << 20) / width(c))});
+    const long most = std::min({MC, share, std::max(56L, (1L << 21) / width(c))});
     std::vector<Rows> out;
     for (long e = w.first; e < w.last; e++) {
         const long start = c.offsets[e], rows = c.offsets[e + 1] - start, n = (rows + most - 1) / most;

@@ -84,13 +84,14 @@ void one_block(const Call& c, Block t, Scratch s) {
     float* to = (float*)grad + at;
     // Sums go straight from registers to where they belong, if they are whole registers and come once.
     const bool direct = wide && t.qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0 && (!add || rows <= KC);
+    const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
         const long kn = std::min(KC, rows - k0);
         const bool last = k0 + KC >= rows;
         bring<T>(c, right, start, k0, kn, t.q0, t.qn, panels_of(s.b));
-        for (long p = 0; p < t.pn; p += PC) {
-            const long pn = std::min(PC, t.pn - p);
+        for (long part = 0; part < parts; part++) {
+            const long p = part * t.pn / parts, pn = (part + 1) * t.pn / parts - p;
             float* sums = s.c + p * LDC;
             Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
             if (direct && last) way = {add ? to + p * Q : way.from, add ? Q : LDC, to + p * Q, Q, !add};
