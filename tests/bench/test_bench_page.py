@@ -12,7 +12,7 @@ from bench.records import BOTH, MACHINE, NOW, entry, record
 from trimtab.bench.campaign import Campaign, write_page
 from trimtab.bench.finding import findings
 from trimtab.bench.judged import judge_bars
-from trimtab.bench.result import Race, middle_half
+from trimtab.bench.result import Entry, Race, middle_half
 from trimtab.bench.store import read_records, write_records
 from trimtab.bench.table import as_markdown, as_text, contestants_table, duration, memory_table, title
 from trimtab.errors import InputError
@@ -32,6 +32,21 @@ def test_limits_and_ratios_of_known_medians() -> None:
     assert one.limit("balanced", "forward") is None, "nobody was timed there"
     assert middle_half([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
     assert middle_half([7.0]) == (7.0, 7.0)
+
+
+def test_ratios_are_taken_turn_by_turn() -> None:
+    """On a machine that is now fast, now slow the medians of two contestants may come from different times."""
+    own = Entry(name="trimtab auto", role="ours", seconds={BOTH: [[1.0], [1.0], [2.0]]})
+    peer = Entry(name="grouped_mm", role="peer", seconds={BOTH: [[3.0], [7.0], [6.0, 6.0, 99.0]]})
+    copy = Entry(name="copy", role="bandwidth", facts={"bytes": 100}, seconds={"copy": [[0.5], [0.5], [1.0]]})
+    dense = Entry(name="dense", role="limit", seconds={BOTH: [[0.5], [0.25], [1.0]]})
+    slower = Entry(name="eager", role="peer", seconds={BOTH: [[4.0], [4.0], [8.0]]})
+    one = Race(malloc="default", entries=[own, peer, copy, dense, slower], fewest_bytes={"": {BOTH: 40}})
+    assert one.times(peer, BOTH, own) == 3.0, "of 3, 7 and 3"
+    assert one.speed_up(own, BOTH) == 3.0
+    assert one.over_limit(own, BOTH) == 2.0, "of 2, 4 and 2; the copy of 40 bytes is the shorter limit"
+    moved = dataclasses.replace(one, fewest_bytes={"": {BOTH: 200}})
+    assert moved.over_limit(own, BOTH) == 1.0, "of 200 bytes at 200 a second, then 100"
 
 
 def test_the_less_favourable_malloc_is_quoted() -> None:

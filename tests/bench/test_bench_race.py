@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from trimtab.bench.contestant import MALLOC, Contestant, ContestantFailed, Team
-from trimtab.bench.race import ASIDE, Pace, race, set_aside, slowest
+from trimtab.bench.race import ASIDE, Pace, race, set_aside, slowest, steps_of
 from trimtab.bench.result import Race
 from trimtab.bench.task import Task, run_task
 from trimtab.bench.weigh import weigh
@@ -33,13 +33,14 @@ def test_known_durations_give_known_ratios() -> None:
         fake("copy", "sleeper", "bandwidth", modes={"copy": 0.01}, bytes=1000),
     ]
     modes = ("forward", "forward+backward", "copy")
-    entries = race(contestants, modes, malloc="tuned", pace=Pace(turns=3, seconds=1.5, patience=60))
+    entries = race(contestants, modes, malloc="tuned", pace=Pace(turns=3, seconds=2.0, patience=60))
     assert [(e.name, e.role, e.failed) for e in entries] == [(c.name, c.role, None) for c in contestants]
     fast, slow, slower, _, copy = entries
-    # 1.5 s for 3 turns of 6 (contestant, mode): 83 ms each.
-    assert [len(turn) for turn in fast.seconds["forward"]] == [4, 4, 4]
-    assert [len(turn) for turn in slower.seconds["forward"]] == [1, 1, 1], "at least one step"
-    assert fast.steps("forward") == pytest.approx([0.02] * 12)
+    # A round takes 0.45 s: 0.02 + 0.06 + 0.2 + 3 * 0.01, 0.05, 3 * 0.01, and 0.01 between.
+    assert [len(turn) for turn in fast.seconds["forward"]] == [1, 1, 1, 1], "more turns than 3: there is time"
+    assert [len(turn) for turn in slower.seconds["forward"]] == [1, 1, 1, 1]
+    assert [len(turn) for turn in copy.seconds["copy"]] == [3, 3, 3, 3], "a turn takes 0.03 s at least"
+    assert fast.steps("forward") == pytest.approx([0.02] * 4)
     assert set(slow.seconds) == {"forward"}, "modes that it has"
     assert fast.facts["malloc"] == MALLOC["tuned"]["MALLOC_TRIM_THRESHOLD_"]
     found = Race(malloc="tuned", entries=entries, fewest_bytes={"": {"forward+backward": 4000}})
@@ -50,6 +51,14 @@ def test_known_durations_give_known_ratios() -> None:
     assert found.median(copy, "copy") == pytest.approx(0.01)
     assert found.over_limit(fast, "forward+backward") == pytest.approx(0.05 / 0.04)
     assert found.speed_up(fast, "forward+backward") is None, "no peer has that mode"
+
+
+def test_a_race_lasts_as_long_as_asked_and_has_the_turns_asked_for() -> None:
+    pace = Pace(turns=3, seconds=10.0)
+    assert pace.turns_of([0.09] * 10) == 10
+    assert pace.turns_of([5.0, 5.0]) == 3
+    assert pace.turns_of([]) == pace.turns_of([1e-6]) == 60
+    assert (steps_of(0.5), steps_of(0.014), steps_of(1e-9)) == (1, 2, 1000)
 
 
 def test_a_failure_is_a_row_with_its_reason() -> None:

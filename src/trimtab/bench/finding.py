@@ -16,7 +16,7 @@ from trimtab.bench.result import Limit, Record, largest, smallest
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """own, peer and limits by malloc setting.
+    """own, peer, limits, speed_ups and over_limits by malloc setting; what the last two are: `trimtab.bench.result`.
 
     name: ours, without its workload. own, peer: median seconds; infinite where ours failed. peer_name: the fastest
     peer, "" without one. failed, peer_failed, limit_failed: why ours, a peer or a limit has no time, "" where all have.
@@ -30,6 +30,8 @@ class Finding:
     peer: dict[str, float]
     peer_name: str
     limits: dict[str, Limit]
+    speed_ups: dict[str, float]
+    over_limits: dict[str, float]
     failed: str = ""
     peer_failed: str = ""
     limit_failed: str = ""
@@ -37,16 +39,6 @@ class Finding:
     @property
     def case(self) -> dict[str, Any]:
         return self.record.case
-
-    @property
-    def speed_ups(self) -> dict[str, float]:
-        """Times faster than the fastest peer."""
-        return {malloc: self.peer[malloc] / own for malloc, own in self.own.items() if malloc in self.peer}
-
-    @property
-    def over_limits(self) -> dict[str, float]:
-        """Own time over the limit's."""
-        return {malloc: own / self.limits[malloc].seconds for malloc, own in self.own.items() if malloc in self.limits}
 
     @property
     def speed_up(self) -> float | None:
@@ -76,6 +68,7 @@ def findings(records: Iterable[Record]) -> list[Finding]:
 
 def _finding(record: Record, name: str, group: str, mode: str) -> Finding:
     own, peer, limits, peer_name = dict[str, float](), dict[str, float](), dict[str, Limit](), ""
+    speed_ups, over_limits = dict[str, float](), dict[str, float]()
     failed, peer_failed, limit_failed = list[str](), list[str](), list[str]()
     for race in record.races:
         entry = next(e for e in race.entries if (e.name, e.group) == (name, group))
@@ -92,11 +85,29 @@ def _finding(record: Record, name: str, group: str, mode: str) -> Finding:
             peer_name, peer[race.malloc] = fastest
         if limit := race.limit(group, mode):
             limits[race.malloc] = limit
+        speed_up, over_limit = race.speed_up(entry, mode), race.over_limit(entry, mode)
+        if entry.failed is not None:
+            speed_up, over_limit = 0.0 if fastest else None, math.inf if limit else None
+        if speed_up is not None:
+            speed_ups[race.malloc] = speed_up
+        if over_limit is not None:
+            over_limits[race.malloc] = over_limit
     return Finding(
         record=record, group=group, mode=mode, name=plain(name), own=own, peer=peer, peer_name=plain(peer_name),
-        limits=limits, failed=next(iter(failed), ""), peer_failed=next(iter(peer_failed), ""),
-        limit_failed=next(iter(limit_failed), ""),
+        limits=limits, speed_ups=speed_ups, over_limits=over_limits, failed=next(iter(failed), ""),
+        peer_failed=next(iter(peer_failed), ""), limit_failed=next(iter(limit_failed), ""),
     )  # fmt: skip
+
+
+def times(found: Finding, base: Finding) -> list[float]:
+    """How many times as long as another of the same record and mode it takes, by malloc setting."""
+    ratios = []
+    for race in found.record.races:
+        mine, theirs = (
+            next(e for e in race.entries if (plain(e.name), e.group) == (f.name, f.group)) for f in (found, base)
+        )
+        ratios.append(race.times(mine, found.mode, theirs))
+    return [value for value in ratios if value is not None]
 
 
 def plain(name: str) -> str:

@@ -3,7 +3,7 @@
     build   all at once      a contestant that cannot be built is a row with its reason
     judge   one by one       a contestant with wrong numbers does not race; what it ran for that was its first warm-up
     warm    one by one       two steps of each mode, one where steps are slow
-    turns   A B C, C B A …   each turn some steps of every mode
+    turns   A B C, C B A …   mode by mode, a step or a few each: what is compared is timed side by side
 
 Of several limits only those that may set it take turns: where bf16 is emulated, dense float32 GEMMs do.
 
@@ -35,6 +35,10 @@ REST = 0.01
 """Seconds between turns, in which threads of the last one stop spinning."""
 SLOW = 0.5
 """Seconds of a step from which a second one warms nothing up."""
+BRIEF = 0.03
+"""Seconds of a turn below which it takes several steps: what comes before it has left its data in the caches."""
+MOST = 60
+"""Turns."""
 ASIDE = "set aside in warm-up"
 """The fact that lists the modes in which a limit took no turns."""
 
@@ -43,7 +47,8 @@ ASIDE = "set aside in warm-up"
 class Pace:
     """How long a race takes.
 
-    turns: of every contestant. seconds: for all turns of all contestants together, at least one step each.
+    turns: of every contestant, at least. seconds: for all turns of all contestants together; more turns as long as they
+    last, up to `MOST`. A turn is one step of each mode, or as many as take `BRIEF` seconds.
     patience: after so many seconds without an answer a contestant is given up.
 
     Raises ConfigError for values that make no race.
@@ -56,6 +61,16 @@ class Pace:
     def __post_init__(self) -> None:
         if self.turns < 1 or self.seconds <= 0 or self.patience <= 0:
             raise ConfigError("--turns must be at least 1, --seconds and --patience more than 0")
+
+    def turns_of(self, steps: Sequence[float]) -> int:
+        """Turns of a race whose contestants and modes take so many seconds a step."""
+        a_round = sum(REST + step * steps_of(step) for step in steps)
+        return max(self.turns, min(MOST, int(self.seconds / max(a_round, REST))))
+
+
+def steps_of(seconds: float) -> int:
+    """Steps in a turn, where one takes so many seconds."""
+    return min(1_000, max(1, int(BRIEF / max(seconds, 1e-7))))
 
 
 def race(
@@ -80,16 +95,16 @@ def race(
         for name, mode in sorted(idle):
             if mode not in field.facts[name].setdefault(ASIDE, []):
                 field.facts[name][ASIDE].append(mode)
-        racing = [(name, mode) for name, mode in field.steps if name in field.teams and (name, mode) not in idle]
-        share = pace.seconds / max(1, pace.turns * len(racing))
-        for turn in range(pace.turns):
+        racing = [(name, mode) for mode in modes for name, of in field.steps if of == mode]
+        racing = [each for each in racing if each[0] in field.teams and each not in idle]
+        turns = pace.turns_of([field.steps[each] for each in racing])
+        for turn in range(turns):
             for name, mode in racing if turn % 2 == 0 else racing[::-1]:
                 if name not in field.teams:
                     continue
                 time.sleep(REST)
                 with field.excused(name):
-                    count = max(1, int(share / max(field.steps[name, mode], 1e-7)))
-                    by_rank = field.ask(name, ("time", mode, min(count, 10_000)))
+                    by_rank = field.ask(name, ("time", mode, steps_of(field.steps[name, mode])))
                     taken[name].setdefault(mode, []).append(slowest(by_rank))
     return [
         Entry(

@@ -1,9 +1,11 @@
 """What a race found: raw times, and what follows from them. Plain values that go to JSON and come back.
 
 median, middle half   over all steps of all turns
-speed-up              median of the fastest peer of the same group and mode / own median
+times                 one's time over another's: the median over the turns of what it was within each, so that a
+                      machine that is now fast, now slow is so for both
+speed-up              times of the fastest peer of the same group and mode over one's own, the least of all peers
 limit                 the longer of the fastest "limit" entry and (fewest bytes / bandwidth)
-x limit               own median / limit
+x limit               times of one's own over the limit
 
 A peer that failed might have been the fastest, a limit that failed the one that counts: where one did, there is no
 speed-up, or no limit. A peer that is not installed took no part.
@@ -70,6 +72,12 @@ class Race:
         steps = entry.steps(mode)
         return statistics.median(steps) if steps else None
 
+    def times(self, entry: Entry, mode: str, other: Entry, other_mode: str | None = None) -> float | None:
+        """How many times as long as `other` it takes; None where one of them has no times."""
+        pairs = zip(entry.seconds.get(mode, []), other.seconds.get(other_mode or mode, []), strict=False)
+        ratios = [statistics.median(own) / statistics.median(others) for own, others in pairs]
+        return statistics.median(ratios) if ratios else None
+
     def fastest(self, role: str, group: str, mode: str) -> tuple[str, float] | None:
         """(name, median seconds) of the fastest of a role in a group; those of group "" belong to all."""
         found = [(self.median(e, mode), e.name) for e in self._of(role, group)]
@@ -107,13 +115,22 @@ class Race:
         return max(candidates, key=lambda limit: limit.seconds, default=None)
 
     def speed_up(self, entry: Entry, mode: str) -> float | None:
-        """Over the fastest peer."""
-        own, peer = self.median(entry, mode), self.peer(entry.group, mode)
-        return None if own is None or peer is None else peer[1] / own
+        """Over the fastest peer; None where there is none, or one is broken."""
+        if self.broken(entry.group, "peer"):
+            return None
+        return smallest(self.times(peer, mode, entry) for peer in self._of("peer", entry.group))
 
     def over_limit(self, entry: Entry, mode: str) -> float | None:
-        own, limit = self.median(entry, mode), self.limit(entry.group, mode)
-        return None if own is None or limit is None else own / limit.seconds
+        """None where there is no limit."""
+        if self.broken(entry.group, "limit", "bandwidth"):
+            return None
+        dense = largest(self.times(entry, mode, limit) for limit in self._of("limit", entry.group))
+        fewest, moved = self.fewest_bytes.get(entry.group, {}).get(mode), None
+        for copy in [e for e in self.entries if e.role == "bandwidth"]:
+            copies = self.times(entry, mode, copy, COPY)
+            if fewest is not None and copies is not None:
+                moved = copies * float(copy.facts["bytes"]) / fewest
+        return smallest((dense, moved))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,9 +96,9 @@ def add_parser(commands: Any) -> None:
     add("--list", action="store_true", help="print the cases that are left, in their order, and stop")
     for subparser in made.values():
         add, (turns, seconds) = subparser.add_argument, (3, 4.0) if subparser is made["all"] else (5, 20.0)
-        add("--turns", type=int, default=turns, metavar="N", help=f"of every contestant (default {turns})")
+        add("--turns", type=int, default=turns, metavar="N", help=f"of every contestant, at least (default {turns})")
         add("--seconds", type=float, default=seconds, metavar="S",
-            help=f"for all turns of a race, at least a step each (default {seconds:.0f})")  # fmt: skip
+            help=f"for all turns of a race: more turns while they last (default {seconds:.0f})")  # fmt: skip
         add("--malloc", default="both", choices=("both", "default", "tuned"))
         add(
             "--patience", type=float, default=600.0, metavar="S", help="give a silent contestant up after (default 600)"
