@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Literal
 
 import pytest
 import test_expert_mlp as grid
@@ -14,12 +15,13 @@ from comparing import assert_close
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
+from trimtab.experts import mlp, mlp_fused
 from trimtab.experts.activations import BY_NAME, GELU, GeGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
 from trimtab.experts.mlp_fused import FusedMLP, covers
 from trimtab.experts.module import ExpertMLP
-from trimtab.kernels.compiled import compiled_kernels
+from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.grouped import get_kernels
 
 CPU = torch.device("cpu")
@@ -69,6 +71,68 @@ def _built_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
     assert function_of(a_call(variant, dtype)) is FusedMLP
     grid.check("compiled", dtype, routing, variant, bias, transposed)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("routing", grid.ROUTINGS)
+@pytest.mark.parametrize("variant", BUILT_IN)
+@pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
+def test_large_experts_equal_oracle_block_by_block(
+    routing: str, variant: str, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    assert function_of(a_call(variant)) is mlp._ExpertMLP
+    grid.check("compiled", torch.float32, routing, variant, bias, transposed)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: bool) -> None:
+    grid.check("compiled", dtype, "random", "swiglu", bias, False, norm=True)
+
+
+def test_what_lies_between_the_products_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large experts, and as many calls as there are experts."""
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    module = ExpertMLP(3, 32, 16, kernels="compiled", dtype=torch.float32)
+    x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
+    module(x, ids, w)
+    called = []
+    right = CompiledKernels.between
+
+    def counted(self: CompiledKernels, name: str, number: int, **tensors: Tensor | None) -> None:
+        called.append(name)
+        right(self, name, number, **tensors)
+
+    monkeypatch.setattr(CompiledKernels, "between", counted)
+    module(x, ids, w).sum().backward()
+    assert called == ["forward"] * 3 + ["backward"] * 3
+
+
+@pytest.mark.parametrize("weights", ["experts", "combine"])
+def test_gradients_of_large_experts_are_the_loop_s_also_if_delayed(
+    weights: Literal["experts", "combine"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    torch.manual_seed(0)
+    made = [
+        ExpertMLP(4, 24, 20, bias=True, weights=weights, kernels=kernels, dtype=torch.float32, delay_wgrad=delay)
+        for kernels, delay in (("loop", False), ("compiled", False), ("compiled", True))
+    ]
+    x, dy = torch.randn(2, 30, 24)
+    ids, w = torch.randint(-1, 3, (30, 2)), torch.rand(30, 2)
+    found = []
+    for module in made:
+        module.load_state_dict(made[0].state_dict())
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        module(leaves[0], ids, leaves[1]).backward(dy)
+        module.backward_dw()
+        found.append([t.grad for t in (*leaves, *module.parameters())])
+    for ours in found[1:]:
+        for a, b in zip(ours, found[0], strict=True):
+            assert_close(a, b.double(), 2e-6, "gradient")
+    assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
 
 
 @pytest.mark.usefixtures("poisoned")

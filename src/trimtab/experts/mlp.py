@@ -34,7 +34,7 @@ from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp_fused import FusedMLP, covers
+from trimtab.experts.mlp_fused import FusedMLP, covers, number_of
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
@@ -121,6 +121,7 @@ class _ExpertMLP(Function):
         dtype = kernels.compute_dtype(x.dtype)
         direct = dtype == x.dtype and math.post_norm is None
         w_R1 = slot_weights(w_MK, plan).to(dtype)
+        number = number_of(math.activation)
         out_RD = x.new_empty(plan.row_R.shape[0], down_t.shape[2])
         saved: list[Tensor] = []
         for block in call.blocks():
@@ -133,10 +134,8 @@ class _ExpertMLP(Function):
                 call.pre[r] = pre
             elif call.keep:
                 saved.append(pre)
-            h = math.activation.forward(pre.to(dtype))
+            h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if math.folded else None)
             del pre
-            if math.folded:
-                h = h * w_R1[r]
             out = kernels.grouped_mm(h, down_t[e].to(dtype), block, out_RD[r] if direct else None)
             del h
             if down_bias is not None:
@@ -162,7 +161,7 @@ class _ExpertMLP(Function):
         _, need_x, need_w, *needs = ctx.needs_input_grad
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
-        w_R1 = slot_weights(w_MK, plan).to(dtype)
+        w_R1, number = slot_weights(w_MK, plan).to(dtype), number_of(math.activation)
         grads = call.gradients(needs) if call.defer is None else None
         d_pres: list[Tensor] = []
         d_params = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in math.params]
@@ -172,7 +171,7 @@ class _ExpertMLP(Function):
         for block in call.blocks():
             e, r = block.experts, block.rows
             w, pre = w_R1[r], next(parts).to(dtype)
-            h = math.activation.forward(pre)
+            back = kernels.hidden_back(math.activation, number, pre, w if math.post_norm is None else None)
             d_out = kernels.gather(dy, plan.row_R[r]).to(dtype)
             down_back = down_t[e].to(dtype).transpose(1, 2)
             if math.post_norm is not None:
@@ -181,22 +180,19 @@ class _ExpertMLP(Function):
                 d_out, d_norm = math.post_norm.backward(mid, d_out * w)
                 for total, part in zip(d_params[len(math.activation.params) :], d_norm, strict=True):
                     total += part
-                dh = kernels.grouped_mm(d_out, down_back, block)
-                hw, bias_rows = h, d_out
-            else:
-                dh = kernels.grouped_mm(d_out, down_back, block)
-                dw_R[r] = row_dot(h, dh)
+            hw, dw = back.hidden(kernels.grouped_mm(d_out, down_back, block))
+            bias_rows = d_out
+            if dw is not None:
+                dw_R[r] = dw
                 if down_bias is not None:
                     dw_R[r] += row_dot(kernels.expand(down_bias[e].to(dtype), block), d_out)
-                hw, bias_rows = h * w, d_out if down_bias is None else d_out * w
-                dh *= w
-            del h
+                    bias_rows = d_out * w
             if grads is not None:
                 grads.weight(grads.down, hw, d_out, block)
                 grads.bias(grads.down_bias, bias_rows, block)
             del hw, bias_rows, d_out
-            d_pre, d_act = math.activation.backward(pre, dh)
-            del pre, dh
+            d_pre, d_act = back.pre()
+            del pre, back
             for total, part in zip(d_params, d_act, strict=False):
                 total += part
             if grads is None:
@@ -231,11 +227,12 @@ def _delayed(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters' gradients by the same operations as in the backward, from what it left."""
     grads = call.gradients(())
+    activation, number = call.math.activation, number_of(call.math.activation)
     for block, pre, d_pre in zip(call.blocks(), pres, d_pres, strict=True):
         w = w_R1[block.rows]
-        h = call.math.activation.forward(pre.to(d_pre.dtype))
+        hw = call.kernels.hidden(activation, number, pre.to(d_pre.dtype), w)
         d_out = call.kernels.gather(dy, call.plan.row_R[block.rows]).to(d_pre.dtype)
-        grads.weight(grads.down, h * w, d_out, block)
+        grads.weight(grads.down, hw, d_out, block)
         grads.bias(grads.down_bias, d_out if call.weights.down_bias is None else d_out * w, block)
         _up_gradients(grads, call, x, d_pre, block)
     return grads.deliver()

@@ -43,15 +43,15 @@ def covers(call: ExpertCall) -> bool:
         return False
     each = [t for t in call.weights.each if t is not None]
     dtype = call.weights.up.dtype
-    plain = call.math.post_norm is None and _number(call.math.activation) is not None
+    plain = call.math.post_norm is None and number_of(call.math.activation) is not None
     faster = dtype != torch.float32 or call.weights.down[0].numel() < LARGE
     return plain and faster and dtype in TYPES and all(
         t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu" for t in each
     )  # fmt: skip
 
 
-def _number(activation: Activation) -> int | None:
-    """Of an activation that has one in cpu/call.h."""
+def number_of(activation: Activation) -> int | None:
+    """The number in cpu/call.h of an activation that has one."""
     kind = type(activation)
     if isinstance(activation, GELU | GeGLU) and kind in (GELU, GeGLU):
         tanh = "_tanh" if activation.approximate == "tanh" else ""
@@ -136,9 +136,9 @@ def _fields(
     _check(call, x, w_MK, up, down, up_bias, down_bias)
     shape = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
     return {
-        "type": TYPES[x.dtype], "act": _number(activation), "folded": int(math.folded),
+        "type": TYPES[x.dtype], "act": number_of(activation), "folded": int(math.folded),
         "transposed": int(call.weights.transposed), "alpha": shape[0], "limit": shape[1],
-        "M": x.shape[0], "K": plan.top_k, "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
+        "M": x.shape[0], "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
         "F": down.shape[1 if call.weights.transposed else 2],
         "row_R": plan.row_R.contiguous(), "slot_R": plan.slot_R.contiguous(), "offsets": plan.offsets_e.contiguous(),
         "w": w_MK.float().contiguous(), "x": x.contiguous(), "up": up, "down": down,

@@ -1,6 +1,6 @@
 """Routing weights of slots to expert rows, and their gradients back: a 0/1 map and its transpose.
 
-Legend: M rows, K slots per row, R expert rows, F any width.
+Legend: M rows, K slots per row, R expert rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.plan import ExpertPlan
+from trimtab.kernels.hidden import row_dot as row_dot
 
 
 def slot_weights(w_MK: Tensor, plan: ExpertPlan) -> Tensor:
@@ -23,8 +24,3 @@ def slot_grads(dw_R: Tensor, plan: ExpertPlan, w_MK: Tensor) -> Tensor:
     d_N1 = dw_R.new_zeros(slots + 1)
     d_N1.scatter_(0, torch.where(plan.slot_R < 0, slots, plan.slot_R), dw_R)
     return d_N1[:slots].view_as(w_MK)
-
-
-def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
-    """Row-wise dot products in at least float32: [R]."""
-    return (a_RF * b_RF).sum(-1, dtype=torch.promote_types(a_RF.dtype, torch.float32))

@@ -6,21 +6,22 @@
     backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
 
-What these do not cover goes the way of the loop: see `trimtab.experts.mlp_fused`. Operands of 16 bits are widened as
-they are brought into cache, sums are taken in float32, and an expert row's bits depend on no other row, on no
-thread and on no number of threads.
+What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`; what lies between its products then
+takes one pass over memory (cpu/elementwise.h) if it is in float32, with gate and up as halves of a row.
+
+Operands of 16 bits are widened as they are brought into cache, sums are taken in float32, and an expert row's bits
+depend on no other row, on no thread and on no number of threads.
 
 TRIMTAB_COMPILED=0 in the environment switches them off.
 
-Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I width of the
-pre-activations.
+Legend: M rows, R expert rows, E experts, D model dim, F expert hidden dim, I width of the pre-activations.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,8 +29,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, InputError
 from trimtab.kernels.compiler import load
+from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
 
 SWITCH = "TRIMTAB_COMPILED"
@@ -37,9 +39,10 @@ SOURCES = Path(__file__).parent / "cpu"
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
+_CLAMPED = ACTIVATIONS.index("clamped_swiglu")
 
 _INTS = ("type", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
-_SIZES = ("M", "K", "R", "E", "D", "F")
+_SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
     "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "scratch",
@@ -57,6 +60,16 @@ class _Call(ctypes.Structure):
     )
 
 
+class _Between(ctypes.Structure):
+    """cpu/elementwise.h, likewise."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("act", "threads")),
+        *((name, ctypes.c_int64) for name in ("R", "F")),
+        *((name, ctypes.c_void_p) for name in ("pre", "w", "h", "d_pre", "dw")),
+    )
+
+
 class CompiledKernels(LoopKernels):
     """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
 
@@ -70,13 +83,14 @@ class CompiledKernels(LoopKernels):
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
         lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()))
-        for name in ("forward", "backward", "weight_gradients"):
+        for name in ("forward", "backward", "weight_gradients", "between_forward", "between_backward"):
             getattr(lib, f"trimtab_{name}").restype = None
-        lib.trimtab_scratch_floats.restype = lib.trimtab_call_bytes.restype = ctypes.c_int64
+        for name in ("scratch_floats", "call_bytes", "between_bytes"):
+            getattr(lib, f"trimtab_{name}").restype = ctypes.c_int64
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
-        if lib.trimtab_call_bytes() != ctypes.sizeof(_Call):
+        if (lib.trimtab_call_bytes(), lib.trimtab_between_bytes()) != (ctypes.sizeof(_Call), ctypes.sizeof(_Between)):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib = lib
@@ -100,6 +114,25 @@ class CompiledKernels(LoopKernels):
         """Run cpu/wgrad.h, likewise."""
         self._run("weight_gradients", fields)
 
+    def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
+        if number is None or not _in_one_pass(number, pre_RI, w_R1):
+            return super().hidden(f, number, pre_RI, w_R1)
+        h = self.empty(pre_RI.shape[0], _hidden_width(number, pre_RI), dtype=pre_RI.dtype)
+        self.between("forward", number, pre=pre_RI, w=w_R1, h=h)
+        return h
+
+    def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
+        if number is None or not _in_one_pass(number, pre_RI, w_R1):
+            return super().hidden_back(f, number, pre_RI, w_R1)
+        return _OnePass(self, number, pre_RI, w_R1)
+
+    def between(self, name: str, number: int, *, h: Tensor, **others: Tensor | None) -> None:
+        """Run cpu/elementwise.h, "forward" or "backward", on its fields: contiguous, in float32, or None."""
+        call = _Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1], h=h.data_ptr())
+        for field, value in others.items():
+            setattr(call, field, None if value is None else value.data_ptr())
+        getattr(self._lib, f"trimtab_between_{name}")(ctypes.byref(call))
+
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         call = _Call(threads=torch.get_num_threads())
         for field, value in fields.items():
@@ -107,6 +140,39 @@ class CompiledKernels(LoopKernels):
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.scratch = scratch.data_ptr()
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
+
+
+class _OnePass(HiddenBack):
+    """By cpu/elementwise.h: all at once when dh is there, h * w in its place."""
+
+    def __init__(self, kernels: CompiledKernels, number: int, pre_RI: Tensor, w_R1: Tensor | None) -> None:
+        self._kernels, self._number, self._pre, self._w = kernels, number, pre_RI, w_R1
+
+    def hidden(self, dh_RF: Tensor) -> tuple[Tensor, Tensor | None]:
+        shape = self._pre.shape[0], _hidden_width(self._number, self._pre)
+        if dh_RF.shape != shape or dh_RF.dtype != self._pre.dtype:
+            got = f"{tuple(dh_RF.shape)} in {dh_RF.dtype}"
+            raise InputError(f"a gradient {got} of hidden rows {shape} in {self._pre.dtype}", phase="experts")
+        h = dh_RF.contiguous()
+        self._d_pre = self._kernels.empty(*self._pre.shape, dtype=h.dtype)
+        dw = None if self._w is None else torch.empty(shape[0], dtype=h.dtype, device="cpu")
+        self._kernels.between("backward", self._number, pre=self._pre, w=self._w, h=h, d_pre=self._d_pre, dw=dw)
+        return h, dw
+
+    def pre(self) -> tuple[Tensor, Sequence[Tensor]]:
+        return self._d_pre, ()
+
+
+def _in_one_pass(number: int, pre_RI: Tensor, w_R1: Tensor | None) -> bool:
+    """Whether cpu/elementwise.h computes it."""
+    floats = [t for t in (pre_RI, w_R1) if t is not None]
+    plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in floats)
+    fits = w_R1 is None or w_R1.shape == (pre_RI.shape[0], 1)
+    return plain and fits and number != _CLAMPED and (number > _CLAMPED or pre_RI.shape[1] % 2 == 0)
+
+
+def _hidden_width(number: int, pre_RI: Tensor) -> int:
+    return pre_RI.shape[1] // 2 if number <= _CLAMPED else pre_RI.shape[1]
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

@@ -15,7 +15,8 @@ Four sets of kernels with these names:
 An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, so that its
 gathered rows and activations stay in cache and are never held for all experts at once.
 
-Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
+Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM, I width of the pre-activations,
+F expert hidden dim.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trimtab.kernels.block import Block as Block
 from trimtab.kernels.block import as_it_lies
 from trimtab.kernels.block import put as put
 from trimtab.kernels.compiled import compiled_kernels, switched_off
+from trimtab.kernels.hidden import HiddenBack, HiddenKernels, RowFunction
 from trimtab.kernels.loop import LoopKernels as LoopKernels
 from trimtab.kernels.measured import faster
 from trimtab.kernels.rows import Bags, combine_rows, gather_padded
@@ -81,8 +83,16 @@ class Kernels(Protocol):
         """Each expert's row of values for each of its rows, zero behind the last segment: broadcastable to [R, A]."""
         ...
 
+    def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
+        """The hidden rows of a block, f(pre) * w: [R, F]. number: of f in `compiled.ACTIVATIONS`, if it has one."""
+        ...
 
-class StockKernels:
+    def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
+        """The backward of `hidden`."""
+        ...
+
+
+class StockKernels(HiddenKernels):
     """PyTorch's own grouped GEMM over all experts at once, sizes on the device."""
 
     name = "stock"

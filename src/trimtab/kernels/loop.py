@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.block import Block, as_it_lies, put
+from trimtab.kernels.hidden import HiddenKernels
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
 
-class LoopKernels:
+class LoopKernels(HiddenKernels):
     """One `mm` per expert, one expert per block. For the CPU."""
 
     name = "loop"

@@ -69,7 +69,8 @@ void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
 
 template <class T>
 void backward(const Call& c) {
-    const Shared shared(c);
+    const std::vector<Wave> all = waves(c);
+    const Shared shared(c, all);
     const Ends ends(c);
     const bool later = c.d_pre;
 #pragma omp parallel num_threads(c.threads)
@@ -77,7 +78,7 @@ void backward(const Call& c) {
         const Scratch s(c, omp_get_thread_num());
         Call now = c;  // its d_pre [R, I] is where the wave's rows would begin in a whole one
         Combine<T> dx(c, ends, c.dx, shared, false);
-        for (const Wave& wave : waves(c)) {
+        for (const Wave& wave : all) {
             const std::vector<Rows> tasks = pieces(c, wave);
             dx.begin(wave, shared);
             if (!later) now.d_pre = (T*)shared.d_pre - wave.start * width(c);

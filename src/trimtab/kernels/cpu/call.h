@@ -16,7 +16,7 @@ struct Call {
     int32_t type_up, type_down;  // of the gradients
     int32_t add_up, add_down;    // to what they hold
     float alpha, limit;          // of CLAMPED
-    int64_t M, K, R, E, D, F;
+    int64_t M, R, E, D, F;
     const int64_t *row_R, *slot_R, *offsets;
     const float* w;                // [M, K]
     const void *x, *up, *down;     // rows [M, D]

@@ -1,13 +1,17 @@
 // Expert MLPs on the CPU: the C ABI. See trimtab.kernels.compiled for what calls it.
 #include "backward.h"
+#include "elementwise.h"
 #include "forward.h"
 
 extern "C" {
 void trimtab_forward(const Call* c) { c->type == FLOAT ? forward<float>(*c) : forward<bf16>(*c); }
 void trimtab_backward(const Call* c) { c->type == FLOAT ? backward<float>(*c) : backward<bf16>(*c); }
 void trimtab_weight_gradients(const Call* c) { c->type == FLOAT ? weight_gradients<float>(*c) : weight_gradients<bf16>(*c); }
-int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c).end - c->scratch; }
+void trimtab_between_forward(const Between* c) { between_forward(*c); }
+void trimtab_between_backward(const Between* c) { between_backward(*c); }
+int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c, waves(*c)).end - c->scratch; }
 int64_t trimtab_call_bytes() { return sizeof(Call); }
+int64_t trimtab_between_bytes() { return sizeof(Between); }
 
 // The instructions that this was compiled for, and whether the machine has them.
 const char* trimtab_isa() { return VL == 16 ? "AVX-512" : VL == 8 ? "AVX2" : "generic"; }

@@ -57,13 +57,14 @@ void forward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& y) {
 
 template <class T>
 void forward(const Call& c) {
-    const Shared shared(c);
+    const std::vector<Wave> all = waves(c);
+    const Shared shared(c, all);
     const Ends ends(c);
 #pragma omp parallel num_threads(c.threads)
     {
         const Scratch s(c, omp_get_thread_num());
         Combine<T> y(c, ends, c.y, shared, !c.folded);
-        for (const Wave& wave : waves(c)) {
+        for (const Wave& wave : all) {
             const std::vector<Rows> tasks = pieces(c, wave);
             y.begin(wave, shared);
 #pragma omp for schedule(dynamic, 1) nowait

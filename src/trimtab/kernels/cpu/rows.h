@@ -29,9 +29,9 @@ inline std::vector<Wave> waves(const Call& c) {
     return out;
 }
 
-inline long wave_rows(const Call& c) {
+inline long wave_rows(const std::vector<Wave>& waves) {
     long most = 0;
-    for (const Wave& wave : waves(c)) most = std::max(most, wave.end - wave.start);
+    for (const Wave& wave : waves) most = std::max(most, wave.end - wave.start);
     return most;
 }
 
@@ -71,8 +71,8 @@ struct Scratch {
 // What the threads share: a wave's rows before they are combined, gradients of pre-activations, and sums by token.
 struct Shared {
     float *rows, *d_pre, *sums, *end;  // a thread that is alone needs no rows
-    explicit Shared(const Call& c) {
-        const long most = wave_rows(c), size = c.type == FLOAT ? 4 : 2;
+    Shared(const Call& c, const std::vector<Wave>& waves) {
+        const long most = wave_rows(waves), size = c.type == FLOAT ? 4 : 2;
         rows = c.scratch + c.threads * Scratch::each(c);
         d_pre = rows + (c.threads > 1 && (c.y || c.dx) ? up_to(most * c.D, 16) : 0);
         sums = d_pre + (c.dy && !c.d_pre ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
@@ -80,7 +80,7 @@ struct Shared {
     }
 };
 
-// [K, N] operands taken from the parameters of one expert: N the outputs of the layer, or with `back` its inputs.
+// [K, N] operands taken from the parameters of one expert: from inputs to `outputs` of the layer, or back to `inputs`.
 template <class T>
 struct Weight {
     const T* w;

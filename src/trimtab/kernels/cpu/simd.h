@@ -14,8 +14,9 @@ constexpr int VL = 16, MR = 14;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int VL = 8, MR = 6;
 #else
-constexpr int VL = 4, MR = 6;
+constexpr int VL = 4, MR = 4;
 #endif
+static_assert(MR <= VL);  // a tile's column is one register of a panel
 constexpr int NR = 2 * VL;
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE inline __attribute__((always_inline))
@@ -110,7 +111,10 @@ INLINE vf vexp(vf x) {
     y = y * r + 1.0f;
     return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
-INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+INLINE vf sigmoid(vf x) {  // 0 where exp(-x) is cut: x itself may be large enough to bring it back
+    vf y = 1.0f / (1.0f + vexp(-x));
+    return x < -88.0f ? vf{} : y;
+}
 
 // Exchange of blocks of S lanes between two of the VL rows that are transposed.
 template <int S, int... L>
