@@ -104,3 +104,10 @@ def allocates(args: dict[str, Any], where: Where) -> Subject:
         del made, hidden
 
     return Subject(modes={"forward+backward": step}, held=7)
+
+
+def stays(args: dict[str, Any], where: Where) -> Subject:
+    """Says on which cores its steps run."""
+    import torch
+
+    return Subject(modes={}, outcome=lambda: {"cores": torch.tensor(sorted(os.sched_getaffinity(0)))})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from trimtab.bench.child import cores_of
 from trimtab.bench.contestant import MALLOC, Contestant, ContestantFailed, Team
 from trimtab.bench.race import ASIDE, Pace, race, set_aside, slowest, steps_of
 from trimtab.bench.result import Race
@@ -106,6 +110,22 @@ def test_the_slowest_rank_counts_and_one_rank_fails_for_all() -> None:
     finally:
         team.kill()
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+
+
+def test_all_contestants_run_on_the_same_cores() -> None:
+    one, two, four = (Contestant(name="", role="ours", build="", threads=n) for n in (1, 2, 4))
+    assert [cores_of(one, rank, [3, 5]) for rank in range(3)] == [{3}, {5}, {3}]
+    assert [cores_of(two, rank, [0, 1, 2, 3]) for rank in range(3)] == [{0, 1}, {2, 3}, {0, 1}]
+    assert cores_of(four, 1, [0, 1]) == {0, 1}
+    here = sorted(os.sched_getaffinity(0))
+    team = Team(fake("stays", "stays", ranks=2), "default")
+    try:
+        team.answers(120)
+        saved = team.ask(("outcome",), 60)
+    finally:
+        team.kill()
+    cores = [torch.load(io.BytesIO(one), weights_only=True)["cores"].tolist() for one in saved]
+    assert cores == [[here[0]], [here[1 % len(here)]]]
 
 
 def test_a_limit_that_another_beats_by_far_takes_no_turns() -> None:

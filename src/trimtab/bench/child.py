@@ -3,8 +3,8 @@
     ("warm", mode, steps)   seconds of the last step      ("time", mode, steps)   seconds of each step
     ("outcome",)            what is judged, saved         ("memory", mode)        bytes of one step
 
-Ranks meet at a barrier before each step, outside what is timed. The environment says how many threads there are.
-PyTorch is imported by the contestant, if it is.
+Ranks meet at a barrier before each step, outside what is timed. The environment says how many threads there are; once
+built, a rank stays on as many cores. PyTorch is imported by the contestant, if it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ def main() -> None:
     try:
         meet = _join(contestant, rank, store)
         subject = _build(contestant, rank)
+        _stay(contestant, rank)
         pipe.send((True, {"modes": list(subject.modes), "judged": subject.judged, **subject.facts}))
         while True:
             try:
@@ -65,6 +66,18 @@ def _build(contestant: Contestant, rank: int) -> Subject:
     module, _, function = contestant.build.partition(":")
     build: Build = getattr(importlib.import_module(module), function)
     return build(contestant.args, Where(rank=rank, ranks=contestant.ranks))
+
+
+def _stay(contestant: Contestant, rank: int) -> None:
+    """On cores of this rank's own, the same for every contestant: where neighbours share a machine, cores differ."""
+    if hasattr(os, "sched_setaffinity"):  # not on macOS
+        os.sched_setaffinity(0, cores_of(contestant, rank, sorted(os.sched_getaffinity(0))))
+
+
+def cores_of(contestant: Contestant, rank: int, cores: Sequence[int]) -> set[int]:
+    """As many of these cores as a rank has threads, its neighbours' next to them; then from the first again."""
+    first, threads = rank * contestant.threads, min(contestant.threads, len(cores))
+    return {cores[(first + thread) % len(cores)] for thread in range(threads)}
 
 
 def _answer(

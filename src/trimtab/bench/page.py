@@ -12,13 +12,14 @@ from trimtab.bench.table import as_markdown, duration, ratio, size
 from trimtab.bench.words import case_words
 
 METHOD = """\
-Every contestant lives in processes of its own, one per rank, and they take turns: A B C, C B A, and so on. Before the
-first turn its output and all its gradients are compared with plain formulas; wrong numbers do not race. Each case is
-raced with malloc as it comes (*default*) and with one that keeps what it is given (*tuned*: `MALLOC_MMAP_THRESHOLD_`,
-`MALLOC_TRIM_THRESHOLD_`), in fresh processes; the smaller speed-up and the larger multiple of the limit are quoted.
-Times are medians over the steps of all turns, of the slowest rank. Ratios are medians over the turns of what the ratio
-was within a turn: other users of the processor make it now faster, now slower by half. *forward* runs without a graph.
-*in place*: gradients of parameters are added to what is there, trimtab's into `main_grad`, peers' into `.grad`.
+Every contestant lives in processes of its own, one per rank, on the same cores, and they take turns: A B C, C B A, and
+so on. Before the first turn its output and all its gradients are compared with plain formulas; wrong numbers do not
+race. Each case is raced with malloc as it comes (*default*) and with one that keeps what it is given (*tuned*:
+`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`), in fresh processes; the smaller speed-up and the larger multiple of
+the limit are quoted. Times are medians over the steps of all turns, of the slowest rank. Ratios are medians over the
+turns of what the ratio was within a turn: other users of the processor make it now faster, now slower by half.
+*forward* runs without a graph. *in place*: gradients of parameters are added to what is there, trimtab's into
+`main_grad`, peers' into `.grad`.
 
 *speed-up* is the fastest peer's time over trimtab's. *x limit* is trimtab's time over the limit of the same race, which
 is the longer of dense GEMMs of the same FLOPs (all rows at once, into memory that is there; of bf16 and float32 the
