@@ -61,9 +61,11 @@ def run_fault(
         codes: dict[int, tuple[int | None, float]] = {}
         while len(codes) < fault.ranks and time.monotonic() < end:
             for rank, process in enumerate(processes):
+                if rank in codes:
+                    continue
                 with alone:
                     code = process.exitcode
-                if rank not in codes and code is not None:
+                if code is not None:
                     codes[rank] = (code, time.monotonic())
             if stays | set(codes) >= set(range(fault.ranks)):
                 break
