@@ -17,7 +17,9 @@ A, B, E = 16, 24, 5
 COUNTS = ([3, 0, 4, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1])
 
 
-def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def over_blocks(
+    kernels: Kernels, counts: list[int], dtype: torch.dtype, together: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every kernel's results put together from the blocks, and the float64 truth. The stock tail holds NaN."""
     ids = torch.arange(E).repeat_interleave(torch.tensor(counts))[:, None]
     static = kernels.name == "stock"
@@ -33,7 +35,7 @@ def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tupl
     names |= {"added": (E, A, B), "added_wide": (E, A, B)}
     ours = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in names.items()}
     ours["added_wide"] = ours["added_wide"].double()
-    for block in kernels.blocks(plan.offsets_e, rows):
+    for block in kernels.blocks(plan.offsets_e, rows, together):
         e, r = block.experts, block.rows
         ours["mm"][r] = kernels.grouped_mm(a[r], w[e], block)
         kernels.grouped_mm(a[r], w[e], block, ours["out"][r])
@@ -59,6 +61,7 @@ def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tupl
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("together", [0, 4, 100])
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
     [
@@ -70,8 +73,8 @@ def over_blocks(kernels: Kernels, counts: list[int], dtype: torch.dtype) -> tupl
         ("stock", torch.float16, 2e-3),
     ],
 )
-def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, counts: list[int]) -> None:
-    ours, truth = over_blocks(get_kernels(name, CPU), counts, dtype)
+def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: int, counts: list[int]) -> None:
+    ours, truth = over_blocks(get_kernels(name, CPU), counts, dtype, together)
     for kernel, value in ours.items():
         assert_close(value, truth[kernel], bound, kernel)
 
@@ -84,13 +87,23 @@ def test_gather_takes_a_stride_zero_gradient_and_gives_a_dense_one(name: str) ->
     assert torch.equal(got, torch.ones(3, 3))
 
 
+def test_experts_of_few_rows_share_a_block_as_long_as_they_fit() -> None:
+    loop, offsets = get_kernels("loop", CPU), torch.tensor([0, 0, 3, 3, 9, 10, 13, 13])
+    found = [(b.experts, b.rows, b.offsets_e.tolist()) for b in loop.blocks(offsets, 20, 4)]
+    assert found == [
+        (slice(0, 3), slice(0, 3), [0, 0, 3, 3]), (slice(3, 4), slice(3, 9), [0, 6]),
+        (slice(4, 7), slice(9, 13), [0, 1, 4, 4]),
+    ]  # fmt: skip
+    assert [b.experts for b in loop.blocks(offsets, 20)] == [slice(i, i + 1) for i in range(7)]
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["loop", "stock"])
 def test_rows_that_no_block_reaches_are_zero(name: str) -> None:
     kernels, offsets = get_kernels(name, CPU), torch.tensor([0, 2, 2, 3])
     x = torch.full((5, 16), float("nan"))
     x[:3] = 1.0
-    y = kernels.empty_rows(x, 8, torch.float32, offsets)
+    y = kernels.empty_rows(5, 8, torch.float32, offsets)
     for block in kernels.blocks(offsets, 5):
         kernels.grouped_mm(x[block.rows], torch.ones(3, 16, 8)[block.experts], block, y[block.rows])
     assert torch.equal(y, torch.tensor([16.0, 16.0, 16.0, 0.0, 0.0])[:, None].expand(5, 8))

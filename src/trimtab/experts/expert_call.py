@@ -19,6 +19,9 @@ from trimtab.experts.per_group import Gradients
 from trimtab.experts.products import Products
 from trimtab.kernels.grouped import Block, Kernels
 
+TOGETHER = 256
+"""Rows in all of the experts that may share a block: the calls between their products cost more than the work."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
@@ -84,7 +87,7 @@ class ExpertCall:
     pre: Tensor | None = None
 
     def blocks(self) -> Iterator[Block]:
-        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0])
+        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER)
 
     def by_row(self, weight: Tensor) -> Tensor:
         """A parameter, or a part of one, as [e, in, out]."""

@@ -122,11 +122,11 @@ class _ExpertMLP(Function):
         direct = dtype == x.dtype and math.post_norm is None
         w_R1 = slot_weights(w_MK, plan).to(dtype)
         number = number_of(math.activation)
-        out_RD = x.new_empty(plan.row_R.shape[0], down_t.shape[2])
+        out_RD = kernels.empty_rows(plan.row_R.shape[0], down_t.shape[2], x.dtype, plan.offsets_e)
         saved: list[Tensor] = []
         for block in call.blocks():
             e, r = block.experts, block.rows
-            pre = kernels.grouped_mm(kernels.gather(x, plan.row_R[r]).to(dtype), up_t[e].to(dtype), block)
+            pre = kernels.grouped_mm(kernels.gather(x, plan.row_R[r]).to(dtype), up_t[e], block)
             if up_bias is not None:
                 pre += kernels.expand(up_bias[e].to(dtype), block)
             pre = pre.to(x.dtype)  # the activation sees the bits that its backward will see
@@ -136,7 +136,7 @@ class _ExpertMLP(Function):
                 saved.append(pre)
             h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if math.folded else None)
             del pre
-            out = kernels.grouped_mm(h, down_t[e].to(dtype), block, out_RD[r] if direct else None)
+            out = kernels.grouped_mm(h, down_t[e], block, out_RD[r] if direct else None)
             del h
             if down_bias is not None:
                 bias = kernels.expand(down_bias[e].to(dtype), block)
@@ -165,7 +165,7 @@ class _ExpertMLP(Function):
         grads = call.gradients(needs) if call.defer is None else None
         d_pres: list[Tensor] = []
         d_params = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in math.params]
-        dx_RD = x.new_empty(plan.row_R.shape[0], x.shape[1]) if need_x else None
+        dx_RD = kernels.empty_rows(plan.row_R.shape[0], x.shape[1], x.dtype, plan.offsets_e) if need_x else None
         dw_R = w_MK.new_zeros(plan.row_R.shape[0])
         parts = iter(saved)
         for block in call.blocks():
@@ -173,7 +173,7 @@ class _ExpertMLP(Function):
             w, pre = w_R1[r], next(parts).to(dtype)
             back = kernels.hidden_back(math.activation, number, pre, w if math.post_norm is None else None)
             d_out = kernels.gather(dy, plan.row_R[r]).to(dtype)
-            down_back = down_t[e].to(dtype).transpose(1, 2)
+            down_back = down_t[e].transpose(1, 2)
             if math.post_norm is not None:
                 mid = next(parts).to(dtype)
                 dw_R[r] = row_dot(math.post_norm.forward(mid), d_out)
@@ -200,7 +200,7 @@ class _ExpertMLP(Function):
             else:
                 _up_gradients(grads, call, x, d_pre, block)
             if dx_RD is not None:
-                up_back, direct = up_t[e].to(dtype).transpose(1, 2), dtype == x.dtype
+                up_back, direct = up_t[e].transpose(1, 2), dtype == x.dtype
                 dx = kernels.grouped_mm(d_pre, up_back, block, dx_RD[r] if direct else None)
                 if not direct:
                     dx_RD[r] = dx

@@ -39,8 +39,8 @@ class ExpertMLP(GroupedModule):
         b = 6 for clamped_swiglu, 4 for the other gates, 2 without a gate
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
-    machine computes in. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
-    forward's maximum. Gathered rows and activations are never kept.
+    machine computes in; experts of few rows are taken together, r = 256. Kernels "stock" take all experts at once and
+    copy each result: r = R, and r (F + D) joins the forward's maximum. Gathered rows and activations are never kept.
 
     Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 within 1 and 16 with one thread,
     R / (2048 t) within 1 and 2 with t: W = R / n + r rows at most. Beside s R I they need s W I in the backward, 4 M D

@@ -105,7 +105,7 @@ class Plain:
         if self.operands is not None:
             quantised_eAB = self.operands.weight(w.by_row(w.groups), "out" if transpose else "in")
         width = w.widths[0 if transpose else 1]
-        result_SY = kernels.empty_rows(rows_SX, width, w.dtype, self.offsets_e)
+        result_SY = kernels.empty_rows(rows_SX.shape[0], width, w.dtype, self.offsets_e)
         direct = dtype == w.dtype
         for block in kernels.blocks(self.offsets_e, rows_SX.shape[0]):
             e, r = block.experts, block.rows

@@ -12,8 +12,8 @@ Four sets of kernels with these names:
                      behind the last segment come out zero in both directions, gradients are made contiguous
     TritonKernels    grouped GEMMs of our own and whole SwiGLU experts, for CUDA: see `trimtab.kernels.triton.kernels`
 
-An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, so that its
-gathered rows and activations stay in cache and are never held for all experts at once.
+An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, or several of few
+rows, so that gathered rows and activations stay in cache and are never held for all experts at once.
 
 Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM, I width of the pre-activations,
 F expert hidden dim.
@@ -43,11 +43,13 @@ class Kernels(Protocol):
 
     name: str
 
-    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         """The blocks of the segments at `offsets_e` [e + 1] of `rows` rows.
 
         In order; together they hold each expert once and each row of a segment once. Rows behind the last segment
         may or may not be in a block.
+
+        together: kernels that take the experts one by one may give a block several of so many rows in all.
         """
         ...
 
@@ -63,12 +65,15 @@ class Kernels(Protocol):
         """x[index] for the rows of one block; zeros where the index is -1."""
         ...
 
-    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        """[R, width] of `dtype` for the blocks' results: not initialised, but zero where no block reaches."""
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        """[rows, width] of `dtype` for the blocks' results: not initialised, but zero where no block reaches."""
         ...
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        """[R, B]. Rows of the block behind its last segment come out zero, whatever `x_RA` holds there."""
+        """[R, B]. Rows of the block behind its last segment come out zero, whatever `x_RA` holds there.
+
+        x_RA: in `compute_dtype` of the weight's dtype.
+        """
         ...
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
@@ -100,7 +105,7 @@ class StockKernels(HiddenKernels):
     def empty_like(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
-    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         yield Block(slice(0, offsets_e.shape[0] - 1), slice(0, rows), offsets_e)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -111,8 +116,8 @@ class StockKernels(HiddenKernels):
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         return gather_padded(x, index_R)
 
-    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        return rows_RA.new_empty(rows_RA.shape[0], width, dtype=dtype)  # the one block holds all rows
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         y = torch.nn.functional.grouped_mm(x_RA.contiguous(), w_eAB, offs=block.offsets_e[1:].int())

@@ -1,10 +1,11 @@
-"""Grouped GEMMs on the CPU with PyTorch alone: one `mm` per expert, one expert per block.
+"""Grouped GEMMs on the CPU with PyTorch alone: one `mm` per expert.
 
 Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.block import Block, as_it_lies, put
+from trimtab.kernels.few_rows import few_rows_mm
 from trimtab.kernels.hidden import HiddenKernels
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
 
 class LoopKernels(HiddenKernels):
-    """One `mm` per expert, one expert per block. For the CPU."""
+    """One `mm` per expert. A block is one expert, or several of few rows. For the CPU."""
 
     name = "loop"
 
@@ -31,10 +33,13 @@ class LoopKernels(HiddenKernels):
     def empty_like(self, like: Tensor) -> Tensor:
         return self.pages.empty_like(like)
 
-    def blocks(self, offsets_e: Tensor, rows: int) -> Iterator[Block]:
-        cuts = offsets_e.tolist()
-        for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            yield Block(slice(i, i + 1), slice(start, end), offsets_e)
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
+        cuts, first = offsets_e.tolist(), 0
+        for i, after in enumerate([*cuts[2:], math.inf]):
+            if after - cuts[first] > together:
+                part = slice(cuts[first], cuts[i + 1])
+                yield Block(slice(first, i + 1), part, offsets_e[first : i + 2] - part.start)
+                first = i + 1
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
@@ -45,25 +50,35 @@ class LoopKernels(HiddenKernels):
         return dtype if native.get(dtype, True) else torch.float32
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        return gather_rows(x, index_R)
+        return gather_rows(x, index_R, self.pages.empty(index_R.shape[0], x.shape[1], dtype=x.dtype))
 
-    def empty_rows(self, rows_RA: Tensor, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        rows = rows_RA.new_empty(rows_RA.shape[0], width, dtype=dtype)
-        rows[int(offsets_e[-1]) :] = 0
-        return rows
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        result = self.pages.empty(rows, width, dtype=dtype)
+        result[int(offsets_e[-1]) :] = 0
+        return result
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        return torch.mm(x_RA, w_eAB[0], out=out)
+        if out is None:
+            out = self.pages.empty(x_RA.shape[0], w_eAB.shape[2], dtype=x_RA.dtype)
+        for x, w, y in zip(_cut(x_RA, block), w_eAB.unbind(), _cut(out, block), strict=True):
+            few_rows_mm(x, w.to(x.dtype), y, self.pages)
+        return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        (target,), a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        if target.dtype == a_RA.dtype:
-            torch.addmm(target, a_RA.t(), b_RB, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
-        else:
-            put(target, torch.mm(a_RA.t(), b_RB), add)
+        targets, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
+        for target, a, b in zip(targets.unbind(), _cut(a_RA, block), _cut(b_RB, block), strict=True):
+            if target.dtype == a.dtype:
+                torch.addmm(target, a.t(), b, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
+            else:
+                put(target, torch.mm(a.t(), b), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
-        return rows_RA.sum(0, keepdim=True)
+        return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return values_eA
+        return values_eA if len(values_eA) == 1 else values_eA.repeat_interleave(block.offsets_e.diff(), 0)
+
+
+def _cut(rows_RA: Tensor, block: Block) -> tuple[Tensor, ...]:
+    """The rows of each expert of the block."""
+    return torch.split(rows_RA, block.offsets_e.diff().tolist())

@@ -26,6 +26,7 @@ from trimtab.kernels.grouped import Kernels, get_kernels, names_for
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
 SIZES = (0, 3, 0, 5, 0, 4)
+TOGETHER = 8  # rows of experts that may share a block: some do, some do not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +152,9 @@ def _mm(kernels: Kernels, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
     """Into rows that hold NaN, and into fresh memory; the two must agree."""
     width = w_eAB.shape[2]
     _leave_nan(x_RA, width)
-    given = kernels.empty_rows(x_RA, width, x_RA.dtype, p.offsets)
+    given = kernels.empty_rows(x_RA.shape[0], width, x_RA.dtype, p.offsets)
     made = given.clone()
-    for block in kernels.blocks(p.offsets, x_RA.shape[0]):
+    for block in kernels.blocks(p.offsets, x_RA.shape[0], TOGETHER):
         e, r = block.experts, block.rows
         given[r] = NAN
         kernels.grouped_mm(x_RA[r], w_eAB[e], block, given[r])
@@ -165,7 +166,7 @@ def _mm(kernels: Kernels, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
 def _wgrad(kernels: Kernels, p: _Problem, dy_RB: Tensor, *, stale: float, add: bool = False) -> Tensor:
     """Through the transposed view of a parameter's layout, which is what layers hand in."""
     dw_eBA = p.w.transpose(1, 2).contiguous().fill_(stale)
-    for block in kernels.blocks(p.offsets, dy_RB.shape[0]):
+    for block in kernels.blocks(p.offsets, dy_RB.shape[0], TOGETHER):
         e, r = block.experts, block.rows
         _leave_nan(p.w[e].flatten(1), A * B)
         kernels.grouped_wgrad(p.x[r], dy_RB[r], block, dw_eBA[e].transpose(1, 2), add=add)
