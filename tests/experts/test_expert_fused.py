@@ -142,6 +142,14 @@ def test_no_tokens_and_padded_segments(tokens: int, alignment: int) -> None:
     grid.check("compiled", torch.float32, "random", "swiglu", True, False, tokens=tokens, alignment=alignment)
 
 
+@pytest.mark.parametrize("hidden", [273, 280, 560])
+def test_transposed_gradients_take_as_many_hidden_values_at_once_as_any(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "F", hidden)
+    grid.check("compiled", torch.float32, "random", "swiglu", False, True)
+
+
 def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
     assert covers(a_call())
     assert not covers(a_call(dtype=torch.float64))

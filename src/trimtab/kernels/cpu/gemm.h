@@ -11,6 +11,7 @@ constexpr long KC = 256, NC = 128;  // values of K and columns of B that are bro
 constexpr long MC = 336;            // rows of A that a task takes at most, a multiple of MR
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
+constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
 constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
 

@@ -20,7 +20,7 @@ void bring(const Call& c, Operand which, long start, long k0, long kn, long n0, 
             return;
         case H: {
             const Activation act = activation(c.act);
-            float g[QC + VL], u[QC + VL], h[QC + VL];
+            float g[BROUGHT], u[BROUGHT], h[BROUGHT];
             for (long k = 0; k < kn; k++) {
                 const T* pre = (const T*)c.pre + (r0 + k) * I + n0;
                 widen_row(pre, g, nn);
