@@ -9,8 +9,9 @@
 What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`; what lies between its products then
 takes one pass over memory (cpu/elementwise.h) if it is in float32, with gate and up as halves of a row.
 
-Operands of 16 bits are widened as they are brought into cache, sums are taken in float32, and an expert row's bits
-depend on no other row, on no thread and on no number of threads.
+Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
+(`trimtab.kernels.bf16`), sums are taken in float32, and an expert row's bits depend on no other row, on no thread and
+on no number of threads.
 
 TRIMTAB_COMPILED=0 in the environment switches them off.
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError, InputError
+from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
@@ -41,7 +43,7 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 """In the order of their numbers in cpu/call.h."""
 _CLAMPED = ACTIVATIONS.index("clamped_swiglu")
 
-_INTS = ("type", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
+_INTS = ("type", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
 _SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
@@ -73,16 +75,22 @@ class _Between(ctypes.Structure):
 class CompiledKernels(LoopKernels):
     """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
 
+    instructions: what they were compiled for. bf16: what makes their products of bfloat16.
+
+    Args:
+        products: of `trimtab.kernels.bf16.PRODUCTS` those alone instead of the fastest.
+        defines: macros for the compiler. TRIMTAB_EMULATE_BF16 gives any machine all products, slowly, for tests.
+
     Raises:
         BackendError: switched off, not compiled, or not for this machine.
     """
 
     name = "compiled"
 
-    def __init__(self) -> None:
+    def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
-        lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()))
+        lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()), defines)
         for name in ("forward", "backward", "weight_gradients", "between_forward", "between_backward"):
             getattr(lib, f"trimtab_{name}").restype = None
         for name in ("scratch_floats", "call_bytes", "between_bytes"):
@@ -95,6 +103,7 @@ class CompiledKernels(LoopKernels):
         super().__init__()
         self._lib = lib
         self.instructions: str = lib.trimtab_isa().decode()
+        self.bf16 = Bf16Products(lib.trimtab_lack, products)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return compiled_kernels, ()  # a copy shares what it was copied from
@@ -134,7 +143,7 @@ class CompiledKernels(LoopKernels):
         getattr(self._lib, f"trimtab_between_{name}")(ctypes.byref(call))
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
-        call = _Call(threads=torch.get_num_threads())
+        call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)

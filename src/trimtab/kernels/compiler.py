@@ -45,30 +45,33 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "trimtab"
 
 
-def load(main: Path, sources: Sequence[Path]) -> ctypes.CDLL:
+def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ctypes.CDLL:
     """The library of `main`, which includes the other `sources`; compiled if the cache does not have it.
+
+    defines: macros, as in `NAME` or `NAME=value`.
 
     Raises:
         BackendError: no compiler, or it fails, or the cache folder cannot be written.
     """
     compiler = find_compiler()
-    target = cache_folder() / f"{main.stem}-{_key(compiler, sources)}.so"
+    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    target = cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
     try:
         if not target.exists():
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(target.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
                 if not target.exists():
-                    _compile(compiler, main, target)
+                    _compile(compiler, flags, main, target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BackendError(f"the compiled kernels cannot be kept in or loaded from {target.parent}: {error}") from error
 
 
-def _key(compiler: str, sources: Sequence[Path]) -> str:
+def _key(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:
     found = hashlib.sha256()
     stat = os.stat(compiler)
-    for part in (compiler, stat.st_size, stat.st_mtime_ns, *FLAGS, _openmp(), _cpu()):
+    for part in (compiler, stat.st_size, stat.st_mtime_ns, *flags, _openmp(), _cpu()):
         found.update(f"{part}\n".encode())
     for source in sorted(sources):
         found.update(source.read_bytes())
@@ -90,10 +93,10 @@ def _openmp() -> str:
     return str(found[0]) if found else "-fopenmp"
 
 
-def _compile(compiler: str, main: Path, target: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], main: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, library = os.path.join(folder, "made.o"), os.path.join(folder, "made.so")
-        _run([compiler, *FLAGS, "-c", str(main), "-o", made])
+        _run([compiler, *flags, "-c", str(main), "-o", made])
         _run([compiler, "-shared", made, _openmp(), "-o", library])
         os.replace(library, target)
 

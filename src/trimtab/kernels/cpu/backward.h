@@ -4,9 +4,9 @@
 #pragma once
 #include "wgrad.h"
 
-// d_pre of a row's part of n hidden values in the order of the parameters, in `to` as floats and in `kept`.
-template <class T>
-void keep_gradients(const Call& c, const float* dg, const float* du, long n, float* to, T* kept) {
+// d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`.
+template <class V, class T>
+void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* to, T* kept) {
     const auto lanes = std::make_integer_sequence<int, VL>{};
     for (long i = 0; i < n; i += VL) {
         vf a = load(dg + i), b = load(du + i);
@@ -26,16 +26,18 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, flo
     }
 }
 
-template <class T>
+template <class T, class Op>
 void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
-    const long D = c.D, F = c.F, I = width(c), ldx = D + VL, ldh = I + VL, step = interleaved(c) ? 2 : 1;
+    const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = interleaved(c) ? 2 : 1;
+    using Word = typename Op::Word;
+    auto *rows = (typename Op::Value*)s.x, *d_pre = (typename Op::Value*)s.h;
     const Activation act = activation(c.act);
-    gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(s.x, ldx));
+    gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
     const Weight<T> up = up_of<T>(c, t.expert), down = down_of<T>(c, t.expert);
     memset(s.sums, 0, t.count * VL * sizeof(float));
-    gemm(
-        t.count, F, D, 1, {s.x, ldx, true}, s.b, s.c,
-        [&](int, float* b, long k0, long kn, long n0, long nn) { down.inputs(b, k0, kn, n0, nn); },
+    gemm<Op>(
+        t.count, F, D, 1, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
+        [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
         [&](long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL];
             for (long i = 0; i < t.count; i++, dh += LDC) {
@@ -48,26 +50,27 @@ void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
                     blank(rows_of(u, 0), 0, nn);
                 }
                 act.backward(g, u, dh, nn, weight_of(c, r), {c.alpha, c.limit}, dg, du, s.sums + i * VL);
-                keep_gradients(c, dg, du, nn, s.h + i * ldh + n0 * step, (T*)c.d_pre + r * I + n0 * step);
+                keep_gradients(c, dg, du, nn, d_pre + i * ldh + n0 * step, (T*)c.d_pre + r * I + n0 * step);
+                end_row(d_pre + i * ldh, I);
             }
         });
     const T* bias = c.down_bias ? (const T*)c.down_bias + t.expert * D : nullptr;
     for (long i = 0; i < t.count; i++) {
         const long slot = c.slot_R[t.start + i];
         vf total = load(s.sums + i * VL);
-        for (long d = 0; bias && d < D; d += VL) total += load(bias + d, D - d) * load(s.x + i * ldx + d, D - d);
+        for (long d = 0; bias && d < D; d += VL) total += load(bias + d, D - d) * load(rows + i * ldx + d, D - d);
         if (slot >= 0) c.dw[slot] = sum(total);
     }
     if (!c.dx) return;
-    gemm(
-        t.count, D, I, 1, {s.h, ldh, true}, s.b, s.c,
-        [&](int, float* b, long k0, long kn, long n0, long nn) { up.inputs(b, k0, kn, n0, nn); },
+    gemm<Op>(
+        t.count, D, I, 1, {(Word*)d_pre, ldh / Op::values, true}, (Word*)s.b, s.c,
+        [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, n0, nn); },
         [&](long n0, long nn, const float* got) {
             for (long i = 0; i < t.count; i++, got += LDC) dx.put(t.start + i, n0, nn, got);
         });
 }
 
-template <class T>
+template <class T, class Op>
 void backward(const Call& c) {
     const std::vector<Wave> all = waves(c);
     const Shared shared(c, all);
@@ -75,6 +78,7 @@ void backward(const Call& c) {
     const bool later = c.d_pre;
 #pragma omp parallel num_threads(c.threads)
     {
+        [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num());
         Call now = c;  // its d_pre [R, I] is where the wave's rows would begin in a whole one
         Combine<T> dx(c, ends, c.dx, shared, false);
@@ -83,8 +87,8 @@ void backward(const Call& c) {
             dx.begin(wave, shared);
             if (!later) now.d_pre = (T*)shared.d_pre - wave.start * width(c);
 #pragma omp for schedule(dynamic, 1)
-            for (size_t i = 0; i < tasks.size(); i++) backward_rows<T>(now, tasks[i], s, dx);
-            if (!later) weight_gradients<T>(now, wave, s);
+            for (size_t i = 0; i < tasks.size(); i++) backward_rows<T, Op>(now, tasks[i], s, dx);
+            if (!later) weight_gradients<T, Op>(now, wave, s);
             dx.end(wave);
         }
     }

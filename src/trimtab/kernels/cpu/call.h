@@ -7,10 +7,11 @@
 #include <cstdint>
 
 enum Type : int32_t { FLOAT = 0, BFLOAT = 1 };
+enum Products : int32_t { WIDENED = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
 
 struct Call {
-    int32_t type, act, threads;
+    int32_t type, products, act, threads;  // products: of bf16
     int32_t folded;       // the routing weight is taken into the hidden rows, else into the combine
     int32_t transposed;   // up is [E, D, I] and down [E, F, D], else [E, I, D] and [E, D, F]
     int32_t type_up, type_down;  // of the gradients

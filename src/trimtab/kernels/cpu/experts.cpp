@@ -1,12 +1,17 @@
 // Expert MLPs on the CPU: the C ABI. See trimtab.kernels.compiled for what calls it.
-#include "backward.h"
 #include "elementwise.h"
-#include "forward.h"
+#include "products.h"
 
 extern "C" {
-void trimtab_forward(const Call* c) { c->type == FLOAT ? forward<float>(*c) : forward<bf16>(*c); }
-void trimtab_backward(const Call* c) { c->type == FLOAT ? backward<float>(*c) : backward<bf16>(*c); }
-void trimtab_weight_gradients(const Call* c) { c->type == FLOAT ? weight_gradients<float>(*c) : weight_gradients<bf16>(*c); }
+void trimtab_forward(const Call* c) {
+    with_operands(*c, [&](auto t, auto op) { forward<decltype(t), decltype(op)>(*c); });
+}
+void trimtab_backward(const Call* c) {
+    with_operands(*c, [&](auto t, auto op) { backward<decltype(t), decltype(op)>(*c); });
+}
+void trimtab_weight_gradients(const Call* c) {
+    with_operands(*c, [&](auto t, auto op) { weight_gradients<decltype(t), decltype(op)>(*c); });
+}
 void trimtab_between_forward(const Between* c) { between_forward(*c); }
 void trimtab_between_backward(const Between* c) { between_backward(*c); }
 int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c, waves(*c)).end - c->scratch; }
@@ -15,6 +20,7 @@ int64_t trimtab_between_bytes() { return sizeof(Between); }
 
 // The instructions that this was compiled for, and whether the machine has them.
 const char* trimtab_isa() { return VL == 16 ? "AVX-512" : VL == 8 ? "AVX2" : "generic"; }
+int32_t trimtab_lack(int32_t products) { return lack(products); }
 int trimtab_runs_here() {
 #if defined(__AVX512F__)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");

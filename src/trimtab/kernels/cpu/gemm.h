@@ -1,13 +1,14 @@
-// Products of float blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
+// Products of blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
 //
-// A sum over K is taken in steps of KC values, each in the order of k, and the steps are added in order: the bits of
+// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h); sums are floats, of bits that depend on no
+// other row. A sum over K is taken in steps of KC words, each in the order of k, and the steps are added in order: the bits of
 // an element depend on its row and column alone, not on M, N or the thread.
 #pragma once
 #include <algorithm>
 
 #include "simd.h"
 
-constexpr long KC = 256, NC = 128;  // values of K and columns of B that are brought at once
+constexpr long KC = 256, NC = 128;  // words of K and columns of B that are brought at once
 constexpr long MC = 336;            // rows of A that a task takes at most, a multiple of MR
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
@@ -27,9 +28,22 @@ struct Sums {
     }
 };
 
+// Operands of float.
+struct Floats {
+    using Word = float;
+    using Value = float;
+    static constexpr long values = 1;  // in a word
+    static constexpr long pitch(long n) { return ::pitch(n); }
+    struct Session {};  // of a thread: what its products need until it has made the last one
+    static INLINE void new_row(long&) {}
+    static INLINE vf read(const float* p) { return *(const vf*)p; }
+    static INLINE vf spread(float x) { return splat(x); }
+    static INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
+};
+
 // One block of at most MR x NR, its sums in registers.
-template <int M, bool ByRow>
-void tile(long K, const float* a, long lda, const float* b, const Sums& c) {
+template <class Op, int M, bool ByRow>
+void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word* b, const Sums& c) {
     vf acc[M][2];
     UNROLL for (int i = 0; i < M; i++) acc[i][0] = acc[i][1] = vf{};
     UNROLL for (int i = 0; i < M; i++) {  // what is added at the end may come from far
@@ -38,11 +52,12 @@ void tile(long K, const float* a, long lda, const float* b, const Sums& c) {
         __builtin_prefetch(c.from + i * c.ld_from + VL);
     }
     for (long k = 0; k < K; k++, b += NR) {  // no instruction to spare here: prefetches made it slower
-        vf b0 = *(const vf*)b, b1 = *(const vf*)(b + VL);
+        Op::new_row(lda);
+        const auto b0 = Op::read(b), b1 = Op::read(b + VL);
         UNROLL for (int i = 0; i < M; i++) {
-            vf v = splat(ByRow ? a[i * lda + k] : a[k * lda + i]);
-            acc[i][0] += v * b0;
-            acc[i][1] += v * b1;
+            const auto v = Op::spread(ByRow ? a[i * lda + k] : a[k * lda + i]);
+            acc[i][0] = Op::add(acc[i][0], v, b0);
+            acc[i][1] = Op::add(acc[i][1], v, b1);
         }
     }
     UNROLL for (int i = 0; i < M; i++) {
@@ -60,34 +75,39 @@ void tile(long K, const float* a, long lda, const float* b, const Sums& c) {
     }
 }
 
-using Tile = void (*)(long, const float*, long, const float*, const Sums&);
-template <bool ByRow, int... M>
-Tile pick(long m, std::integer_sequence<int, M...>) {
-    static constexpr Tile all[] = {tile<M + 1, ByRow>...};
+template <class Word>
+using Tile = void (*)(long, const Word*, long, const Word*, const Sums&);
+template <class Op, bool ByRow, int... M>
+Tile<typename Op::Word> pick(long m, std::integer_sequence<int, M...>) {
+    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1, ByRow>...};
     return all[m - 1];
 }
 
-// Operand A: value (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL values for each k.
+// Operand A: word (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL words for each k.
+template <class Word>
 struct Left {
-    const float* p;
+    const Word* p;
     long ld;
     bool by_row;
-    const float* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
+    const Word* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
 };
 
 // M rows in tiles of about the same height.
 inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; }
 
-inline long up_to(long n, long step) { return (n + step - 1) / step * step; }
+constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
-// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] in panels of NR columns, KC * NR floats apart.
-__attribute__((noinline)) inline void multiply(long M, long nn, long k0, long kn, Left a, const float* b, Sums c) {
+// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, KC * NR words apart.
+template <class Op>
+__attribute__((noinline)) void multiply(
+    Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c
+) {
     const long tiles = (M + MR - 1) / MR;
     const auto sizes = std::make_integer_sequence<int, MR>{};
     for (long n = 0; n < nn; n += NR) {
         for (long t = 0; t < tiles; t++) {
             const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
-            const Tile run = a.by_row ? pick<true>(rows, sizes) : pick<false>(rows, sizes);
+            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, false>(rows, sizes);
             run(kn, a.at(t, m, k0), a.ld, b + n * KC, c.at(m, n));
         }
     }
@@ -95,20 +115,25 @@ __attribute__((noinline)) inline void multiply(long M, long nn, long k0, long kn
 
 // load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
 // multiple of NR hold anything finite. done(n0, nn, c) takes the sums, [M, nn] at c + part * NC / parts, rows LDC apart.
-template <class Load, class Done>
-void gemm(long M, long N, long K, int parts, Left a, float* b, float* c, Load load, Done done) {
+template <class Op, class Load, class Done>
+void gemm(
+    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Load load, Done done
+) {
+    constexpr long depth = KC * Op::values;
     const long width = NC / parts;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
         long k0 = 0;
         do {
-            const long kn = std::min(KC, K - k0);
+            const long kn = std::min(depth, K - k0), words = (kn + Op::values - 1) / Op::values;
             for (int part = 0; part < parts; part++) {
-                load(part, b + part * width * KC, k0, kn, n0, nn);
+                typename Op::Word* panels = b + part * width * KC;
                 float* sums = c + part * width;
-                multiply(M, nn, k0, kn, a, b + part * width * KC, {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false});
+                load(part, panels, k0, kn, n0, nn);
+                const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
+                multiply(Op(), M, nn, k0 / Op::values, words, a, panels, way);
             }
-            k0 += KC;
+            k0 += depth;
         } while (k0 < K);
         done(n0, nn, c);
     }

@@ -79,21 +79,26 @@ void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long 
     }
 }
 
-// A matrix with the contracted axis first: value (k, n) at w[k * ld + n * step], step 1 or 2.
 template <class T>
-void load_straight(const T* w, long ld, int step, Place to, long kn, long nn) {
+INLINE void put_every_second(const T* w, Place to, long k, long nn) {
     const auto lanes = std::make_integer_sequence<int, VL>{};
+    long n = 0;
+    for (; n + VL <= nn - 1; n += VL)
+        store(to.at(k, n), every_second<0>(load(w + 2 * n), load(w + 2 * n + VL), lanes));
+    for (; n < nn; n++) *to.at(k, n) = value(w[2 * n]);
+    blank(to, k, nn);
+}
+
+// A matrix with the contracted axis first: value (k, n) at w[k * ld + n * step], step 1 or 2.
+template <class T, class To>
+void load_straight(const T* w, long ld, int step, const To& to, long kn, long nn) {
     for (long k = 0; k < kn; k++, w += ld) {
         if (step == 1) {
             if (k + SOON < kn) expect(w + SOON * ld, nn);
             put_row(w, to, k, nn);
             continue;
         }
-        long n = 0;
-        for (; n + VL <= nn - 1; n += VL)
-            store(to.at(k, n), every_second<0>(load(w + 2 * n), load(w + 2 * n + VL), lanes));
-        for (; n < nn; n++) *to.at(k, n) = value(w[2 * n]);
-        blank(to, k, nn);
+        put_every_second(w, to, k, nn);
     }
 }
 
@@ -133,3 +138,9 @@ void load_transposed(const T* w, long ld, Place to, long kn, long nn) {
         blank(to, k, nn);
     }
 }
+
+// What pairs.h needs at the ends of rows and blocks, and beside rows, floats do not.
+inline void end_row(float*, long) {}
+inline void end_block(const Place&, long, long) {}
+INLINE float* open_row(float* row, float*) { return row; }
+INLINE void close_row(float*, const float*, long) {}

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "amx.h"
 #include "call.h"
 #include "load.h"
 
@@ -54,10 +55,9 @@ inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
 struct Scratch {
     float *b, *c, *x, *h, *sums;
     static constexpr long sums_of = std::max(MC, PIECES * PC) * LDC;
-    static long rows(const Call& c) { return up_to(std::max({MC * (c.D + VL), KC * LDC, Tiles::floats}), VL); }
-    static long floats(const Call& c) {
-        return KC * QC + sums_of + MC * VL + rows(c) + MC * (width(c) + VL);
-    }
+    static long left(long n) { return MC * std::max(n + VL, up_to(n, 2 * VL) / 2 + VL); }  // rows of floats, of pairs
+    static long rows(const Call& c) { return up_to(std::max({left(c.D), KC * LDC, Tiles::floats}), VL); }
+    static long floats(const Call& c) { return KC * QC + sums_of + MC * VL + rows(c) + left(width(c)); }
     static long each(const Call& c) { return up_to(floats(c), 16); }
     Scratch(const Call& call, int thread) {
         b = call.scratch + thread * each(call);
@@ -87,13 +87,17 @@ struct Weight {
     long in, out;
     bool transposed;  // [in, out], else [out, in]
     // Outputs may be every second one from `first` on.
-    void outputs(float* b, long k0, long kn, long n0, long nn, long first, int step) const {
-        if (transposed) load_straight(w + k0 * out + first + n0 * step, out, step, panels_of(b), kn, nn);
-        else load_transposed(w + (first + n0 * step) * in + k0, in * step, panels_of(b), kn, nn);
+    template <class To>
+    void outputs(const To& to, long k0, long kn, long n0, long nn, long first, int step) const {
+        if (transposed) load_straight(w + k0 * out + first + n0 * step, out, step, to, kn, nn);
+        else load_transposed(w + (first + n0 * step) * in + k0, in * step, to, kn, nn);
+        end_block(to, kn, nn);
     }
-    void inputs(float* b, long k0, long kn, long n0, long nn) const {
-        if (transposed) load_transposed(w + n0 * out + k0, out, panels_of(b), kn, nn);
-        else load_straight(w + k0 * in + n0, in, 1, panels_of(b), kn, nn);
+    template <class To>
+    void inputs(const To& to, long k0, long kn, long n0, long nn) const {
+        if (transposed) load_transposed(w + n0 * out + k0, out, to, kn, nn);
+        else load_straight(w + k0 * in + n0, in, 1, to, kn, nn);
+        end_block(to, kn, nn);
     }
 };
 

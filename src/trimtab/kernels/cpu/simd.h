@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(TRIMTAB_EMULATE_BF16)
 constexpr int VL = 16, MR = 14;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int VL = 8, MR = 6;
@@ -26,6 +26,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 
 struct bf16 {

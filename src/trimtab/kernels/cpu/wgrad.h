@@ -72,8 +72,36 @@ void put(const float* got, long pn, long qn, G* to, long ld, bool add) {
     }
 }
 
+// The left operand of a gradient, whose k are rows of memory: at `to`, by way of `beside`.
 template <class T>
+Left<float> bring_left(
+    const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, float* to, float*
+) {
+    bring<T>(c, which, start, k0, kn, n0, nn, Tiles(to, nn));
+    return {to, VL, false};
+}
+#if defined(HAVE_DOT) || defined(HAVE_AMX)
+template <class T>
+Left<uint32_t> bring_left(
+    const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, uint32_t* to, uint32_t* beside
+) {
+    constexpr long ld = pitch(KC), wide = up_to(PC, NR);
+    static_assert(up_to(PC, VL) * ld <= Tiles::floats && TILE * wide <= MC * VL);
+    const PairPlace pairs = {beside, wide, NR};
+    for (long k = 0; k < kn; k += 2 * TILE) {
+        const long n = std::min(2 * TILE, kn - k);
+        bring<T>(c, which, start, k0 + k, n, n0, nn, pairs);
+        end_block(pairs, n, nn);
+        turn(beside, wide, to + k / 2, ld, nn);
+    }
+    return {to, ld, true};
+}
+#endif
+
+template <class T, class Op>
 void one_block(const Call& c, Block t, Scratch s) {
+    using Word = typename Op::Word;
+    constexpr long depth = KC * Op::values;
     const long start = c.offsets[t.expert], rows = c.offsets[t.expert + 1] - start;
     const long outs = t.down ? c.D : width(c), ins = t.down ? c.F : c.D, Q = c.transposed ? outs : ins;
     const Operand of_outs = t.down ? DY : DPRE, of_ins = t.down ? H : X;
@@ -83,25 +111,27 @@ void one_block(const Call& c, Block t, Scratch s) {
     void* grad = t.down ? c.d_down : c.d_up;
     float* to = (float*)grad + at;
     // Sums go straight from registers to where they belong, if they are whole registers and come once.
-    const bool direct = wide && t.qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0 && (!add || rows <= KC);
+    const bool direct = wide && t.qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0 && (!add || rows <= depth);
     const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
-        const long kn = std::min(KC, rows - k0);
-        const bool last = k0 + KC >= rows;
-        bring<T>(c, right, start, k0, kn, t.q0, t.qn, panels_of(s.b));
+        const long kn = std::min(depth, rows - k0), words = (kn + Op::values - 1) / Op::values;
+        const bool last = k0 + depth >= rows;
+        const auto panels = panels_of((Word*)s.b);
+        bring<T>(c, right, start, k0, kn, t.q0, t.qn, panels);
+        end_block(panels, kn, t.qn);
         for (long part = 0; part < parts; part++) {
             const long p = part * t.pn / parts, pn = (part + 1) * t.pn / parts - p;
             float* sums = s.c + p * LDC;
             Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
             if (direct && last) way = {add ? to + p * Q : way.from, add ? Q : LDC, to + p * Q, Q, !add};
-            bring<T>(c, left, start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
-            multiply(pn, t.qn, 0, kn, {s.x, VL, false}, s.b, way);
+            const auto a = bring_left<T>(c, left, start, k0, kn, t.p0 + p, pn, (Word*)s.x, (Word*)s.h);
+            multiply(Op(), pn, t.qn, 0, words, a, panels.p, way);
             if (!last || direct) continue;
             if (wide) put(sums, pn, t.qn, to + p * Q, Q, add);
             else put(sums, pn, t.qn, (bf16*)grad + at + p * Q, Q, add);
         }
-        k0 += KC;
+        k0 += depth;
     } while (k0 < rows);
 }
 
@@ -125,11 +155,11 @@ void bias_sum(const Call& c, Operand which, long e, long wide, bool weighted, fl
 }
 
 // Called by every thread, none waits.
-template <class T>
+template <class T, class Op>
 void weight_gradients(const Call& c, const Wave& wave, Scratch s) {
     const std::vector<Block> tasks = blocks(c, wave);
 #pragma omp for schedule(dynamic, 1) nowait
-    for (size_t i = 0; i < tasks.size(); i++) one_block<T>(c, tasks[i], s);
+    for (size_t i = 0; i < tasks.size(); i++) one_block<T, Op>(c, tasks[i], s);
 #pragma omp for schedule(dynamic, 1) nowait
     for (long e = wave.first; e < wave.last; e++) {
         if (c.d_up_bias) bias_sum<T>(c, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
@@ -137,8 +167,11 @@ void weight_gradients(const Call& c, const Wave& wave, Scratch s) {
     }
 }
 
-template <class T>
+template <class T, class Op>
 void weight_gradients(const Call& c) {
 #pragma omp parallel num_threads(c.threads)
-    weight_gradients<T>(c, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num()));
+    {
+        [[maybe_unused]] const typename Op::Session session;
+        weight_gradients<T, Op>(c, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num()));
+    }
 }

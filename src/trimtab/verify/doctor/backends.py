@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import BackendError
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import KERNELS, get_kernels
 from trimtab.kernels.selftest import SelfTest, self_test
 from trimtab.verify.doctor.findings import Finding
@@ -31,7 +32,8 @@ class Groups:
 class Tried:
     """Kernels tried on a device with parameters of a dtype: a self-test, or why there was none.
 
-    chosen: what "auto" takes on the device. instructions: those that the kernels were compiled for.
+    chosen: what "auto" takes on the device. instructions: those that the kernels were compiled for. products: of
+    bfloat16, what makes them and why it is not something faster.
     """
 
     kernels: str
@@ -40,6 +42,7 @@ class Tried:
     chosen: bool
     milliseconds: float | None = None
     instructions: str | None = None
+    products: str | None = None
     computed_in: str | None = None
     refused: str | None = None
     fault: str | None = None
@@ -120,6 +123,7 @@ def _judge_one(name: str, device: str, tried: list[Tried]) -> Finding:
     compiled = {one.instructions for one in passed if one.instructions}
     on += "".join(f"compiled for {name}; " for name in compiled)
     lines = [on + (", ".join(_passed(one) for one in passed) or "nothing passed")]
+    lines += sorted({f"bfloat16 products: {one.products}" for one in passed if one.products})
     lines += [f"{one.dtype}: cannot: {one.refused}" for one in tried if one.refused]
     faults = [one for one in tried if one.fault]
     lines += [f"{one.dtype}: WRONG: {one.fault}" for one in faults]
@@ -149,6 +153,7 @@ def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> T
         chosen=chosen,
         milliseconds=test.seconds * 1e3,
         instructions=getattr(kernels, "instructions", None),
+        products=str(kernels.bf16) if isinstance(kernels, CompiledKernels) else None,
         computed_in=None if computed == dtype else _short(computed),
         fault=test.fault,
     )
