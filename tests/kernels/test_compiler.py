@@ -100,7 +100,9 @@ def test_so_are_those_between_the_products(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    (tmp_path / "tiny.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    )
     real, counted = compiler.find_compiler(), tmp_path / "counted"
     counted.write_text(f'#!/bin/sh\necho x >> "{tmp_path}/log"\nsleep 0.3\nexec "{real}" "$@"\n')
     counted.chmod(0o755)

@@ -20,7 +20,8 @@ import torch
 
 from trimtab.errors import BackendError
 
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+"""Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
 LIMIT = 300  # seconds for a compiler that should take some
 
 
@@ -46,15 +47,24 @@ def cache_folder() -> Path:
 
 
 def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ctypes.CDLL:
-    """The library of `main`, which includes the other `sources`; compiled if the cache does not have it.
+    """The library of `main`, for this machine; the arguments and errors of `made`."""
+    library = made(main, sources, defines)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BackendError(f"the compiled kernels cannot be loaded from {library.parent}: {error}") from error
 
-    defines: macros, as in `NAME` or `NAME=value`.
+
+def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march: str = "native") -> Path:
+    """Where the library of `main` lies, which includes the other `sources`; compiled if the cache does not have it.
+
+    defines: macros, as in `NAME` or `NAME=value`. march: the machine that it is for.
 
     Raises:
         BackendError: no compiler, or it fails, or the cache folder cannot be written.
     """
     compiler = find_compiler()
-    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
     target = cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
     try:
         if not target.exists():
@@ -63,9 +73,9 @@ def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ct
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
                 if not target.exists():
                     _compile(compiler, flags, main, target)
-        return ctypes.CDLL(str(target))
     except OSError as error:
-        raise BackendError(f"the compiled kernels cannot be kept in or loaded from {target.parent}: {error}") from error
+        raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
+    return target
 
 
 def _key(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:

@@ -23,7 +23,7 @@ inline thread_local EmulatedTiles tiles_here;
 INLINE void must(bool legal) {
     if (!legal) __builtin_trap();
 }
-INLINE uint32_t (&tile(int t))[16][16] {
+INLINE uint32_t (&words_of(int t))[16][16] {
     const TileConfig& c = tiles_here.config;
     must(c.palette == 1 && c.rows[t] > 0 && c.rows[t] <= 16 && c.row_bytes[t] > 0 && c.row_bytes[t] <= 64);
     return tiles_here.words[t];
@@ -35,18 +35,18 @@ inline void tile_configure(const TileConfig& c) {
 inline void tile_release() { tiles_here = {}; }
 template <int T>
 void tile_zero() {
-    memset(tile(T), 0, sizeof tiles_here.words[T]);
+    memset(words_of(T), 0, sizeof tiles_here.words[T]);
 }
 template <int T>
 void tile_load(const void* p, long stride) {
     tile_zero<T>();
     for (int i = 0; i < tiles_here.config.rows[T]; i++)
-        memcpy(tile(T)[i], (const char*)p + i * stride, tiles_here.config.row_bytes[T]);
+        memcpy(words_of(T)[i], (const char*)p + i * stride, tiles_here.config.row_bytes[T]);
 }
 template <int T>
 void tile_store(void* p, long stride) {
     for (int i = 0; i < tiles_here.config.rows[T]; i++)
-        memcpy((char*)p + i * stride, tile(T)[i], tiles_here.config.row_bytes[T]);
+        memcpy((char*)p + i * stride, words_of(T)[i], tiles_here.config.row_bytes[T]);
 }
 INLINE float as_float(uint32_t bits) {
     float x;
@@ -56,7 +56,7 @@ INLINE float as_float(uint32_t bits) {
 template <int C, int A, int B>
 void tile_dot() {
     const TileConfig& c = tiles_here.config;
-    auto &sums = tile(C), &left = tile(A), &right = tile(B);
+    auto &sums = words_of(C), &left = words_of(A), &right = words_of(B);
     must(c.rows[C] == c.rows[A] && c.row_bytes[C] == c.row_bytes[B] && c.row_bytes[A] == 4 * c.rows[B]);
     for (int m = 0; m < c.rows[C]; m++) {
         float even[16] = {}, odd[16] = {};  // sums of their own, which meet at the end

@@ -2,6 +2,7 @@
 #include "elementwise.h"
 #include "products.h"
 
+#pragma GCC visibility push(default)
 extern "C" {
 void trimtab_forward(const Call* c) {
     with_operands(*c, [&](auto t, auto op) { forward<decltype(t), decltype(op)>(*c); });
@@ -31,3 +32,4 @@ int trimtab_runs_here() {
 #endif
 }
 }
+#pragma GCC visibility pop

@@ -32,7 +32,8 @@ struct Sums {
 struct Floats {
     using Word = float;
     using Value = float;
-    static constexpr long values = 1;  // in a word
+    static constexpr long values = 1;      // in a word
+    static constexpr bool by_row = false;  // always
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
@@ -107,7 +108,7 @@ __attribute__((noinline)) void multiply(
     for (long n = 0; n < nn; n += NR) {
         for (long t = 0; t < tiles; t++) {
             const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
-            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, false>(rows, sizes);
+            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
             run(kn, a.at(t, m, k0), a.ld, b + n * KC, c.at(m, n));
         }
     }

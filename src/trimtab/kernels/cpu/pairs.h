@@ -14,6 +14,7 @@ struct Pairs {
     using Word = uint32_t;
     using Value = bf16;
     static constexpr long values = 2;
+    static constexpr bool by_row = true;
     static constexpr long pitch(long n) { return up_to(n, 2 * TILE) + 2 * TILE; }
     struct Session {};
 };

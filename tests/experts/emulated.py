@@ -1,0 +1,51 @@
+"""The compiled kernels with their bfloat16 instructions emulated, in memory whose every 16 bits are a NaN."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.pages import Pages
+
+INSTRUCTIONS = ("avx512-bf16", "amx-bf16")
+NANS = 0x7FC07FC0
+MARGIN = 64
+
+
+class PoisonedPages(Pages):
+    """Fresh memory as NaN, read as floats or as pairs of bfloat16."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return poisoned(*shape, dtype=dtype)
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        return self.empty(*like.shape, dtype=like.dtype)
+
+
+def emulated(products: str) -> CompiledKernels:
+    """Any machine's, compiled once and kept like the others. `products` alone."""
+    kernels = CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16"])
+    kernels.pages = PoisonedPages()
+    return kernels
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """NaN, and so are `MARGIN` values before and behind it."""
+    count = math.prod(shape) + 2 * MARGIN
+    words = torch.full((-(-count * dtype.itemsize // 4),), NANS, dtype=torch.int32)
+    return words.view(dtype)[MARGIN : count - MARGIN].view(shape)
+
+
+def fenced(values: Tensor) -> Tensor:
+    """A copy with NaN before and behind it."""
+    return poisoned(*values.shape, dtype=values.dtype).copy_(values)
+
+
+def fences(values: Tensor) -> Tensor:
+    """What lies before and behind, of a `fenced` tensor."""
+    whole = values.untyped_storage()
+    flat = torch.empty(0, dtype=values.dtype).set_(whole)
+    return torch.cat((flat[:MARGIN], flat[MARGIN + values.numel() :]))

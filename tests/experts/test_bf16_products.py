@@ -1,0 +1,179 @@
+"""Expert MLPs on products of bfloat16 pairs, emulated: against the float64 oracle, and what a row's bits depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import emulated
+import pytest
+import test_expert_fused as fused
+import test_expert_mlp as grid
+import torch
+from emulated import INSTRUCTIONS, fenced, fences
+from torch import Tensor
+
+from comparing import assert_close
+from trimtab import oracle
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.expert_call import ExpertMath, ExpertWeights
+from trimtab.experts.mlp import expert_mlp
+from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.kernels.compiled import CompiledKernels
+
+E, K = 4, 2
+
+
+@cache
+def kernels_of(products: str) -> CompiledKernels:
+    return emulated.emulated(products)
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledKernels:
+    """The other tests' cases take them too."""
+    found = kernels_of(request.param)
+    for module in (grid, fused):
+        monkeypatch.setattr(module, "get_kernels", lambda name, device: found)
+    monkeypatch.setattr(grid, "VARIANTS", fused.BUILT_IN)
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """rows: tokens. main: dtype of a main_grad that is added to, if there is one."""
+
+    rows: int
+    D: int
+    F: int
+    activation: str = "swiglu"
+    transposed: bool = False
+    bias: bool = False
+    weights: Literal["experts", "combine"] = "experts"
+    threads: int = 1
+    main: torch.dtype | None = None
+    hot: bool = False
+
+
+CASES = (
+    Case(rows=5, D=1, F=1, bias=True),
+    Case(rows=5, D=1, F=1, transposed=True),
+    Case(rows=9, D=2, F=3, activation="clamped_swiglu", transposed=True, bias=True),
+    Case(rows=33, D=31, F=17, threads=2, bias=True, main=torch.float32),
+    Case(rows=34, D=33, F=47, transposed=True, activation="geglu", main=torch.bfloat16),
+    Case(rows=50, D=64, F=64, activation="clamped_swiglu", main=torch.float32),
+    Case(rows=50, D=47, F=33, activation="clamped_swiglu", transposed=True, threads=2, bias=True),
+    Case(rows=40, D=48, F=65, activation="gelu", bias=True, weights="combine", main=torch.bfloat16),
+    Case(rows=40, D=65, F=31, activation="relu_squared", transposed=True, bias=True, weights="combine", threads=2),
+    Case(rows=30, D=513, F=130, bias=True),
+    Case(rows=30, D=130, F=515, transposed=True, threads=2),
+    Case(rows=30, D=34, F=280, transposed=True, weights="combine"),
+    Case(rows=20, D=600, F=560, activation="clamped_swiglu", bias=True),
+    Case(rows=700, D=32, F=32, hot=True, main=torch.float32),
+    Case(rows=700, D=37, F=21, hot=True, transposed=True, threads=2, bias=True),
+    Case(rows=1100, D=32, F=16, hot=True, threads=2, main=torch.bfloat16),
+)
+
+
+def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of output and gradients: ours, and the oracle's. Operands lie between NaN; expert 2 gets nothing."""
+    g = torch.Generator().manual_seed(7)
+    v = fused.BUILT_IN[c.activation]
+
+    def leaf(*shape: int, scale: float = 1.0) -> Tensor:
+        return fenced((torch.randn(*shape, generator=g) * scale).bfloat16()).requires_grad_()
+
+    x, up, down = leaf(c.rows, c.D), leaf(E, v.width * c.F, c.D, scale=c.D**-0.5), leaf(E, c.D, c.F, scale=c.F**-0.5)
+    up_bias, down_bias = (leaf(E, v.width * c.F), leaf(E, c.D)) if c.bias else (None, None)
+    w = torch.rand(c.rows, K, generator=g).requires_grad_()
+    ids = torch.tensor([0, 1, 3, -1])[torch.randint(0, 4, (c.rows, K), generator=g)]
+    if c.hot:
+        ids[:, 0] = 1
+    dy = fenced(torch.randn(c.rows, c.D, generator=g).bfloat16())
+    given = [fenced(t.detach().transpose(1, 2)) if c.transposed else t.detach() for t in (up, down)]
+    for p in given:
+        p.requires_grad_()
+        if c.main is not None:
+            p.main_grad = fenced(torch.full(p.shape, 0.5, dtype=c.main))
+    leaves: list[Any] = [t for t in (x, w, *given, up_bias, down_bias) if t is not None]
+    y = expert_mlp(
+        x, w, plan_experts(ids, E),
+        ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
+        ExpertMath(activation=v.ours(), weights=c.weights), kernels,
+        main_grad="off" if c.main is None else "accumulate",
+    )  # fmt: skip
+    assert isinstance(y.grad_fn, FusedMLP._backward_cls)
+    y.backward(dy)
+    grads = [t.grad for t in leaves]
+    if c.main is not None:
+        for i in (2, 3):
+            grads[i] = leaves[i].main_grad.double() - 0.5
+            assert fences(leaves[i].main_grad).isnan().all()
+
+    def rounded(pre: Tensor) -> Tensor:
+        return v.truth(pre + (pre.bfloat16().double() - pre).detach())
+
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, w, up, down, up_bias, down_bias)]
+    X, W, UP, DOWN, *biases = exact
+    truth = oracle.moe(X, ids, W, UP, DOWN, up_bias_EI=biases[0], down_bias_ED=biases[1], activation=rounded)
+    wanted = torch.autograd.grad(truth, [t for t in exact if t is not None], dy.double())
+    names = ("x", "w", "up", "down", "up_bias", "down_bias")
+    ours = [g.transpose(1, 2) if c.transposed and i in (2, 3) else g for i, g in enumerate(grads)]
+    return {"y": (y, truth), **{n: (a, b) for n, a, b in zip(names, ours, wanted, strict=False)}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.threads)
+    try:
+        found = run(kernels, case)
+    finally:
+        torch.set_num_threads(before)
+    for name, (ours, truth) in found.items():
+        assert_close(ours, truth, 3e-2, name)
+
+
+@pytest.mark.parametrize("variant", fused.BUILT_IN)
+@pytest.mark.usefixtures("kernels")
+def test_however_the_tokens_fall(variant: str) -> None:
+    for routing in grid.ROUTINGS:
+        for bias, transposed in ((False, False), (True, True)):
+            grid.check("compiled", torch.bfloat16, routing, variant, bias, transposed)
+    for tokens in (0, 1):
+        grid.check("compiled", torch.bfloat16, "random", variant, True, False, tokens=tokens, alignment=8)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_row_s_bits_depend_on_that_row_alone() -> None:
+    fused.test_a_row_s_bits_depend_on_that_row_alone(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_no_bit_depends_on_the_number_of_threads_or_the_run() -> None:
+    one = fused.run(torch.arange(1500), 1, torch.bfloat16)
+    for threads in (1, 3):
+        again = fused.run(torch.arange(1500), threads, torch.bfloat16)
+        assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+def test_float32_has_the_same_bits_on_all() -> None:
+    rows = torch.arange(690, 720)
+    plain = fused.run(rows, 1, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in INSTRUCTIONS:
+            found = kernels_of(name)
+            patch.setattr(fused, "get_kernels", lambda name, device, found=found: found)
+            other = fused.run(rows, 1, torch.float32)
+            assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+def test_the_emulations_are_three_different_kernels() -> None:
+    """Nothing was compared with itself: their sums are taken in other orders."""
+    rows, found = torch.arange(690, 720), []
+    for name in ("widened", *INSTRUCTIONS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused, "get_kernels", lambda _, device, name=name: kernels_of(name))
+            found.append(fused.run(rows, 1, torch.bfloat16)["dw"])
+    assert not any(torch.equal(a, b) for a, b in ((found[0], found[1]), (found[1], found[2]), (found[0], found[2])))

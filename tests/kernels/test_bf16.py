@@ -1,0 +1,170 @@
+"""Which products of bfloat16 are taken, what happens where they fail, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimtab.errors import BackendError
+from trimtab.kernels import compiled, compiler
+from trimtab.kernels.bf16 import PRODUCTS, Bf16Products
+from trimtab.kernels.compiled import SOURCES, CompiledKernels
+from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.verify.doctor import backends
+
+CPU = torch.device("cpu")
+ALL, NO_CPU, NO_COMPILER, NO_SYSTEM = 0, 1, 2, 3
+"""What cpu/products.h answers."""
+
+
+@pytest.mark.parametrize(
+    ("lacks", "chosen", "refused"),
+    [
+        ((0, ALL, ALL), "amx-bf16", {}),
+        ((0, ALL, NO_SYSTEM), "avx512-bf16", {"amx-bf16": "the operating system does not permit it"}),
+        ((0, NO_COMPILER, NO_CPU), "widened", {"amx-bf16": "this CPU", "avx512-bf16": "the compiler"}),
+    ],
+)
+def test_the_fastest_that_can_run_is_taken_and_the_others_have_a_reason(
+    lacks: tuple[int, ...], chosen: str, refused: dict[str, str]
+) -> None:
+    products = Bf16Products(lacks.__getitem__)
+    assert products.name == chosen == PRODUCTS[products.number]
+    assert products.refused.keys() == refused.keys()
+    for name, why in refused.items():
+        assert products.refused[name].startswith(why)
+        assert f"not {name}: {why}" in str(products)
+
+
+def test_what_is_asked_for_is_taken_or_refused() -> None:
+    assert Bf16Products(lambda _: ALL, "avx512-bf16").name == "avx512-bf16"
+    with pytest.raises(BackendError, match="amx-bf16: this CPU does not have it"):
+        Bf16Products(lambda _: NO_CPU, "amx-bf16")
+    with pytest.raises(BackendError, match="no products of bfloat16 called 'fast'"):
+        Bf16Products(lambda _: ALL, "fast")
+
+
+def test_this_machine_s_library_says_what_it_lacks() -> None:
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    here = CompiledKernels().bf16
+    names = {"avx512-bf16": "avx512_bf16", "amx-bf16": "amx_bf16"}
+    for name, flag in names.items():
+        assert (flag in flags.split()) != (here.refused.get(name) == "this CPU does not have it")
+
+
+@pytest.mark.parametrize("wrong", [("amx-bf16",), ("amx-bf16", "avx512-bf16")])
+def test_wrong_products_are_found_and_the_next_ones_taken(
+    wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = CompiledKernels.backward
+
+    def sometimes(self: CompiledKernels, fields: dict[str, torch.Tensor]) -> None:
+        right(self, fields)
+        if self.bf16.name in wrong and fields["type"]:
+            fields["dx"][3, 7] += 2
+
+    kernels = CompiledKernels(defines=["TRIMTAB_EMULATE_BF16"])
+    assert kernels.bf16.name == "amx-bf16"
+    choice = KernelChoice(kernels)
+    monkeypatch.setattr(CompiledKernels, "backward", sometimes)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choice.on(CPU, torch.bfloat16) is kernels
+    for name, warning in zip(wrong, said, strict=True):
+        start = f"{name} products: fused experts in torch.bfloat16: dx is wrong. Those called"
+        assert str(warning.message).startswith(start)
+    assert kernels.bf16.name == ("avx512-bf16" if len(wrong) == 1 else "widened")
+    assert set(kernels.bf16.refused) == set(wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert self_test(kernels, CPU, torch.bfloat16).fault is None  # said once
+
+
+def test_a_fault_that_all_products_have_is_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = CompiledKernels.forward
+
+    def wrong(self: CompiledKernels, fields: dict[str, torch.Tensor]) -> None:
+        right(self, fields)
+        if fields["type"]:
+            fields["y"][0, 0] += 2
+
+    monkeypatch.setattr(CompiledKernels, "forward", wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = self_test(CompiledKernels(defines=["TRIMTAB_EMULATE_BF16"]), CPU, torch.bfloat16)
+    assert report.fault == "fused experts in torch.bfloat16: y is wrong"
+
+
+def test_the_doctor_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = CompiledKernels(defines=["TRIMTAB_EMULATE_BF16"])
+    monkeypatch.setattr(backends, "get_kernels", lambda name, device: kernels)
+    (found,) = backends.judge_kernels([backends._try("compiled", CPU, torch.bfloat16, True)])
+    assert "\nbfloat16 products: amx-bf16" in found.what
+    here = backends.judge_kernels([backends._try("compiled", CPU, torch.float32, True)])[0].what
+    assert str(kernels.bf16) in here
+    monkeypatch.setattr(backends, "get_kernels", lambda name, device: compiled.compiled_kernels())
+    here = backends.judge_kernels([backends._try("compiled", CPU, torch.float32, True)])[0].what
+    assert f"bfloat16 products: {compiled.compiled_kernels().bf16}" in here
+
+
+def assembly(march: str) -> dict[str, list[str]]:
+    """Instructions of each function that the compiler makes for that machine, by demangled name."""
+    if shutil.which("objdump") is None:
+        pytest.skip("there is no objdump here")
+    probe = [compiler.find_compiler(), f"-march={march}", "-E", "-x", "c++", "/dev/null"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip(f"this compiler, or this kind of machine, does not know -march={march}")
+    library = compiler.made(SOURCES / "experts.cpp", list(SOURCES.iterdir()), march=march)
+    command = ["objdump", "-dC", "--no-show-raw-insn", str(library)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"\n(?=[0-9a-f]+ <)", told):
+        head, *lines = part.splitlines()
+        if match := re.match(r"[0-9a-f]+ <(.*)>:$", head):
+            found[match[1]] = [line.strip() for line in lines if "\t" in line]
+    return found
+
+
+def loop_around(function: list[str], instruction: str) -> list[str]:
+    """The innermost loop that holds the last `instruction`: to the next jump back over it."""
+    addresses = [int(line.split(":")[0], 16) for line in function]
+    at = max(i for i, line in enumerate(function) if re.search(rf"\t{instruction}\b", line))
+    for i in range(at, len(function)):
+        jump = re.search(r"\tj\w+ +([0-9a-f]+) ", function[i])
+        if jump and int(jump[1], 16) <= addresses[at]:
+            return function[addresses.index(int(jump[1], 16)) : i + 1]
+    raise AssertionError(f"no loop around {instruction}")
+
+
+def only(functions: dict[str, list[str]], start: str) -> list[str]:
+    (found,) = (lines for name, lines in functions.items() if name.startswith(start))
+    return found
+
+
+@pytest.mark.parametrize("march", ["cooperlake", "sapphirerapids"])
+def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
+    functions = assembly(march)
+    for rows in range(1, 15):
+        loop = loop_around(only(functions, f"void tile<Dots, {rows}, true>"), "vdpbf16ps")
+        assert sum("\tvdpbf16ps" in line for line in loop) == 2 * rows
+        assert not [line for line in loop if "%rsp" in line or "%rbp" in line]
+
+
+def test_tiles_keep_their_sums_in_registers() -> None:
+    functions = assembly("sapphirerapids")
+    for two, products, loads in (("true", 4, 4), ("false", 2, 3)):
+        loop = loop_around(only(functions, f"void tile_block<{two}>"), "tdpbf16ps")
+        assert sum("\ttdpbf16ps" in line for line in loop) == products
+        assert sum("\ttileloadd" in line for line in loop) == loads
+        assert not [line for line in loop if "%rsp" in line or "%rbp" in line or "tilestored" in line]
+    multiply = only(functions, "multiply(Amx")
+    assert sum("\tldtilecfg" in line for line in multiply) >= 2
+    ends = [name for name, lines in functions.items() if any("\ttilerelease" in line for line in lines)]
+    for name in ("forward", "backward", "weight_gradients"):
+        assert any(f"void {name}<bf16, Amx>" in end for end in ends)
