@@ -1,8 +1,8 @@
 // Products of blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
 //
-// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h); sums are floats, of bits that depend on no
-// other row. A sum over K is taken in steps of KC words, each in the order of k, and the steps are added in order: the bits of
-// an element depend on its row and column alone, not on M, N or the thread.
+// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken in
+// steps of KC words, each in an order of k, and the steps are added in order: the bits of an element depend on its row
+// and column alone, not on M, N or the thread.
 #pragma once
 #include <algorithm>
 
@@ -33,7 +33,7 @@ struct Floats {
     using Word = float;
     using Value = float;
     static constexpr long values = 1;      // in a word
-    static constexpr bool by_row = false;  // always
+    static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
@@ -98,7 +98,7 @@ inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; 
 
 constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
-// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, KC * NR words apart.
+// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, KC * NR apart.
 template <class Op>
 __attribute__((noinline)) void multiply(
     Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c
