@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import trimtab
 
@@ -41,3 +44,10 @@ def test_the_core_needs_torch_alone() -> None:
     script = block + "print([getattr(trimtab, n).__name__ for n in trimtab._HOMES])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "GroupedLinear" in done.stdout
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="about several workers")
+@pytest.mark.xdist_group("house")
+def test_tests_of_a_group_stay_together(request: pytest.FixtureRequest) -> None:
+    """Tests of many ranks would disturb each other, and an xdist that does not know its pytest says nothing."""
+    assert request.node.nodeid.endswith("@house")

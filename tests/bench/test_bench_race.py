@@ -148,8 +148,9 @@ def test_a_limit_far_behind_in_one_mode_is_not_asked_for_others() -> None:
 
 
 @pytest.mark.parametrize(("nap", "before"), [(0.0, 2), (0.7, 1)])
-def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int) -> None:
-    """The judged one and one more, for the second takes a second; where the judged one is slow, that one only."""
+def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judged one and one more; where the judged one is very slow, that one only."""
+    monkeypatch.setattr("trimtab.bench.race.VERY_SLOW", 0.5)
     entries = race(
         [fake("one", "counts", nap=nap)], ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01), judge=judge
     )

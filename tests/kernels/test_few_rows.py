@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,9 +15,17 @@ from trimtab.kernels.pages import Pages
 ROWS = (0, 1, 16, 37, few_rows.TURNED, few_rows.TURNED + 1, few_rows.APART, few_rows.APART + 1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("a", "b"), [(300, 1024), (1024, 300), (512, 512), (8, 24), (0, 1024), (1, 1)])
+@pytest.mark.parametrize(("a", "b"), [(300, 1024), (1000, 1100), (512, 2048), (8, 24), (0, 1024), (1, 1)])
 def test_the_product_is_the_same_in_every_form(a: int, b: int, turned: bool, dtype: torch.dtype) -> None:
     pages = Pages()
     w = torch.randn(b, a).to(dtype).t() if turned else torch.randn(a, b).to(dtype)
@@ -31,17 +41,31 @@ def test_the_product_is_the_same_in_every_form(a: int, b: int, turned: bool, dty
 def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product with leftovers of memory would be slow where they are denormal, and warn where they are NaN."""
     seen: list[torch.Tensor] = []
-    real = torch.mm
+    real = torch.addmm
 
-    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int, out: torch.Tensor) -> torch.Tensor:
         seen.append(b.clone())
-        return real(a, b, out=out)
+        return real(c, a, b, beta=beta, out=out)
 
-    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     pages = Pages()
     for _ in range(2):  # the second time in memory that was used
         big = pages.empty(4096, 48, dtype=torch.float32).fill_(float("nan"))
         del big
-        few_rows_mm(torch.randn(37, 4096), torch.randn(100, 4096).t(), torch.empty(37, 100), pages)
-    assert [tuple(b.shape) for b in seen] == [(4096, 48)] * 2
+        few_rows_mm(torch.randn(37, 4096), torch.randn(300, 4096).t(), torch.empty(37, 300), pages)
+    assert sum(len(b) for b in seen) == 2 * 4096
+    assert {b.shape[1] for b in seen} == {48}
     assert all((b[:, 37:] == 0).all() for b in seen)
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="about the steps that MKL takes with AVX-512",
+)
+@pytest.mark.parametrize("a", [200, 512, 768, 1000, 1152, 2816])
+def test_a_row_has_the_bits_that_it_has_among_many(a: int) -> None:
+    w, x = torch.randn(1_100_000 // a, a).t(), torch.randn(600, a)
+    many = few_rows_mm(x, w, torch.empty(600, w.shape[1]), Pages())
+    for rows in (1, 16, 37, few_rows.TURNED, few_rows.TURNED + 1):
+        few = few_rows_mm(x[:rows], w, torch.empty(rows, w.shape[1]), Pages())
+        assert torch.equal(few, many[:rows]), f"{rows} rows"

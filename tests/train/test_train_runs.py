@@ -19,6 +19,8 @@ from train.forked import run_forked
 from trimtab.checkpoint.folder import latest
 from trimtab.train.config import TrainConfig
 
+of_the_pair = pytest.mark.xdist_group("train_pair")  # its run is the longest of all, and each worker would make it
+
 OPEN_WITHOUT_TRIMTAB = """
 import sys
 sys.modules["trimtab"] = None  # any import of it raises
@@ -70,6 +72,7 @@ def pair(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return out
 
 
+@of_the_pair
 def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
     for one, two in zip(metrics(alone), metrics(pair), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
@@ -78,6 +81,7 @@ def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> N
         assert two["layers"] == one["layers"]
 
 
+@of_the_pair
 def test_two_ranks_save_the_weights_of_one_process(alone: Path, pair: Path) -> None:
     import torch
     from safetensors.torch import load_file
@@ -90,6 +94,7 @@ def test_two_ranks_save_the_weights_of_one_process(alone: Path, pair: Path) -> N
         assert torch.nn.functional.cosine_similarity(two[name].flatten(), weight.flatten(), dim=0) > 0.99999, name
 
 
+@of_the_pair
 def test_metrics_have_every_number(pair: Path) -> None:
     records = metrics(pair)
     assert [record["step"] for record in records] == [1, 2, 3]
@@ -104,6 +109,7 @@ def test_metrics_have_every_number(pair: Path) -> None:
             assert layer["dead_experts"] == loads.count(0)
 
 
+@of_the_pair
 def test_picture_and_model_stand_alone(pair: Path) -> None:
     assert (pair / "load.png").read_bytes()[:4] == b"\x89PNG"
     for path in (pair / "final").iterdir():
@@ -129,6 +135,7 @@ def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -
     assert len(metrics(out)) == 2
 
 
+@of_the_pair
 def test_joins_torchrun_and_has_the_bits_of_the_run_that_was_killed(
     options: list[object], pair: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trimtab.bench.bars import BARS, Bar
 from trimtab.bench.finding import Finding, findings, plain, times
-from trimtab.bench.result import Record
+from trimtab.bench.result import Record, largest
 from trimtab.bench.words import case_words
 
 IMBALANCE, MEMORY = 1.15, 0.6
@@ -103,7 +103,7 @@ def _imbalance(found: Sequence[Finding]) -> Judged:
         base = level.get((id(f.record), f.mode, f.name))
         if f.group in ("zipf", "hot") and base is not None:
             failed = f.failed or base.failed
-            number = None if failed else max(times(f, base))
+            number = None if failed else largest(times(f, base))
             values.append(Value(number=number, at=f"{f.group}, {_at(f)}", failed=failed))
     return _verdict(values, where="time of hot and zipf, one rank", most=IMBALANCE, of="balanced")
 

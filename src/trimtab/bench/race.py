@@ -35,6 +35,8 @@ REST = 0.01
 """Seconds between turns, in which threads of the last one stop spinning."""
 SLOW = 0.5
 """Seconds of a step from which a second one warms nothing up."""
+VERY_SLOW = 4.0
+"""Seconds of a judged step, with what it sends to be judged, from which it is taken for the length of a step."""
 BRIEF = 0.03
 """Seconds of a turn below which it takes several steps: what comes before it has left its data in the caches."""
 MOST = 60
@@ -185,10 +187,10 @@ def _warm(
 ) -> None:
     """A limit that another beats by far in one mode is asked for no more."""
     for mode in modes:
-        if judged.get(mode, 0.0) > SLOW:
+        if judged.get(mode, 0.0) > VERY_SLOW:
             field.steps[c.name, mode] = judged[mode]
             continue
-        for _ in range(2):
+        for _ in range(1 if mode in judged else 2):
             field.steps[c.name, mode] = max(field.ask(c.name, ("warm", mode, 1)))
             if (c.name, mode) in set_aside(contestants, field.steps):
                 field.facts[c.name][ASIDE] = list(modes)

@@ -12,11 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """Experts and expert rows that are worked on together. offsets_e: [e + 1] within the block's rows."""
+    """Experts and expert rows that are worked on together.
+
+    offsets_e: [e + 1] within the block's rows. sizes: rows of each expert, where the host knows them.
+    """
 
     experts: slice
     rows: slice
     offsets_e: Tensor
+    sizes: tuple[int, ...] = ()
 
 
 def as_it_lies(out_eAB: Tensor, a_RA: Tensor, b_RB: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,10 +36,11 @@ class LoopKernels(HiddenKernels):
 
     def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         cuts, first = offsets_e.tolist(), 0
+        sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
             if after - cuts[first] > together:
-                part = slice(cuts[first], cuts[i + 1])
-                yield Block(slice(first, i + 1), part, offsets_e[first : i + 2] - part.start)
+                part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
+                yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
                 first = i + 1
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -76,9 +78,9 @@ class LoopKernels(HiddenKernels):
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return values_eA if len(values_eA) == 1 else values_eA.repeat_interleave(block.offsets_e.diff(), 0)
+        return values_eA if len(block.sizes) == 1 else values_eA.repeat_interleave(torch.tensor(block.sizes), 0)
 
 
 def _cut(rows_RA: Tensor, block: Block) -> tuple[Tensor, ...]:
     """The rows of each expert of the block."""
-    return torch.split(rows_RA, block.offsets_e.diff().tolist())
+    return (rows_RA,) if len(block.sizes) == 1 else torch.split(rows_RA, list(block.sizes))

@@ -22,14 +22,21 @@ INLINE void by_parts(long n, const Part& part) {
     if (whole < n) part(whole, n - whole, true);
 }
 
-inline void between_forward(const Between& c) {
-    const Activation act = activation(c.act);
-    const long F = c.F, I = act.gate ? 2 * F : F;
+// run(row, gate, up, weight) for each row; gate and up are one without a gate.
+template <class Run>
+void by_rows(const Between& c, long I, const Run& run) {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
     for (int64_t r = 0; r < c.R; r++) {
-        const float *g = c.pre + r * I, *u = g + I - F, w = c.w ? c.w[r] : 1.0f;
-        float* h = c.h + r * F;
-        by_parts(F, [&](long at, long n, bool end) {
+        const float* g = c.pre + r * I;
+        run(r, g, g + I - c.F, c.w ? c.w[r] : 1.0f);
+    }
+}
+
+inline void between_forward(const Between& c) {
+    const Activation act = activation(c.act);
+    by_rows(c, act.gate ? 2 * c.F : c.F, [&](int64_t r, const float* g, const float* u, float w) {
+        float* h = c.h + r * c.F;
+        by_parts(c.F, [&](long at, long n, bool end) {
             if (!end) return act.forward(g, u, n, w, {}, h);
             float ends[3][VL];
             store(ends[0], load(g + at, n));
@@ -37,15 +44,13 @@ inline void between_forward(const Between& c) {
             act.forward(ends[0], ends[1], n, w, {}, ends[2]);
             store(h + at, load(ends[2]), n);
         });
-    }
+    });
 }
 
 inline void between_backward(const Between& c) {
     const Activation act = activation(c.act);
     const long F = c.F, I = act.gate ? 2 * F : F;
-#pragma omp parallel for num_threads(c.threads) schedule(static)
-    for (int64_t r = 0; r < c.R; r++) {
-        const float *g = c.pre + r * I, *u = g + I - F, w = c.w ? c.w[r] : 1.0f;
+    by_rows(c, I, [&](int64_t r, const float* g, const float* u, float w) {
         float *h = c.h + r * F, *dg = c.d_pre + r * I, *du = dg + I - F, dot[VL] = {};
         by_parts(F, [&](long at, long n, bool end) {
             if (!end) return act.both(g, u, h, n, w, {}, h, dg, du, dot);
@@ -59,5 +64,5 @@ inline void between_backward(const Between& c) {
             if (act.gate) store(du + at, load(ends[4]), n);
         });
         if (c.dw) c.dw[r] = sum(load(dot));
-    }
+    });
 }
