@@ -74,11 +74,17 @@ def _none_for_empty(p: Patches) -> None:
     p.put(mlp._ExpertMLP, "backward", staticmethod(backward))
 
 
-def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Block], None]) -> None:
-    """change: (what takes a and b and writes a^T b, a, b, block). Behind the kernels, whose self-test sees nothing."""
+def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], None]) -> None:
+    """change: (what takes a and b and writes a^T b, a, b, how many experts each row is before the layer's last).
+
+    Behind the kernels, whose self-test sees nothing.
+    """
 
     def weight(self: ExpertGradients, into: Gradients | None, a: Tensor, b: Tensor, block: Block) -> None:
-        change(lambda a, b: original(self, into, a, b, block), a, b, block)
+        last = self._call.plan.counts_e.shape[0] - 1
+        before = last - torch.arange(block.experts.start, block.experts.stop)
+        before_R1 = before.repeat_interleave(torch.tensor(block.sizes))[:, None]
+        change(lambda a, b: original(self, into, a, b, block), a, b, before_R1)
 
     original = ExpertGradients.weight
     p.put(ExpertGradients, "weight", weight)
@@ -87,26 +93,23 @@ def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Block], Non
 def _empty_unwritten(p: Patches) -> None:
     def weight(self: ExpertGradients, into: Gradients | None, a: Tensor, b: Tensor, block: Block) -> None:
         original(self, into, a, b, block)
-        if into is not None and not a.shape[0]:
+        if into is not None:
             with into.block(block.experts) as (out, _):
-                out.fill_(NAN)
+                out[torch.tensor(block.sizes) == 0] = NAN
 
     original = ExpertGradients.weight
     p.put(ExpertGradients, "weight", weight)
 
 
 def _last_group(p: Patches) -> None:
-    def change(do: Any, a: Tensor, b: Tensor, block: Block) -> None:
-        last = block.experts.stop == block.offsets_e.shape[0] - 1
-        do(a[:0], b[:0]) if last else do(a, b)
-
-    _change_wgrad(p, change)
+    _change_wgrad(p, lambda do, a, b, before_R1: do(a.masked_fill(before_R1 == 0, 0), b))
 
 
 def _overwritten(p: Patches) -> None:
-    def change(do: Any, a: Tensor, b: Tensor, block: Block) -> None:
-        do(a[: a.shape[0] // 2], b[: a.shape[0] // 2])
-        do(a[a.shape[0] // 2 :], b[a.shape[0] // 2 :])
+    def change(do: Any, a: Tensor, b: Tensor, before_R1: Tensor) -> None:
+        first = torch.arange(len(a))[:, None] < len(a) // 2
+        do(a.masked_fill(~first, 0), b)
+        do(a.masked_fill(first, 0), b)
 
     _change_wgrad(p, change)
 
