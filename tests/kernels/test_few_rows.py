@@ -58,14 +58,18 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
     assert all((b[:, 37:] == 0).all() for b in seen)
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="about the steps that MKL takes with AVX-512",
-)
-@pytest.mark.parametrize("a", [200, 512, 768, 1000, 1152, 2816])
+@pytest.mark.parametrize("a", [200, 512, 768, 769, 1000, 1152, 1153, 2816])
 def test_a_row_has_the_bits_that_it_has_among_many(a: int) -> None:
     w, x = torch.randn(1_100_000 // a, a).t(), torch.randn(600, a)
     many = few_rows_mm(x, w, torch.empty(600, w.shape[1]), Pages())
-    for rows in (1, 16, 37, few_rows.TURNED, few_rows.TURNED + 1):
+    for rows in (16, 37, few_rows.TURNED, few_rows.TURNED + 1):
         few = few_rows_mm(x[:rows], w, torch.empty(rows, w.shape[1]), Pages())
         assert torch.equal(few, many[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("a", "b"), [(512, 1024), (768, 1024), (1024, 1024)])
+def test_a_row_has_the_bits_that_it_has_among_as_few(a: int, b: int) -> None:
+    w, x = torch.randn(a, b), torch.randn(few_rows.APART, a)
+    many = few_rows_mm(x, w, torch.empty(few_rows.APART, b), Pages())
+    for rows in (32, 64, 100, few_rows.APART):
+        assert torch.equal(few_rows_mm(x[:rows], w, torch.empty(rows, b), Pages()), many[:rows]), f"{rows} rows"

@@ -88,13 +88,20 @@ def test_gather_takes_a_stride_zero_gradient_and_gives_a_dense_one(name: str) ->
 
 
 def test_experts_of_few_rows_share_a_block_as_long_as_they_fit() -> None:
-    loop, offsets = get_kernels("loop", CPU), torch.tensor([0, 0, 3, 3, 9, 10, 13, 13])
+    loop, offsets = get_kernels("loop", CPU), torch.tensor([0, 0, 0, 3, 3, 9, 10, 13, 13])
     found = [(b.experts, b.rows, b.offsets_e.tolist()) for b in loop.blocks(offsets, 20, 4)]
     assert found == [
-        (slice(0, 3), slice(0, 3), [0, 0, 3, 3]), (slice(3, 4), slice(3, 9), [0, 6]),
-        (slice(4, 7), slice(9, 13), [0, 1, 4, 4]),
+        (slice(0, 4), slice(0, 3), [0, 0, 0, 3, 3]), (slice(4, 5), slice(3, 9), [0, 6]),
+        (slice(5, 8), slice(9, 13), [0, 1, 4, 4]),
     ]  # fmt: skip
-    assert [b.experts for b in loop.blocks(offsets, 20)] == [slice(i, i + 1) for i in range(7)]
+    assert [b.experts for b in loop.blocks(offsets, 20)] == [slice(i, i + 1) for i in range(8)]
+
+
+@pytest.mark.parametrize("name", ["loop", "stock"])
+def test_a_weight_takes_the_dtype_of_the_rows(name: str) -> None:
+    kernels, offsets = get_kernels(name, CPU), torch.tensor([0, 2, 3])
+    (x, w), (block,) = (torch.ones(3, 16), torch.ones(2, 16, 8).bfloat16()), kernels.blocks(offsets, 3, 3)
+    assert torch.equal(kernels.grouped_mm(x, w, block), torch.full((3, 8), 16.0))
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -44,8 +44,9 @@ class ExpertMLP(GroupedModule):
 
     Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 within 1 and 16 with one thread,
     R / (2048 t) within 1 and 2 with t: W = R / n + r rows at most. Beside s R I they need s W I in the backward, 4 M D
-    for 16-bit values, 4 W D for several threads, and up to 1344 (D + I) bytes and 1.2 MB for each. What they free they
-    keep for the next call, half as much again at most. Delayed weight gradients hold another s R I.
+    for 16-bit values, 4 W D for several threads, and up to 1344 (D + I) bytes and 1.2 MB for each. Delayed weight
+    gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as much again at
+    most.
 
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight

@@ -42,7 +42,7 @@ class Bf16Products:
     def __init__(self, lack: Callable[[int], int], wanted: str | None = None) -> None:
         if wanted is not None and wanted not in PRODUCTS:
             raise BackendError(f"no products of bfloat16 called {wanted!r}: choose one of {PRODUCTS}")
-        self._lack = lack
+        self._lack, self._alone = lack, wanted is not None
         self.refused: dict[str, str] = {}
         self.name = self._first(PRODUCTS[::-1] if wanted is None else (wanted,))
 
@@ -52,9 +52,12 @@ class Bf16Products:
         return PRODUCTS.index(self.name)
 
     def give_up(self, fault: str) -> bool:
-        """Take the next ones instead of these, which failed a test, and say so. False where there are no others."""
+        """Take the next ones instead of these, which failed a test, and say so.
+
+        False where there are no others, or these alone are wanted.
+        """
         failed = self.name
-        if not self.number:
+        if not self.number or self._alone:
             return False
         self.refused[failed] = f"wrong results: {fault}"
         self.name = self._first(PRODUCTS[: self.number][::-1])

@@ -16,27 +16,33 @@ from torch import Tensor
 
 from trimtab.kernels.pages import Pages
 
-TURNED, APART = 80, 192
+TURNED, APART = 80, 191
 """Rows up to which the two forms are slow: with more, MKL brings the weight into order itself."""
 LARGE = 1 << 20
 """Values of a weight from which turning rows is the less work."""
 STEP, PAGE, REGISTER = 128, 4096, 16
 DEPTH = 384
-"""Values of A that MKL adds up before it adds the sums, if there are twice as many or more. In such steps the turned
-form has the bits of x w, so that a row's bits do not depend on the other rows."""
+"""Values of A that MKL adds up before it adds the sums, if there are more than twice as many: then the turned form in
+such steps has the bits of x w, whatever the number of rows. A last step of one value it takes in another order. Of few
+rows of a weight that is not turned it takes others than of many, in any form."""
 
 
 def few_rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:
     """x w into `out`, for operands of one dtype on the CPU."""
-    rows = x_RA.shape[0]
-    if rows <= APART and x_RA.dtype == torch.float32:
+    rows, deep = x_RA.shape[0], x_RA.shape[1] > 2 * DEPTH
+    if rows <= APART and x_RA.dtype == torch.float32 and _measured():
         along_A, along_B = w_AB.stride()
-        if along_B == 1 and along_A * 4 % PAGE == 0:
+        if deep and along_B == 1 and along_A * 4 % PAGE == 0:
             return _in_steps(x_RA, w_AB, out_RB)
-        turned = along_A == 1 != along_B and w_AB.numel() >= LARGE
+        turned = along_A == 1 != along_B and w_AB.numel() >= LARGE and not (deep and x_RA.shape[1] % DEPTH == 1)
         if turned and rows <= TURNED and torch.get_num_threads() == 1:
             return _turned(x_RA, w_AB, out_RB, pages)
     return torch.mm(x_RA, w_AB, out=out_RB)
+
+
+def _measured() -> bool:
+    """Whether the forms are slow here and have the bits that are told of: MKL with AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch._C.has_mkl
 
 
 def _turned(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:

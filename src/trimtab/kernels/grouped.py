@@ -120,7 +120,7 @@ class StockKernels(HiddenKernels):
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        y = torch.nn.functional.grouped_mm(x_RA.contiguous(), w_eAB, offs=block.offsets_e[1:].int())
+        y = torch.nn.functional.grouped_mm(x_RA.contiguous(), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
 

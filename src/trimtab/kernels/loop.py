@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class LoopKernels(HiddenKernels):
         cuts, first = offsets_e.tolist(), 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
-            if after - cuts[first] > together:
+            if not together or after - cuts[first] > together:
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
                 first = i + 1
@@ -78,9 +78,14 @@ class LoopKernels(HiddenKernels):
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return values_eA if len(block.sizes) == 1 else values_eA.repeat_interleave(torch.tensor(block.sizes), 0)
+        return values_eA if len(values_eA) == 1 else values_eA.repeat_interleave(torch.tensor(_sizes(block)), 0)
+
+
+def _sizes(block: Block) -> Sequence[int]:
+    return block.sizes or block.offsets_e.diff().tolist()
 
 
 def _cut(rows_RA: Tensor, block: Block) -> tuple[Tensor, ...]:
     """The rows of each expert of the block."""
-    return (rows_RA,) if len(block.sizes) == 1 else torch.split(rows_RA, list(block.sizes))
+    sizes = _sizes(block)
+    return (rows_RA,) if len(sizes) == 1 else torch.split(rows_RA, list(sizes))

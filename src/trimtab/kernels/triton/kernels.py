@@ -41,7 +41,7 @@ class TritonKernels(StockKernels):
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         y = x_RA.new_empty(x_RA.shape[0], w_eAB.shape[2]) if out is None or not out.is_contiguous() else out
-        grouped_rows(x_RA.contiguous(), w_eAB, block.offsets_e, y, self.launch, zero_tail=True)
+        grouped_rows(x_RA.contiguous(), w_eAB.to(x_RA.dtype), block.offsets_e, y, self.launch, zero_tail=True)
         return y if out is None or out is y else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
