@@ -15,7 +15,7 @@ from comparing import assert_close
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
-from trimtab.experts import mlp, mlp_fused
+from trimtab.experts import expert_call, mlp, mlp_fused
 from trimtab.experts.activations import BY_NAME, GELU, GeGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
@@ -92,9 +92,13 @@ def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: boo
     grid.check("compiled", dtype, "random", "swiglu", bias, False, norm=True)
 
 
-def test_what_lies_between_the_products_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large experts, in as many calls as there are blocks: one, as these experts have few rows."""
+@pytest.mark.parametrize(("together", "blocks"), [(0, 3), (256, 1)])
+def test_what_lies_between_the_products_takes_one_pass(
+    together: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large experts, in as many calls as there are blocks: experts of few rows may share one."""
     monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    monkeypatch.setattr(expert_call, "TOGETHER", together)
     module = ExpertMLP(3, 32, 16, kernels="compiled", dtype=torch.float32)
     x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
     module(x, ids, w)
@@ -107,7 +111,7 @@ def test_what_lies_between_the_products_takes_one_pass(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(CompiledKernels, "between", counted)
     module(x, ids, w).sum().backward()
-    assert called == ["forward", "backward"]
+    assert called == ["forward"] * blocks + ["backward"] * blocks
 
 
 @pytest.mark.parametrize("weights", ["experts", "combine"])
