@@ -110,7 +110,7 @@ class Plain:
         for block in kernels.blocks(self.offsets_e, rows_SX.shape[0]):
             e, r = block.experts, block.rows
             w_eAB = w.by_row(e) if quantised_eAB is None else quantised_eAB[e]
-            w_eXY = (w_eAB.transpose(1, 2) if transpose else w_eAB).to(dtype)
+            w_eXY = w_eAB.transpose(1, 2) if transpose else w_eAB
             out = kernels.grouped_mm(rows_SX[r].to(dtype), w_eXY, block, result_SY[r] if direct else None)
             if w.biases and not transpose:
                 out += kernels.expand(take(w.biases, w.stacked, e).to(dtype), block)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.block import Block, as_it_lies, put
-from trimtab.kernels.few_rows import few_rows_mm
 from trimtab.kernels.hidden import HiddenKernels
+from trimtab.kernels.mkl import rows_mm
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
@@ -63,7 +63,7 @@ class LoopKernels(HiddenKernels):
         if out is None:
             out = self.pages.empty(x_RA.shape[0], w_eAB.shape[2], dtype=x_RA.dtype)
         for x, w, y in zip(_cut(x_RA, block), w_eAB.unbind(), _cut(out, block), strict=True):
-            few_rows_mm(x, w.to(x.dtype), y, self.pages)
+            rows_mm(x, w.to(x.dtype), y, self.pages)
         return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:

@@ -1,0 +1,91 @@
+"""Expert rows times one weight, in the form that MKL computes fastest, a row's bits its own.
+
+For float32 on AVX-512. x w is left as it is, but for these:
+
+    in steps        of a deep weight, A > 768, MKL adds few rows in another order than many. In steps over A the order
+                    is the same however many rows and threads there are. Steps are short where the weight's rows are a
+                    multiple of 4096 bytes apart: all lines of one of its columns belong in one set of the cache, and a
+                    step takes no more of them than there is room for (0.65 to 0.9 of the time up to 191 rows)
+    turned          w^T x^T, turned back, of few rows and a weight whose columns lie in memory as rows: on one thread
+                    0.7 to 0.95 of the time
+    side by side    of the same on several threads, each with its part of B: MKL leaves so few rows to one of them
+                    (0.6 to 0.95 of the time on two)
+
+A row's bits are those that it has among any number of rows from 2 on, or from 16 on where the weight's columns lie in
+memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768.
+
+Legend: R rows, P rows filled up to whole registers, A and B the widths of the GEMM, p parts, b = B / p.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.pages import Pages
+
+TURNED, BESIDE = 80, 63
+"""Rows up to which the two forms are the faster: with more, MKL brings the weight into order itself."""
+LARGE = 1 << 20
+"""Values of a weight from which turning rows is the less work."""
+SHORT, LONG, PAGE, REGISTER = 128, 512, 4096, 16
+DEPTH = 384
+"""Values of A that MKL adds up before it adds the sums, if there are more than twice as many: with columns that lie as
+rows always on one thread, and then steps of as many have its bits. Only a last step of one value it takes in another
+order."""
+
+
+def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:
+    """x w into `out`, for operands of one dtype on the CPU."""
+    if x_RA.dtype != torch.float32 or not _measured():
+        return torch.mm(x_RA, w_AB, out=out_RB)
+    rows, depth, threads = *x_RA.shape, torch.get_num_threads()
+    deep = depth > 2 * DEPTH
+    along_A, along_B = w_AB.stride()
+    if along_B == 1:
+        apart = along_A * 4 % PAGE == 0
+        return _in_steps(x_RA, w_AB, out_RB, (SHORT if apart else LONG) if deep else depth)
+    as_mkl = not (deep and depth % DEPTH == 1)
+    if threads == 1:
+        if rows <= TURNED and w_AB.numel() >= LARGE and along_A == 1 and as_mkl:
+            return _turned(x_RA, w_AB, out_RB, DEPTH if deep else depth, pages)
+        return torch.mm(x_RA, w_AB, out=out_RB)
+    parts = math.gcd(w_AB.shape[1], threads)
+    if REGISTER <= rows <= BESIDE and parts > 1 and along_A == 1 and as_mkl:
+        return _side_by_side(x_RA, w_AB, out_RB, parts, pages)
+    return _in_steps(x_RA, w_AB, out_RB, DEPTH if deep else depth)
+
+
+def _measured() -> bool:
+    """Whether the forms are faster here and have the bits that are told of: MKL with AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch._C.has_mkl
+
+
+def _in_steps(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, step: int) -> Tensor:
+    if step >= x_RA.shape[1]:
+        return torch.mm(x_RA, w_AB, out=out_RB)
+    for i, (x, w) in enumerate(zip(torch.split(x_RA, step, 1), torch.split(w_AB, step), strict=True)):
+        torch.addmm(out_RB, x, w, beta=int(i > 0), out=out_RB)  # beta 0 ignores what was there, even NaN
+    return out_RB
+
+
+def _turned(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, step: int, pages: Pages) -> Tensor:
+    rows = x_RA.shape[0]
+    filled = -(-rows // REGISTER) * REGISTER
+    x_AP = pages.empty(x_RA.shape[1], filled, dtype=x_RA.dtype)
+    x_AP[:, :rows] = x_RA.t()
+    x_AP[:, rows:] = 0
+    out_BP = pages.empty(w_AB.shape[1], filled, dtype=x_RA.dtype)
+    _in_steps(w_AB.t(), x_AP, out_BP, step)
+    return out_RB.copy_(out_BP[:, :rows].t())
+
+
+def _side_by_side(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, parts: int, pages: Pages) -> Tensor:
+    (rows, depth), wide = x_RA.shape, w_AB.shape[1] // parts
+    w_pAb = w_AB.t().view(parts, wide, depth).transpose(1, 2)
+    out_pRb = pages.empty(parts, rows, wide, dtype=x_RA.dtype)
+    torch.bmm(x_RA.expand(parts, rows, depth), w_pAb, out=out_pRb)
+    out_RB.view(rows, parts, wide).copy_(out_pRb.transpose(0, 1))
+    return out_RB
