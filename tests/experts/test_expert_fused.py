@@ -21,6 +21,7 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
 from trimtab.experts.mlp_fused import FusedMLP, covers
 from trimtab.experts.module import ExpertMLP
+from trimtab.kernels import mkl
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.grouped import get_kernels
 
@@ -169,10 +170,10 @@ def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
     assert not covers(ExpertCall(**{**vars(call), "math": normed}))
 
 
-D, F, E, K = 80, 48, 4, 2
+E, K = 4, 2
 
 
-def run(rows: Tensor, threads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48) -> dict[str, Tensor]:
     """Output and gradients of the rows numbered `rows`, each drawn by its number."""
     g = torch.Generator().manual_seed(1)
     up, down = ((torch.randn(*s, generator=g) * 0.2).to(dtype).requires_grad_() for s in ((E, 2 * F, D), (E, D, F)))
@@ -209,6 +210,20 @@ def test_no_bit_depends_on_the_number_of_threads(dtype: torch.dtype) -> None:
     for threads in (2, 3, 8):
         many = run(torch.arange(1500), threads, dtype)
         assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512")
+def test_a_row_s_bits_in_large_experts_depend_on_neither_the_other_rows_nor_the_threads() -> None:
+    dim, hidden = 1024, 1040
+    assert dim * hidden >= mlp_fused.LARGE
+    everything = run(torch.arange(1500), 1, torch.float32, dim, hidden)
+    for rows in (torch.arange(690, 714), torch.arange(650, 800), torch.arange(200, 1500)):
+        at = rows.tolist().index(700)
+        for threads in (1, 2):
+            part = run(rows, threads, torch.float32, dim, hidden)
+            for name in ("y", "dx", "dw"):
+                same = torch.equal(part[name][at], everything[name][700])
+                assert same, f"{name} of row 700 among {len(rows)}, {threads} threads"
 
 
 @pytest.mark.parametrize("delayed", [False, True])
