@@ -15,6 +15,7 @@ from emulated import INSTRUCTIONS, fenced, fences
 from torch import Tensor
 
 from comparing import assert_close
+from threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
@@ -125,12 +126,8 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
-    try:
+    with torch_threads(case.threads):
         found = run(kernels, case)
-    finally:
-        torch.set_num_threads(before)
     for name, (ours, truth) in found.items():
         assert_close(ours, truth, 3e-2, name)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comparing import assert_close
+from threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
@@ -183,14 +184,10 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     x.requires_grad_()
     ids = torch.stack((rows % 3, (rows % 3) + 1), 1)
     ids = torch.where(rows[:, None] < 1400, ids, 3)  # the last hundred make one expert hot
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         plan = plan_experts(ids, E)
         y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), ExpertMath(), get_kernels("compiled", CPU))
         dx, dw, d_up, d_down = torch.autograd.grad(y, (x, w, up, down), dy)
-    finally:
-        torch.set_num_threads(before)
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
 

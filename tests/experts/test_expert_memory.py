@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from threads import torch_threads
 from trimtab.bench.live_bytes import LiveBytes
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
@@ -68,16 +69,12 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     mlp = ExpertMLP(experts, D, F, kernels="compiled", dtype=dtype)
     x, w = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.rand(tokens, K, requires_grad=True)
     dy = torch.randn(tokens, D, dtype=dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         mlp(x, ids, w)
         with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
             y = mlp(x, ids, w)
             forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
             y.backward(dy)
-    finally:
-        torch.set_num_threads(before)
     rows, width = tokens * K, 2 * F
     wave = rows // 16 if threads == 1 else rows // 2
     pre, indices = size * rows * width, INDICES * rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from threads import torch_threads
 
 
 @pytest.fixture
@@ -19,7 +20,5 @@ def registered() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One torch thread: the models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield

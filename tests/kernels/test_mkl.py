@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from comparing import assert_close
+from threads import torch_threads
 from trimtab.kernels import mkl
 from trimtab.kernels.mkl import rows_mm
 from trimtab.kernels.pages import Pages
@@ -17,10 +18,8 @@ EDGES = (mkl.REGISTER, mkl.BESIDE, mkl.BESIDE + 1, mkl.TURNED, mkl.TURNED + 1)
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with torch_threads(request.param):
+        yield request.param
 
 
 @pytest.mark.usefixtures("threads")
@@ -71,16 +70,13 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
 )  # fmt: skip
 def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(a: int, b: int, turned: bool) -> None:
     w = torch.randn(b, a).t() if turned else torch.randn(a, b)
-    x, before, truth = torch.randn(400, a), torch.get_num_threads(), {}
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    x, truth = torch.randn(400, a), {}
+    for threads in (1, 2):
+        with torch_threads(threads):
             truth[threads] = rows_mm(x, w, torch.empty(400, b), Pages())
             for rows in (*(() if turned else (2, 7)), 16, 17, 37, 100, 191, 192, 300, *EDGES):
                 got = rows_mm(x[:rows], w, torch.empty(rows, b), Pages())
                 assert torch.equal(got, truth[threads][:rows]), f"{rows} rows, {threads} threads"
-    finally:
-        torch.set_num_threads(before)
     if not (turned and a > 2 * mkl.DEPTH and a % mkl.DEPTH == 1):
         assert torch.equal(truth[1], truth[2])
 
@@ -91,22 +87,18 @@ def test_each_form_is_taken_where_it_is_the_faster(monkeypatch: pytest.MonkeyPat
     for name in ("_in_steps", "_turned", "_side_by_side"):
         real = getattr(mkl, name)
         monkeypatch.setattr(mkl, name, lambda *args, n=name, f=real: (taken.append(f"{n} {args[3]}"), f(*args))[1])
-    before = torch.get_num_threads()
 
     def of(rows: int, w: torch.Tensor, threads: int) -> str:
         taken.clear()
-        torch.set_num_threads(threads)
-        rows_mm(torch.randn(rows, w.shape[0]), w, torch.empty(rows, w.shape[1]), Pages())
+        with torch_threads(threads):
+            rows_mm(torch.randn(rows, w.shape[0]), w, torch.empty(rows, w.shape[1]), Pages())
         return taken[0] if taken else "mm"
 
-    try:
-        apart, near = torch.randn(1100, 1024), torch.randn(1100, 600)
-        assert {of(rows, apart, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 128"}
-        assert {of(rows, near, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 512"}
-        assert of(80, torch.randn(1024, 1100).t(), 1) == "_turned 384"
-        assert of(81, torch.randn(1024, 1100).t(), 1) == of(20, torch.randn(600, 700).t(), 1) == "mm"
-        assert of(63, torch.randn(600, 700).t(), 2) == of(16, torch.randn(700, 700).t(), 6) == "_side_by_side 2"
-        assert of(64, torch.randn(600, 700).t(), 2) == of(8, torch.randn(600, 700).t(), 2) == "_in_steps 700"
-        assert of(64, torch.randn(600, 1100).t(), 2) == of(20, torch.randn(601, 1100).t(), 2) == "_in_steps 384"
-    finally:
-        torch.set_num_threads(before)
+    apart, near = torch.randn(1100, 1024), torch.randn(1100, 600)
+    assert {of(rows, apart, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 128"}
+    assert {of(rows, near, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 512"}
+    assert of(80, torch.randn(1024, 1100).t(), 1) == "_turned 384"
+    assert of(81, torch.randn(1024, 1100).t(), 1) == of(20, torch.randn(600, 700).t(), 1) == "mm"
+    assert of(63, torch.randn(600, 700).t(), 2) == of(16, torch.randn(700, 700).t(), 6) == "_side_by_side 2"
+    assert of(64, torch.randn(600, 700).t(), 2) == of(8, torch.randn(600, 700).t(), 2) == "_in_steps 700"
+    assert of(64, torch.randn(600, 1100).t(), 2) == of(20, torch.randn(601, 1100).t(), 2) == "_in_steps 384"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from comparing import assert_close
+from threads import torch_threads
 from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.mlp_fused import number_of
@@ -110,14 +111,10 @@ def test_a_gate_far_below_zero_is_shut(gate: float) -> None:
 def test_no_bit_depends_on_the_other_rows_or_on_the_number_of_threads(name: str) -> None:
     f = CASES[name]
     pre, dh, w = inputs(f, 101, 83)
-    before = torch.get_num_threads()
     runs = []
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3, 8):
+        with torch_threads(threads):
             runs.append(results(compiled_kernels(), f, pre, dh, w))
-    finally:
-        torch.set_num_threads(before)
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True) if a is not None and b is not None)
     alone = results(compiled_kernels(), f, pre[40:43], dh[40:43], w[40:43])

@@ -6,7 +6,7 @@ import importlib.util
 import statistics
 from pathlib import Path
 
-import torch
+from threads import torch_threads
 
 
 def test_the_bias_balances_while_the_loss_falls() -> None:
@@ -15,12 +15,8 @@ def test_the_bias_balances_while_the_loss_falls() -> None:
     assert spec.loader is not None
     balance = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(balance)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         losses, unevenness = balance.train("bias")
-    finally:
-        torch.set_num_threads(threads)
     assert statistics.mean(unevenness[:5]) > 1.5  # of 3.0 at most
     assert statistics.mean(unevenness[-20:]) < 0.5
     means = [statistics.mean(losses[i : i + 50]) for i in range(0, 200, 50)]

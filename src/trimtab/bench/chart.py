@@ -49,10 +49,12 @@ def draw(records: Sequence[Record], png: Path) -> None:
             axes.text(value, p, f" {name}", va="center", fontsize="x-small")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(places, [_label(f) for f in shown], fontsize="small")
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xscale("log")
+    axes.set_xlim(right=1.25 * max(axes.get_xlim()[1], *bars))  # room for the peers' names
     axes.set_xlabel("time / limit, the worse of the malloc settings; the line is the limit")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=120)
