@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.records import BOTH, MACHINE, NOW, entry, record
+from trimtab.bench import chart
 from trimtab.bench.campaign import Campaign, write_page
 from trimtab.bench.finding import findings
 from trimtab.bench.judged import judge_bars
@@ -86,6 +87,19 @@ def test_imbalance_is_compared_within_a_race() -> None:
     assert found.found == pytest.approx(1.3)
     assert (found.met, found.cases) == (False, 2)
     assert found.at.startswith("hot")
+
+
+def test_of_many_cases_the_picture_shows_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [record(tokens=tokens, in_place=in_place) for tokens in (256, 2048) for in_place in (False, True)]
+    found = findings([*cases, record(ranks=2)])
+    new_gradients = [found[0], found[2], found[4]]
+    for most, shown in ((5, found), (4, new_gradients), (3, new_gradients), (2, new_gradients[:2]), (1, found[:3:2])):
+        monkeypatch.setattr(chart, "MOST", most)
+        assert chart.chosen(found) == shown
+    assert chart.chosen(found[4:] * 2) == found[4:] * 2, "a picture of nothing helps nobody"
+    piece = dataclasses.replace(cases[0], part="kernels", case={"shape": [8, 8, 2, 1], "dtype": "bf16"})
+    pieces = findings([piece, piece])
+    assert chart.chosen(pieces) == pieces, "which have neither ranks nor gradients in place"
 
 
 @pytest.mark.usefixtures("as_of_now")

@@ -1,12 +1,13 @@
 """The records as a picture: time over the limit, trimtab beside the fastest peer, case by case.
 
-Where there are more cases than a picture holds, only forward+backward of the layer on the kernels that users get.
+Where there are more cases than a picture holds, only forward+backward of the layer on the kernels that users get; if
+those are still too many, only those that a peer raced, with new gradients; then only those on one rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trimtab.bench.finding import Finding, findings
@@ -16,11 +17,25 @@ from trimtab.bench.words import case_words
 from trimtab.errors import BackendError, InputError
 
 MOST = 40
+NARROWER: tuple[Callable[[Finding], bool], ...] = (
+    lambda f: f.record.part == "layer" and f.mode == BOTH and f.name.startswith("trimtab auto"),
+    lambda f: bool(f.peer) and not f.case.get("in_place"),
+    lambda f: f.case.get("ranks", 1) == 1,
+)
+"""What is still shown, one after the other, while there are more than `MOST`."""
 
 
 def can_draw(records: Sequence[Record]) -> bool:
     """Whether any race has both a trimtab contestant and a limit."""
     return any(f.over_limits for f in findings(records))
+
+
+def chosen(found: Sequence[Finding]) -> Sequence[Finding]:
+    """Those that are shown."""
+    for narrower in NARROWER:
+        if len(found) > MOST:
+            found = [f for f in found if narrower(f)] or found
+    return found
 
 
 def draw(records: Sequence[Record], png: Path) -> None:
@@ -29,11 +44,9 @@ def draw(records: Sequence[Record], png: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError(f"no chart without matplotlib: pip install 'trimtab[plot]' ({error})") from error
-    shown = [f for f in findings(records) if f.over_limits]
+    shown = chosen([f for f in findings(records) if f.over_limits])
     if not shown:
         raise InputError("no chart: none of the races has both a trimtab contestant and a limit")
-    if len(shown) > MOST:
-        shown = [f for f in shown if f.record.part == "layer" and f.mode == BOTH and f.name.startswith("trimtab auto")]
     figure = Figure(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
     axes = figure.subplots()
     places = range(len(shown))
@@ -51,7 +64,7 @@ def draw(records: Sequence[Record], png: Path) -> None:
     axes.set_yticks(places, [_label(f) for f in shown], fontsize="small")
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xscale("log")
-    axes.set_xlim(right=1.25 * max(axes.get_xlim()[1], *bars))  # room for the peers' names
+    axes.set_xlim(right=1.5 * max(axes.get_xlim()[1], *bars))  # room for the peers' names
     axes.set_xlabel("time / limit, the worse of the malloc settings; the line is the limit")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
