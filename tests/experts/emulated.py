@@ -1,12 +1,14 @@
-"""The compiled kernels with their bfloat16 instructions emulated, in memory whose every 16 bits are a NaN."""
+"""The compiled kernels with their bfloat16 instructions, emulated or the machine's, in memory all of NaN."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
+from trimtab.errors import BackendError
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.pages import Pages
 
@@ -27,7 +29,18 @@ class PoisonedPages(Pages):
 
 def emulated(products: str) -> CompiledKernels:
     """Any machine's, compiled once and kept like the others. `products` alone."""
-    kernels = CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16"])
+    return _poisoned(CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16"]))
+
+
+def own(products: str) -> CompiledKernels:
+    """This machine's. Skips the test where it has no such `products`."""
+    try:
+        return _poisoned(CompiledKernels(products=products))
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def _poisoned(kernels: CompiledKernels) -> CompiledKernels:
     kernels.pages = PoisonedPages()
     return kernels
 

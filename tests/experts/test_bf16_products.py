@@ -1,9 +1,11 @@
-"""Expert MLPs on products of bfloat16 pairs, emulated: against the float64 oracle, and what a row's bits depend on."""
+"""Expert MLPs on products of bfloat16 pairs, emulated and by the processor: against the float64 oracle, against each
+other, and what a row's bits depend on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import emulated
@@ -18,23 +20,25 @@ from comparing import assert_close
 from threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.compiled import CompiledKernels
 
 E, K = 4, 2
 
 
 @cache
-def kernels_of(products: str) -> CompiledKernels:
-    return emulated.emulated(products)
+def kernels_of(products: str, made: str = "emulated") -> CompiledKernels:
+    return emulated.emulated(products) if made == "emulated" else emulated.own(products)
 
 
-@pytest.fixture(params=INSTRUCTIONS)
+@pytest.fixture(params=product(INSTRUCTIONS, ("emulated", "own")), ids=" ".join)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledKernels:
     """The other tests' cases take them too."""
-    found = kernels_of(request.param)
+    found = kernels_of(*request.param)
     for module in (grid, fused):
         monkeypatch.setattr(module, "get_kernels", lambda name, device: found)
     monkeypatch.setattr(grid, "VARIANTS", fused.BUILT_IN)
@@ -71,6 +75,9 @@ CASES = (
     Case(rows=30, D=130, F=515, transposed=True, threads=2),
     Case(rows=30, D=34, F=280, transposed=True, weights="combine"),
     Case(rows=20, D=600, F=560, activation="clamped_swiglu", bias=True),
+    Case(rows=9, D=1060, F=35),
+    Case(rows=9, D=35, F=1060, activation="gelu", transposed=True, threads=2),
+    Case(rows=540, D=150, F=530, activation="relu_squared", hot=True, threads=2),
     Case(rows=700, D=32, F=32, hot=True, main=torch.float32),
     Case(rows=700, D=37, F=21, hot=True, transposed=True, threads=2, bias=True),
     Case(rows=1100, D=32, F=16, hot=True, threads=2, main=torch.bfloat16),
@@ -98,14 +105,15 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
         if c.main is not None:
             p.main_grad = fenced(torch.full(p.shape, 0.5, dtype=c.main))
     leaves: list[Any] = [t for t in (x, w, *given, up_bias, down_bias) if t is not None]
-    y = expert_mlp(
-        x, w, plan_experts(ids, E),
-        ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
-        ExpertMath(activation=v.ours(), weights=c.weights), kernels,
-        main_grad="off" if c.main is None else "accumulate",
-    )  # fmt: skip
-    assert isinstance(y.grad_fn, FusedMLP._backward_cls)
-    y.backward(dy)
+    with torch_threads(c.threads):
+        y = expert_mlp(
+            x, w, plan_experts(ids, E),
+            ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
+            ExpertMath(activation=v.ours(), weights=c.weights), kernels,
+            main_grad="off" if c.main is None else "accumulate",
+        )  # fmt: skip
+        assert isinstance(y.grad_fn, FusedMLP._backward_cls)
+        y.backward(dy)
     grads = [t.grad for t in leaves]
     if c.main is not None:
         for i in (2, 3):
@@ -126,10 +134,36 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
-    with torch_threads(case.threads):
-        found = run(kernels, case)
-    for name, (ours, truth) in found.items():
+    for name, (ours, truth) in run(kernels, case).items():
         assert_close(ours, truth, 3e-2, name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("products", INSTRUCTIONS)
+def test_the_processor_has_the_bits_of_the_emulation(products: str, case: Case) -> None:
+    found = run(kernels_of(products, "own"), case)
+    emulation = run(kernels_of(products), case)
+    for name, (ours, _) in found.items():
+        assert torch.equal(ours, emulation[name][0]), name
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(40, 289), (20, 1060), (560, 300)])
+@pytest.mark.parametrize("activation", BY_NAME)
+def test_delayed_gradients_are_the_same_bits(
+    kernels: CompiledKernels, activation: str, rows: int, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [ExpertMLP(E, 40, hidden, activation=activation, dtype=torch.bfloat16, delay_wgrad=d) for d in (False, True)]
+    made[1].load_state_dict(made[0].state_dict())
+    x, dy = torch.randn(2, rows, 40).bfloat16()
+    ids, w = torch.stack((torch.arange(rows) % 2, torch.full((rows,), 3)), 1), torch.rand(rows, 2)
+    for module in made:
+        monkeypatch.setattr(module.kernels, "on", lambda *where: kernels)
+        y = module(x, ids, w)
+        assert isinstance(y.grad_fn, FusedMLP._backward_cls)
+        y.backward(dy)
+        module.backward_dw()
+    for name, one in made[0].named_parameters():
+        assert torch.equal(one.grad, made[1].get_parameter(name).grad), name
 
 
 @pytest.mark.parametrize("variant", fused.BUILT_IN)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.rows import Bags
 from trimtab.layout import ALIGNMENTS
 
@@ -162,6 +163,11 @@ def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool =
     )
 
 
+def _in_memory(t: Tensor) -> bool:
+    """Whether its values lie where the host can read them: no subclass, nothing fake, nothing on a device."""
+    return type(t) is Tensor and type(t.new_empty(0)) is Tensor and t.device.type == "cpu"
+
+
 def plan_experts(
     ids_MK: Tensor,
     num_experts: int,
@@ -169,6 +175,7 @@ def plan_experts(
     alignment: int = 1,
     num_slots: int | None = None,
     static: bool | None = None,
+    kernels: object = None,
 ) -> ExpertPlan:
     """Group the slots of `ids_MK` [M, K] by local expert.
 
@@ -176,10 +183,18 @@ def plan_experts(
     `num_slots` is the number of kept slots where the caller knows it. Without it a static plan (the default on a
     device and under `torch.compile`: nothing is read back) takes the bound N (+ padding); its expert rows beyond
     offsets_e[-1] are padding too.
+    `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
     rows, top_k = ids_MK.shape
+    static = static_by_default(ids_MK) if static is None else static
+    if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
+        p = kernels.place_slots(ids_MK, num_experts, alignment)
+        return ExpertPlan(
+            slot_R=p.slot_R, row_R=p.row_R, row_bags=Bags(index=p.bag_index, offsets=p.bag_offsets),
+            counts_e=p.counts_e, offsets_e=p.offsets_e, top_k=top_k,
+        )  # fmt: skip
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
@@ -192,7 +207,6 @@ def plan_experts(
     shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)
     place_N = inverse_of(order_N) + shift_e[key_N.clamp(max=num_experts - 1).long()]
     bound = (ids_N.shape[0] if num_slots is None else num_slots) + num_experts * (alignment - 1)
-    static = static_by_default(ids_N) if static is None else static
     total = bound if static else int(offsets_e[-1])
     slot_R = order_N.new_full((total + 1,), -1)
     slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)

@@ -101,10 +101,11 @@ def _call(
     x: Tensor, ids: Tensor, weights: ExpertWeights, activation: str, side: str, kernels: str, num_slots: int | None,
     keep: bool, pre: Tensor | None,
 ) -> ExpertCall:  # fmt: skip
+    chosen = _kernels_for(kernels, weights.up, weights.down)
     return ExpertCall(
-        plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots),
+        plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots, kernels=chosen),
         math=ExpertMath(activation=BY_NAME[activation](), weights=cast(Literal["experts", "combine"], side)),
-        kernels=_kernels_for(kernels, weights.up, weights.down),
+        kernels=chosen,
         weights=weights, main_grad="off", keep=keep, pre=pre,
     )  # fmt: skip
 

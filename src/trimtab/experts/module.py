@@ -42,11 +42,17 @@ class ExpertMLP(GroupedModule):
     machine computes in; experts of few rows are taken together, r = 256. Kernels "stock" take all experts at once and
     copy each result: r = R, and r (F + D) joins the forward's maximum. Gathered rows and activations are never kept.
 
-    Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 within 1 and 16 with one thread,
-    R / (2048 t) within 1 and 2 with t: W = R / n + r rows at most. Beside s R I they need s W I in the backward, 4 M D
-    for 16-bit values, 4 W D for several threads, and up to 1344 (D + I) bytes and 1.2 MB for each. Delayed weight
-    gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as much again at
-    most.
+    Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 with one thread, R / (2048 t) with t,
+    within 1 and 16: W = R / n + r rows at most, which threads take in pieces of p <= 512. Beside s R I they need, with
+    v = 2 where bfloat16 has products of its own (`trimtab.kernels.bf16`) and 4 elsewhere,
+
+        for the second products   v F rows in the forward, v I rows in the backward, rows = p, or W with several threads
+        for weight gradients      s W I, and s W F where v = 2
+        for sums of tokens        4 M D where s = 2
+        for each thread           p (v D + 128) bytes, or 0.35 MB, and 0.9 MB, but 2.2 MB for gradients where v = 2
+
+    Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
+    much again at most.
 
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
@@ -156,7 +162,7 @@ class ExpertMLP(GroupedModule):
 
             plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         else:
-            plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
+            plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
         products = None
         if low is not None:
             products = TwoProducts(

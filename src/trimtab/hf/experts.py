@@ -46,15 +46,9 @@ def experts_forward(
     """
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
-    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots)
-    return expert_mlp(
-        hidden_states,
-        top_k_weights,
-        plan,
-        weights,
-        math,
-        kernels.on(hidden_states.device, weights.up.dtype, shape),
-    )
+    chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
+    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen)
+    return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 
 
 def weights_of(module: nn.Module) -> ExpertWeights:

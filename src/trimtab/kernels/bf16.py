@@ -5,7 +5,8 @@
     widened       to float32 as they are brought into cache: everywhere
 
 All three take their sums in float32; the first two round hidden rows and gradients of pre-activations to bfloat16, as
-operands. Their bits differ from each other.
+operands. Their bits differ from each other. On a CPU with AVX512-BF16 denormals become zero in what is stored in
+bfloat16.
 """
 
 from __future__ import annotations

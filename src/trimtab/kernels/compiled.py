@@ -5,6 +5,7 @@
     forward            y from x                                                                        cpu/forward.h
     backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
+    place_slots        the plan of a rank's experts                                                    cpu/places.h
 
 What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`; what lies between its products then
 takes one pass over memory (cpu/elementwise.h) if it is in float32, with gate and up as halves of a row.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -72,6 +74,28 @@ class _Between(ctypes.Structure):
     )
 
 
+class _Places(ctypes.Structure):
+    """cpu/places.h, likewise."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("M", "K", "E", "alignment")),
+        *((name, ctypes.c_void_p) for name in ("ids", "counts", "offsets", "slot_R", "row_R")),
+        *((name, ctypes.c_void_p) for name in ("bag_index", "bag_offsets")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotPlaces:
+    """What `trimtab.dispatch.plan.ExpertPlan` holds, as tensors."""
+
+    slot_R: Tensor
+    row_R: Tensor
+    bag_index: Tensor
+    bag_offsets: Tensor
+    counts_e: Tensor
+    offsets_e: Tensor
+
+
 class CompiledKernels(LoopKernels):
     """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
 
@@ -93,12 +117,14 @@ class CompiledKernels(LoopKernels):
         lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()), defines)
         for name in ("forward", "backward", "weight_gradients", "between_forward", "between_backward"):
             getattr(lib, f"trimtab_{name}").restype = None
-        for name in ("scratch_floats", "call_bytes", "between_bytes"):
+        lib.trimtab_count_slots.restype = lib.trimtab_place_slots.restype = None
+        for name in ("scratch_floats", "call_bytes", "between_bytes", "places_bytes"):
             getattr(lib, f"trimtab_{name}").restype = ctypes.c_int64
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
-        if (lib.trimtab_call_bytes(), lib.trimtab_between_bytes()) != (ctypes.sizeof(_Call), ctypes.sizeof(_Between)):
+        sizes = lib.trimtab_call_bytes(), lib.trimtab_between_bytes(), lib.trimtab_places_bytes()
+        if sizes != tuple(ctypes.sizeof(one) for one in (_Call, _Between, _Places)):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib = lib
@@ -122,6 +148,28 @@ class CompiledKernels(LoopKernels):
     def weight_gradients(self, fields: Mapping[str, Any]) -> None:
         """Run cpu/wgrad.h, likewise."""
         self._run("weight_gradients", fields)
+
+    def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> SlotPlaces:
+        """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
+        ids = ids_MK.to(torch.int64).contiguous()
+        rows, top_k = ids.shape
+        places = _Places(M=rows, K=top_k, E=num_experts, alignment=alignment, ids=ids.data_ptr())
+
+        def made(name: str, size: int) -> Tensor:
+            t = torch.empty(size, dtype=torch.int64, device="cpu")
+            setattr(places, name, t.data_ptr())
+            return t
+
+        counts_e, offsets_e = made("counts", num_experts), made("offsets", num_experts + 1)
+        self._lib.trimtab_count_slots(ctypes.byref(places))
+        slots, kept = int(offsets_e[-1]), int(counts_e.sum())
+        result = SlotPlaces(
+            slot_R=made("slot_R", slots), row_R=made("row_R", slots),
+            bag_index=made("bag_index", kept), bag_offsets=made("bag_offsets", rows + 1),
+            counts_e=counts_e, offsets_e=offsets_e,
+        )  # fmt: skip
+        self._lib.trimtab_place_slots(ctypes.byref(places))
+        return result
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
         if number is None or not _in_one_pass(number, pre_RI, w_R1):

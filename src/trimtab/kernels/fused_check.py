@@ -18,7 +18,8 @@ K, E = 2, 4
 SMALL = (9, 40, 21)
 """M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
 DEEP = (70, 530, 23)
-"""For instructions of their own: more rows than two tiles have, more values than are brought at once."""
+MANY = (1060, 35, 9)
+"""For instructions of their own: more rows than two tiles have, more values or rows than are brought at once."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -31,7 +32,7 @@ def first_fused_fault(kernels: CompiledKernels) -> str | None:
                 fault = _fault_in(kernels, dtype)
             if fault is not None:
                 return fault
-        return _one_pass_fault(kernels)
+        return _one_pass_fault(kernels) or _places_fault(kernels)
 
 
 def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,7 @@ def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
 
 def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
-    for sizes in (SMALL, DEEP)[: 2 if own else 1]:
+    for sizes in (SMALL, DEEP, MANY)[: 3 if own else 1]:
         for transposed, later in ((False, False), (True, True)):
             fault = _fault(kernels, dtype, sizes, transposed, later)
             if fault is not None:
@@ -103,6 +104,16 @@ def _one_pass_fault(kernels: CompiledKernels) -> str | None:
         if not bool(((got - true[name]).abs() <= BOUNDS[torch.float32] * true[name].abs().max()).all()):
             return f"between the products of experts: {name} is wrong"
     return None
+
+
+def _places_fault(kernels: CompiledKernels) -> str | None:
+    p = kernels.place_slots(torch.tensor([[2, 0], [-1, 2], [E, 2]]), E, 2)
+    true = {
+        "slot_R": [1, -1, 0, 3, 5, -1], "row_R": [0, -1, 0, 1, 2, -1], "bag_index": [2, 0, 3, 4],
+        "bag_offsets": [0, 2, 3, 4], "counts_e": [1, 0, 3, 0], "offsets_e": [0, 2, 2, 6, 6],
+    }  # fmt: skip
+    wrong = [name for name, values in true.items() if getattr(p, name).tolist() != values]
+    return f"the plan: {wrong[0]} is wrong" if wrong else None
 
 
 def _truth(x: Tensor, dy: Tensor, w: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ struct Clamped {
     static INLINE vf forward(vf g, vf u, Shape p) {
         g = g > p.limit ? splat(p.limit) : g;
         u = u > p.limit ? splat(p.limit) : u < -p.limit ? splat(-p.limit) : u;
-        return (u + 1.0f) * g * sigmoid(p.alpha * g);
+        return (u + 1.0f) * (g * sigmoid(p.alpha * g));  // as the backward has it
     }
     static INLINE vf backward(vf g, vf u, vf dh, vf* dg, vf* du, Shape p) {
         vi g_cut = g > p.limit, u_cut = (u > p.limit) | (u < -p.limit);  // what was cut has no slope

@@ -6,20 +6,28 @@
 #include "pairs.h"
 
 #if defined(HAVE_AMX)
+// Tiles 0 to 3 hold sums, two rows of them; 4 and 5 rows of A, 6 and 7 columns of B. All are whole.
+INLINE void shape_tiles() {
+    TileConfig c = {1, 0, {}, {}, {}};
+    for (int t = 0; t < 8; t++) c.row_bytes[t] = 64, c.rows[t] = TILE;
+    tile_configure(c);
+}
+
 struct Amx : Pairs {
     struct Session {  // of a thread: tiles that nobody needs any more are not saved at its next pause
+        Session() { shape_tiles(); }
         ~Session() { tile_release(); }
     };
 };
 
-// Sums in tiles 0 to 3, two rows of them; 4 and 5 hold rows of A, 6 and 7 columns of B.
-INLINE void shape_tiles(long first, long second) {
-    TileConfig c = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {}};
-    const uint8_t a = (uint8_t)first, b = (uint8_t)second;
-    const uint8_t rows[8] = {a, a, b, b, a, b, TILE, TILE};
-    memcpy(c.rows, rows, sizeof rows);
-    if (!second) c.row_bytes[2] = c.row_bytes[3] = c.row_bytes[5] = 0;
-    tile_configure(c);
+template <bool Two>
+INLINE void load_tiles(const float* from, long ld) {
+    tile_load<0>(from, ld * 4);
+    tile_load<1>(from + TILE, ld * 4);
+    if constexpr (Two) {
+        tile_load<2>(from + TILE * ld, ld * 4);
+        tile_load<3>(from + TILE * ld + TILE, ld * 4);
+    }
 }
 
 template <bool Two>
@@ -32,28 +40,35 @@ INLINE void store_tiles(float* to, long ld) {
     }
 }
 
-// `rows` rows, more than 16 if `Two`, as the tiles are shaped; 32 columns.
+// `rows` rows, more than 16 if `Two`, of 32 columns. Rows of A up to the end of the last tile are read, whatever they
+// hold. With each step over k the next line of each row that is asked for.
 template <bool Two>
-void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c) {
-    if (c.from) {
-        tile_load<0>(c.from, c.ld_from * 4);
-        tile_load<1>(c.from + TILE, c.ld_from * 4);
-        if constexpr (Two) {
-            tile_load<2>(c.from + TILE * c.ld_from, c.ld_from * 4);
-            tile_load<3>(c.from + TILE * c.ld_from + TILE, c.ld_from * 4);
-        }
-    } else {
+void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, Ahead ask) {
+    constexpr long high = Two ? 2 * TILE : TILE;
+    alignas(64) float part[high * NR];
+    const bool whole = rows == high;
+    if (!c.from) {
         tile_zero<0>();
         tile_zero<1>();
         if constexpr (Two) {
             tile_zero<2>();
             tile_zero<3>();
         }
+    } else if (whole) {
+        load_tiles<Two>(c.from, c.ld_from);
+    } else {
+        for (long i = 0; i < high; i++) memcpy(part + i * NR, c.from + std::min(i, rows - 1) * c.ld_from, NR * 4);
+        load_tiles<Two>(part, NR);
     }
+    const char *soon = ask.p, *end = ask.p + ask.rows * ask.ld;
+    long step = ask.ld;
+    asm("" : "+r"(step));  // in a register, not read again each time
     for (long k = 0; k < K; k += TILE, a += TILE, b += TILE * NR) {
         tile_load<4>(a, lda * 4);
         tile_load<6>(b, NR * 4);
         tile_dot<0, 4, 6>();
+        for (const char* line = soon; line != end; line += step) __builtin_prefetch(line, 0, 2);
+        soon += 64, end += 64;
         tile_load<7>(b + TILE, NR * 4);
         tile_dot<1, 4, 7>();
         if constexpr (Two) {
@@ -62,27 +77,33 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
             tile_dot<3, 5, 7>();
         }
     }
-    if (!c.past) return store_tiles<Two>(c.to, c.ld);
-    alignas(64) float part[2 * TILE * NR];
+    if (whole && !c.past) return store_tiles<Two>(c.to, c.ld);
     store_tiles<Two>(part, NR);
-    for (long i = 0; i < rows; i++) stream(c.to + i * c.ld, load(part + i * NR), load(part + i * NR + VL));
+    for (long i = 0; i < rows; i++) {
+        float *to = c.to + i * c.ld, *got = part + i * NR;
+        if (c.past) stream(to, load(got), load(got + VL));
+        else memcpy(to, got, NR * 4);
+    }
 }
 
-// As `multiply` of gemm.h: all whole blocks of 32 rows, then the rows that are left.
+// As `multiply` of gemm.h.
 __attribute__((noinline)) inline void multiply(
-    Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c
+    Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {
     constexpr long high = 2 * TILE;
-    const long whole = M / high * high, rest = M - whole;
-    if (whole) shape_tiles(TILE, TILE);
-    for (long n = 0; n < nn; n += NR)
-        for (long m = 0; m < whole; m += high)
-            tile_block<true>(high, kn, a.at(0, m, k0), a.ld, b + n * KC, c.at(m, n));
-    if (rest) shape_tiles(std::min(rest, TILE), std::max(rest - TILE, 0L));
-    for (long n = 0; rest && n < nn; n += NR) {
-        const uint32_t* rows = a.at(0, whole, k0);
-        if (rest > TILE) tile_block<true>(rest, kn, rows, a.ld, b + n * KC, c.at(whole, n));
-        else tile_block<false>(rest, kn, rows, a.ld, b + n * KC, c.at(whole, n));
+    const long blocks = std::max(1L, (nn + NR - 1) / NR * ((M + high - 1) / high));
+    const long each = (ahead.rows + blocks - 1) / blocks;
+    long asked = 0;
+    Ahead ask = ahead;
+    for (long n = 0; n < nn; n += NR) {
+        for (long m = 0; m < M; m += high) {
+            const long rows = std::min(high, M - m);
+            const auto block = rows > TILE ? tile_block<true> : tile_block<false>;
+            ask.rows = std::min(each, ahead.rows - asked);
+            block(rows, kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), ask);
+            ask.p += ask.rows * ask.ld;
+            asked += ask.rows;
+        }
     }
 }
 #endif

@@ -2,7 +2,7 @@
 //
 //     dh = dy[row] down^T, dw = sum(h * dh) (+ bias . dy), d_pre = activation'(pre) (dh * w), dx = the sum of d_pre up^T
 #pragma once
-#include "wgrad.h"
+#include "wgrad_pairs.h"
 
 // d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`.
 template <class V, class T>
@@ -26,31 +26,59 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
     }
 }
 
+// As those of the forward.
 template <class T, class Op>
-void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
+Ahead first_back_of_down(const Call& c, long e) {
+    return down_of<T>(c, e).inputs_at(0, std::min(c.D, Op::depth), 0, std::min(c.F, Op::wide));
+}
+template <class T, class Op>
+Ahead first_back_of_up(const Call& c, long e, long from, long until) {
+    return up_of<T>(c, e).inputs_at(0, std::min(width(c), Op::depth), from, std::min(until - from, Op::wide));
+}
+
+// Gradients of pre-activations of a piece: left operands of the second product, and d_pre of `c`. Hidden rows at
+// `kept`, if it is there.
+template <class T, class Op>
+void hidden_gradients(const Call& c, Rows t, typename Op::Value* d_pre, T* kept, Scratch s, const Rows* next) {
     const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = interleaved(c) ? 2 : 1;
     using Word = typename Op::Word;
-    auto *rows = (typename Op::Value*)s.x, *d_pre = (typename Op::Value*)s.h;
+    auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
-    const Weight<T> up = up_of<T>(c, t.expert), down = down_of<T>(c, t.expert);
+    const Weight<T> down = down_of<T>(c, t.expert);
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
         t.count, F, D, 1, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
         [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
+        [&](int, long k0, long kn, long n0, long nn) { return down.inputs_at(k0, kn, n0, nn); },
+        next ? first_back_of_down<T, Op>(c, next->expert) : first_back_of_up<T, Op>(c, t.expert, 0, D),
         [&](long n0, long nn, const float* dh) {
-            float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL];
+            float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
             for (long i = 0; i < t.count; i++, dh += LDC) {
                 const long r = t.start + i;
                 const T* pre = (const T*)c.pre + r * I + n0;
+                T* to = (T*)c.d_pre + r * I + n0 * step;
+                if (i + SOON < t.count) {
+                    expect_writes(to + SOON * I, step * nn);
+                    if (kept) expect_writes(kept + (r + SOON) * F + n0, nn);
+                    expect(pre + SOON * I, nn);
+                    if (act.gate) expect(pre + SOON * I + F, nn);
+                    if (act.gate && step == 1) expect_writes(to + SOON * I + F, nn);
+                }
                 widen_row(pre, g, nn);
                 blank(rows_of(g, 0), 0, nn);
                 if (act.gate) {
                     widen_row(pre + F, u, nn);
                     blank(rows_of(u, 0), 0, nn);
                 }
-                act.backward(g, u, dh, nn, weight_of(c, r), {c.alpha, c.limit}, dg, du, s.sums + i * VL);
-                keep_gradients(c, dg, du, nn, d_pre + i * ldh + n0 * step, (T*)c.d_pre + r * I + n0 * step);
+                const float w = weight_of(c, r);
+                if (kept) {
+                    act.both(g, u, dh, nn, w, {c.alpha, c.limit}, hw, dg, du, s.sums + i * VL);
+                    for (long n = 0; n < nn; n += VL) store(kept + r * F + n0 + n, load(hw + n), nn - n);
+                } else {
+                    act.backward(g, u, dh, nn, w, {c.alpha, c.limit}, dg, du, s.sums + i * VL);
+                }
+                keep_gradients(c, dg, du, nn, d_pre + i * ldh + n0 * step, to);
                 end_row(d_pre + i * ldh, I);
             }
         });
@@ -61,35 +89,60 @@ void backward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& dx) {
         for (long d = 0; bias && d < D; d += VL) total += load(bias + d, D - d) * load(rows + i * ldx + d, D - d);
         if (slot >= 0) c.dw[slot] = sum(total);
     }
-    if (!c.dx) return;
+}
+
+template <class T, class Op>
+void row_gradients(
+    const Call& c, Rows t, const typename Op::Value* d_pre, Scratch s, const Combine<T>& dx, const Rows* next
+) {
+    using Word = typename Op::Word;
+    const long I = width(c), first = dx.from;
+    const Weight<T> up = up_of<T>(c, t.expert);
     gemm<Op>(
-        t.count, D, I, 1, {(Word*)d_pre, ldh / Op::values, true}, (Word*)s.b, s.c,
-        [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, n0, nn); },
+        t.count, dx.until - first, I, 1, {(const Word*)d_pre, Op::pitch(I) / Op::values, true}, (Word*)s.b, s.c,
+        [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, first + n0, nn); },
+        [&](int, long k0, long kn, long n0, long nn) { return up.inputs_at(k0, kn, first + n0, nn); },
+        !next               ? Ahead()
+        : c.threads == 1    ? first_back_of_down<T, Op>(c, next->expert)
+                            : first_back_of_up<T, Op>(c, next->expert, first, dx.until),
         [&](long n0, long nn, const float* got) {
-            for (long i = 0; i < t.count; i++, got += LDC) dx.put(t.start + i, n0, nn, got);
+            for (long i = 0; i < t.count; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
         });
 }
 
 template <class T, class Op>
 void backward(const Call& c) {
+    using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
+    const long most = largest(c, all);
     const Shared shared(c, all);
     const Ends ends(c);
     const bool later = c.d_pre;
 #pragma omp parallel num_threads(c.threads)
     {
         [[maybe_unused]] const typename Op::Session session;
-        const Scratch s(c, omp_get_thread_num());
-        Call now = c;  // its d_pre [R, I] is where the wave's rows would begin in a whole one
-        Combine<T> dx(c, ends, c.dx, shared, false);
-        for (const Wave& wave : all) {
-            const std::vector<Rows> tasks = pieces(c, wave);
-            dx.begin(wave, shared);
+        const Scratch s(c, omp_get_thread_num(), most);
+        const Combine<T> dx(c, ends, c.dx, shared, false);
+        // What a wave keeps lies where it would in all rows: [R, I] and [R, F].
+        const auto of_wave = [&](const Wave& wave) {
+            Call now = c;
             if (!later) now.d_pre = (T*)shared.d_pre - wave.start * width(c);
-#pragma omp for schedule(dynamic, 1)
-            for (size_t i = 0; i < tasks.size(); i++) backward_rows<T, Op>(now, tasks[i], s, dx);
-            if (!later) weight_gradients<T, Op>(now, wave, s);
-            dx.end(wave);
-        }
+            return now;
+        };
+        const auto hidden = [&](const Wave& wave) {
+            return keeps_hidden(c) ? (T*)shared.hidden - wave.start * c.F : nullptr;
+        };
+        two_products(
+            c, all, (Value*)shared.second, Op::pitch(width(c)),
+            [&](const Wave& wave, Rows t, Value* to, const Rows* next) {
+                hidden_gradients<T, Op>(of_wave(wave), t, to, hidden(wave), s, next);
+            },
+            [&](Rows t, const Value* from, const Rows* next) {
+                if (c.dx) row_gradients<T, Op>(c, t, from, s, dx, next);
+            },
+            [&](const Wave& wave) {
+                const Call now = of_wave(wave);
+                if (!later) weight_gradients<T, Op>({now, hidden(wave)}, wave, s);
+            });
     }
 }

@@ -14,22 +14,37 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
     }
 }
 
+// The first blocks of weights that an expert's products bring.
 template <class T, class Op>
-void forward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& y) {
+Ahead first_of_up(const Call& c, long e) {
+    const int parts = gated(c) ? 2 : 1, step = interleaved(c) ? 2 : 1;
+    return up_of<T>(c, e).outputs_at(0, std::min(c.D, Op::depth), 0, std::min(c.F, Op::wide / parts), 0, step);
+}
+template <class T, class Op>
+Ahead first_of_down(const Call& c, long e, long from, long until) {
+    return down_of<T>(c, e).outputs_at(0, std::min(c.F, Op::depth), from, std::min(until - from, Op::wide), 0, 1);
+}
+
+template <class T, class Op>
+void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, const Rows* next) {
     const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(F);
     using Word = typename Op::Word;
-    auto *rows = (typename Op::Value*)s.x, *hidden = (typename Op::Value*)s.h;
+    auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     const int parts = act.gate ? 2 : 1, step = interleaved(c) ? 2 : 1;
     const long second = interleaved(c) ? 1 : F;
     gather((const T*)c.x, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
-    const Weight<T> up = up_of<T>(c, t.expert), down = down_of<T>(c, t.expert);
+    const Weight<T> up = up_of<T>(c, t.expert);
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
     gemm<Op>(
         t.count, F, D, parts, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
         [&](int part, Word* b, long k0, long kn, long n0, long nn) {
             up.outputs(panels_of(b), k0, kn, n0, nn, part * second, step);
         },
+        [&](int part, long k0, long kn, long n0, long nn) {
+            return up.outputs_at(k0, kn, n0, nn, part * second, step);
+        },
+        next ? first_of_up<T, Op>(c, next->expert) : first_of_down<T, Op>(c, t.expert, 0, D),
         [&](long n0, long nn, float* got) {
             float shift[2][NC + VL], beside[NC + VL];
             for (long n = 0; bias && n < nn; n++)
@@ -37,46 +52,66 @@ void forward_rows(const Call& c, Rows t, Scratch s, const Combine<T>& y) {
             for (long i = 0; i < t.count; i++, got += LDC) {
                 const long r = t.start + i;
                 T* pre = c.pre ? (T*)c.pre + r * I + n0 : nullptr;
-                for (int part = 0; part < parts; part++)
-                    keep_row(got + part * NC / 2, nn, bias ? shift[part] : nullptr, pre ? pre + part * F : nullptr);
+                if (pre && i + SOON < t.count)
+                    for (int part = 0; part < parts; part++) expect_writes(pre + SOON * I + part * F, nn);
+                for (int part = 0; part < parts; part++) {
+                    float* v = got + part * Op::wide / 2;
+                    keep_row(v, nn, bias ? shift[part] : nullptr, pre ? pre + part * F : nullptr);
+                }
                 const float w = c.folded ? weight_of(c, r) : 1.0f;
                 typename Op::Value* row = hidden + i * ldh;
                 float* h = open_row(row + n0, beside);
-                act.forward(got, got + NC / 2, nn, w, {c.alpha, c.limit}, h);
+                act.forward(got, got + Op::wide / 2, nn, w, {c.alpha, c.limit}, h);
                 close_row(row + n0, h, nn);
                 end_row(row, F);
             }
         });
-    const T* shift = c.down_bias ? (const T*)c.down_bias + t.expert * D : nullptr;
+}
+
+template <class T, class Op>
+void out_rows(
+    const Call& c, Rows t, const typename Op::Value* hidden, Scratch s, const Combine<T>& y, const Rows* next
+) {
+    using Word = typename Op::Word;
+    const long F = c.F, first = y.from;
+    const Weight<T> down = down_of<T>(c, t.expert);
+    const T* shift = c.down_bias ? (const T*)c.down_bias + t.expert * c.D : nullptr;
     gemm<Op>(
-        t.count, D, F, 1, {(Word*)hidden, ldh / Op::values, true}, (Word*)s.b, s.c,
-        [&](int, Word* b, long k0, long kn, long n0, long nn) { down.outputs(panels_of(b), k0, kn, n0, nn, 0, 1); },
+        t.count, y.until - first, F, 1, {(const Word*)hidden, Op::pitch(F) / Op::values, true}, (Word*)s.b, s.c,
+        [&](int, Word* b, long k0, long kn, long n0, long nn) {
+            down.outputs(panels_of(b), k0, kn, first + n0, nn, 0, 1);
+        },
+        [&](int, long k0, long kn, long n0, long nn) { return down.outputs_at(k0, kn, first + n0, nn, 0, 1); },
+        !next               ? Ahead()
+        : c.threads == 1    ? first_of_up<T, Op>(c, next->expert)
+                            : first_of_down<T, Op>(c, next->expert, first, y.until),
         [&](long n0, long nn, float* got) {
+            n0 += first;
             for (long i = 0; i < t.count; i++, got += LDC) {
                 const float w = c.folded ? weight_of(c, t.start + i) : 1.0f;
                 for (long n = 0; shift && n < nn; n += VL)
                     store(got + n, load(got + n) + load(shift + n0 + n, nn - n) * w);
-                y.put(t.start + i, n0, nn, got);
+                y.add(t.start + i, n0, nn, got);
             }
         });
 }
 
 template <class T, class Op>
 void forward(const Call& c) {
+    using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
+    const long most = largest(c, all);
     const Shared shared(c, all);
     const Ends ends(c);
 #pragma omp parallel num_threads(c.threads)
     {
         [[maybe_unused]] const typename Op::Session session;
-        const Scratch s(c, omp_get_thread_num());
-        Combine<T> y(c, ends, c.y, shared, !c.folded);
-        for (const Wave& wave : all) {
-            const std::vector<Rows> tasks = pieces(c, wave);
-            y.begin(wave, shared);
-#pragma omp for schedule(dynamic, 1) nowait
-            for (size_t i = 0; i < tasks.size(); i++) forward_rows<T, Op>(c, tasks[i], s, y);
-            y.end(wave);
-        }
+        const Scratch s(c, omp_get_thread_num(), most);
+        const Combine<T> y(c, ends, c.y, shared, !c.folded);
+        two_products(
+            c, all, (Value*)shared.second, Op::pitch(c.F),
+            [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, Op>(c, t, to, s, next); },
+            [&](Rows t, const Value* from, const Rows* next) { out_rows<T, Op>(c, t, from, s, y, next); },
+            [](const Wave&) {});
     }
 }

@@ -1,15 +1,17 @@
 // Products of blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
 //
 // Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken
-// in steps of KC words, each in an order of k, and the steps are added in order: the bits of an element depend on its
-// row and column alone, not on M, N or the thread.
+// in steps of Op::deep words, each in an order of k, and the steps are added in order: the bits of an element depend on
+// its row and column alone, not on M, N or the thread.
 #pragma once
 #include <algorithm>
 
 #include "simd.h"
 
-constexpr long KC = 256, NC = 128;  // words of K and columns of B that are brought at once
-constexpr long MC = 336;            // rows of A that a task takes at most, a multiple of MR
+constexpr long KC = 256;            // floats of K that are brought at once
+constexpr long MC = 336;            // rows of A that a task takes at most, a multiple of MR; of pairs up to
+constexpr long MANY = 512;          // so many
+constexpr long NC = 256;            // columns of B that are brought at once, at most
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
 constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
@@ -28,11 +30,20 @@ struct Sums {
     }
 };
 
+// What a product asks for while it is made, since it is brought next: some rows, `ld` bytes apart.
+struct Ahead {
+    const char* p = nullptr;
+    long ld = 0, rows = 0;
+};
+
 // Operands of float.
 struct Floats {
     using Word = float;
     using Value = float;
     static constexpr long values = 1;      // in a word
+    static constexpr long deep = KC;       // words of K that are brought at once
+    static constexpr long wide = 128;      // columns of B that are brought at once
+    static constexpr long depth = deep * values;
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
@@ -98,10 +109,11 @@ inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; 
 
 constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
-// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, KC * NR apart.
+// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
 template <class Op>
 __attribute__((noinline)) void multiply(
-    Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c
+    Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c,
+    const Ahead& = {}
 ) {
     const long tiles = (M + MR - 1) / MR;
     const auto sizes = std::make_integer_sequence<int, MR>{};
@@ -109,32 +121,38 @@ __attribute__((noinline)) void multiply(
         for (long t = 0; t < tiles; t++) {
             const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
             const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
-            run(kn, a.at(t, m, k0), a.ld, b + n * KC, c.at(m, n));
+            run(kn, a.at(t, m, k0), a.ld, b + n * Op::deep, c.at(m, n));
         }
     }
 }
 
 // load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
-// multiple of NR hold anything finite. done(n0, nn, c) takes the sums, [M, nn] at c + part * NC / parts, rows LDC apart.
-template <class Op, class Load, class Done>
+// multiple of NR hold anything finite. where(the same but for b) is what it will read, `then` what is read after all of
+// B. done(n0, nn, c) takes the sums, [M, nn] at c + part * Op::wide / parts, rows LDC apart.
+template <class Op, class Load, class Where, class Done>
 void gemm(
-    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Load load, Done done
+    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Load load,
+    Where where, const Ahead& then, Done done
 ) {
-    constexpr long depth = KC * Op::values;
-    const long width = NC / parts;
+    constexpr long depth = Op::depth;
+    const long width = Op::wide / parts;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
         long k0 = 0;
         do {
-            const long kn = std::min(depth, K - k0), words = (kn + Op::values - 1) / Op::values;
+            const long kn = std::min(depth, K - k0), words = (kn + Op::values - 1) / Op::values, k1 = k0 + depth;
             for (int part = 0; part < parts; part++) {
-                typename Op::Word* panels = b + part * width * KC;
+                typename Op::Word* panels = b + part * width * Op::deep;
                 float* sums = c + part * width;
                 load(part, panels, k0, kn, n0, nn);
                 const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
-                multiply(Op(), M, nn, k0 / Op::values, words, a, panels, way);
+                const Ahead next = part + 1 < parts ? where(part + 1, k0, kn, n0, nn)
+                    : k1 < K ? where(0, k1, std::min(depth, K - k1), n0, nn)
+                    : n0 + width < N ? where(0, 0, std::min(depth, K), n0 + width, std::min(width, N - n0 - width))
+                    : then;
+                multiply(Op(), M, nn, k0 / Op::values, words, a, panels, way, next);
             }
-            k0 += depth;
+            k0 = k1;
         } while (k0 < K);
         done(n0, nn, c);
     }

@@ -25,6 +25,11 @@ INLINE void expect(const T* row, long n) {
 }
 
 template <class T>
+INLINE void expect_writes(const T* row, long n) {
+    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 1);
+}
+
+template <class T>
 INLINE void widen_row(const T* from, float* to, long n) {
     long i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL) {
@@ -69,13 +74,30 @@ INLINE void put_zeros(const Tiles& to, long k, long) {
     for (long t = 0; t < to.tiles; t++) store(to.p + (t * KC + k) * VL, vf{});
 }
 
+// Rows k and k + 1; pairs.h has a way that takes both at once.
+template <class T, class To>
+INLINE void put_rows(const T* even, const T* odd, const To& to, long k, long nn) {
+    put_row(even, to, k, nn);
+    put_row(odd, to, k + 1, nn);
+}
+
 // Columns n0 : n0 + nn of the rows numbered rows[0 : kn]; a negative one is zeros.
 template <class T, class To>
 void gather(const T* x, long width, const int64_t* rows, long kn, long n0, long nn, const To& to) {
-    for (long k = 0; k < kn; k++) {
-        if (k + SOON < kn && rows[k + SOON] >= 0) expect(x + rows[k + SOON] * width + n0, nn);
-        if (rows[k] >= 0) put_row(x + rows[k] * width + n0, to, k, nn);
+    const auto row = [&](long k) { return x + rows[k] * width + n0; };
+    const auto one = [&](long k) {
+        if (rows[k] >= 0) put_row(row(k), to, k, nn);
         else put_zeros<T>(to, k, nn);
+    };
+    for (long k = 0; k < kn; k += 2) {
+        for (long soon = k + SOON; soon < std::min(k + SOON + 2, kn); soon++)
+            if (rows[soon] >= 0) expect(row(soon), nn);
+        if (k + 1 < kn && rows[k] >= 0 && rows[k + 1] >= 0) {
+            put_rows(row(k), row(k + 1), to, k, nn);
+            continue;
+        }
+        one(k);
+        if (k + 1 < kn) one(k + 1);
     }
 }
 
@@ -89,17 +111,21 @@ INLINE void put_every_second(const T* w, Place to, long k, long nn) {
     blank(to, k, nn);
 }
 
+// Rows that lie `ld` apart.
+template <class T, class To>
+void put_block(const T* from, long ld, const To& to, long kn, long nn) {
+    for (long k = 0; k < kn; k += 2, from += 2 * ld) {
+        for (long soon = k + SOON; soon < std::min(k + SOON + 2, kn); soon++) expect(from + (soon - k) * ld, nn);
+        if (k + 1 < kn) put_rows(from, from + ld, to, k, nn);
+        else put_row(from, to, k, nn);
+    }
+}
+
 // A matrix with the contracted axis first: value (k, n) at w[k * ld + n * step], step 1 or 2.
 template <class T, class To>
 void load_straight(const T* w, long ld, int step, const To& to, long kn, long nn) {
-    for (long k = 0; k < kn; k++, w += ld) {
-        if (step == 1) {
-            if (k + SOON < kn) expect(w + SOON * ld, nn);
-            put_row(w, to, k, nn);
-            continue;
-        }
-        put_every_second(w, to, k, nn);
-    }
+    if (step == 1) return put_block(w, ld, to, kn, nn);
+    for (long k = 0; k < kn; k++, w += ld) put_every_second(w, to, k, nn);
 }
 
 INLINE void transpose_block(const float* w, long ld, float* to, long row) {

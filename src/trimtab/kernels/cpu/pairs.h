@@ -14,6 +14,9 @@ struct Pairs {
     using Word = uint32_t;
     using Value = bf16;
     static constexpr long values = 2;
+    static constexpr long wide = NC;
+    static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide stay in the nearest cache
+    static constexpr long depth = deep * values;
     static constexpr bool by_row = true;
     static constexpr long pitch(long n) { return up_to(n, 2 * TILE) + 2 * TILE; }
     struct Session {};
@@ -63,7 +66,7 @@ struct PairPlace {
     long row, panel;
     uint32_t* at(long k, long n) const { return p + k / 2 * row + n / NR * panel + n % NR; }
 };
-inline PairPlace panels_of(uint32_t* p) { return {p, NR, KC * NR}; }
+inline PairPlace panels_of(uint32_t* p) { return {p, NR, Pairs::deep * NR}; }
 
 // Row k of a block: of even k in words of its own, so that no pair stays half; of odd k into these.
 template <bool Odd, class T>
@@ -81,6 +84,28 @@ template <class T>
 INLINE void put_row(const T* from, const PairPlace& to, long k, long nn) {
     if (k % 2) put_halves<true>(from, to, k, nn);
     else put_halves<false>(from, to, k, nn);
+}
+// Rows k and k + 1, k even.
+template <int... L>
+INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<0>) {
+    return (vu)__builtin_shufflevector(even, odd, (L / 2 + L % 2 * 2 * VL)...);
+}
+template <int... L>
+INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<1>) {
+    return (vu)__builtin_shufflevector(even, odd, (VL + L / 2 + L % 2 * 2 * VL)...);
+}
+INLINE void put_rows(const bf16* even, const bf16* odd, const PairPlace& to, long k, long nn) {
+    const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
+    long n = 0;
+    for (; n + NR <= nn; n += NR) {
+        const vhh a = *(const vhh_any*)(even + n), b = *(const vhh_any*)(odd + n);
+        uint32_t* at = to.at(k, n);
+        *(vu_any*)at = pairs_of(a, b, lanes, int_constant<0>());
+        *(vu_any*)(at + VL) = pairs_of(a, b, lanes, int_constant<1>());
+    }
+    if (n == nn) return;
+    put_row(even + n, {to.at(0, n), to.row, NR}, k, nn - n);
+    put_row(odd + n, {to.at(0, n), to.row, NR}, k + 1, nn - n);
 }
 template <class T>
 INLINE void put_zeros(const PairPlace& to, long k, long nn) {

@@ -18,9 +18,17 @@ struct Wave {
     long first, last, start, end;
 };
 
+// Blocks of gradients from operands of pairs: rows that are brought at once, a block's columns if an expert has no more
+// rows, and its rows and columns if it has.
+constexpr long PAIRED_ROWS = 512, PAIRED_COLUMNS = 1024, PAIRED_BLOCK = 512;
+
+inline bool paired(const Call& c) { return c.type != FLOAT && c.products != WIDENED; }
+inline bool paired_gradients(const Call& c) { return paired(c) && (c.d_up || c.d_down); }
+
 // Waves of about as many rows: few, so that they stay near and cost little memory, but enough for all threads to share.
 inline std::vector<Wave> waves(const Call& c) {
-    const long n = c.threads == 1 ? std::clamp(c.R / 512, 1L, 16L) : std::clamp(c.R / (2048 * c.threads), 1L, 2L);
+    const long several = std::clamp(c.R / (2048 * c.threads), 1L, 16L);
+    const long n = c.threads == 1 ? std::clamp(c.R / 512, 1L, 16L) : several;
     std::vector<Wave> out = {{0, 0, 0, 0}};
     for (long e = 0; e < c.E; e++) {
         if (out.back().end * n >= (long)out.size() * c.R) out.push_back({e, e, c.offsets[e], c.offsets[e]});
@@ -39,8 +47,9 @@ inline long wave_rows(const std::vector<Wave>& waves) {
 // A wave's rows in pieces; few rows stay together, since each piece reads its expert's weights. Of several threads the
 // largest come first, of one they come in order.
 inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
-    const long share = c.threads == 1 ? MC : std::max(112L, (w.end - w.start) / (2 * c.threads));
-    const long most = std::min({MC, share, std::max(56L, (1L << 21) / width(c))});
+    const long near = paired(c) ? std::clamp((3L << 20) / width(c), MC, MANY)
+                                : std::min(MC, std::max(56L, (1L << 21) / width(c)));
+    const long most = c.threads == 1 ? near : std::min(near, std::max(112L, (w.end - w.start) / (2 * c.threads)));
     std::vector<Rows> out;
     for (long e = w.first; e < w.last; e++) {
         const long start = c.offsets[e], rows = c.offsets[e + 1] - start, n = (rows + most - 1) / most;
@@ -51,31 +60,52 @@ inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
     return out;
 }
 
-// A thread's memory.
+inline long largest(const Call& c, const std::vector<Wave>& waves) {
+    long most = 0;
+    for (const Wave& wave : waves)
+        for (const Rows& piece : pieces(c, wave)) most = std::max(most, piece.count);
+    return up_to(most, VL);  // tiles are whole
+}
+
+// A thread's memory, for pieces of at most so many rows.
 struct Scratch {
-    float *b, *c, *x, *h, *sums;
-    static constexpr long sums_of = std::max(MC, PIECES * PC) * LDC;
-    static long left(long n) { return MC * std::max(n + VL, up_to(n, 2 * VL) / 2 + VL); }  // rows of floats, of pairs
-    static long rows(const Call& c) { return up_to(std::max({left(c.D), KC * LDC, Tiles::floats}), VL); }
-    static long floats(const Call& c) { return KC * QC + sums_of + MC * VL + rows(c) + left(width(c)); }
-    static long each(const Call& c) { return up_to(floats(c), 16); }
-    Scratch(const Call& call, int thread) {
-        b = call.scratch + thread * each(call);
-        c = b + KC * QC;
-        sums = c + sums_of;
-        x = sums + MC * VL;
-        h = x + rows(call);
+    float *b, *c, *x, *beside, *sums;
+    static constexpr long paired_sums = PAIRED_BLOCK * pitch(PAIRED_BLOCK);
+    static long sums_of(const Call& c, long most) {
+        return std::max(std::max(most, PIECES * PC) * LDC, paired_gradients(c) ? paired_sums : 0);
+    }
+    static long right(const Call& c) { return paired_gradients(c) ? PAIRED_ROWS / 2 * PAIRED_COLUMNS : KC * QC; }
+    static long left(const Call& c, long n) { return paired(c) ? up_to(n, 2 * VL) / 2 + VL : n + VL; }
+    static long rows(const Call& c, long most) {
+        return up_to(std::max({most * left(c, c.D), KC * LDC, Tiles::floats}), VL);
+    }
+    static long each(const Call& c, long most) {
+        return right(c) + sums_of(c, most) + most * VL + rows(c, most) + NC * VL;
+    }
+    Scratch(const Call& call, int thread, long most) {
+        b = call.scratch + thread * each(call, most);
+        c = b + right(call);
+        sums = c + sums_of(call, most);
+        x = sums + most * VL;
+        beside = x + rows(call, most);
     }
 };
 
-// What the threads share: a wave's rows before they are combined, gradients of pre-activations, and sums by token.
+// Whether hidden rows are kept from the backward's first product for the weight gradients behind it.
+inline bool keeps_hidden(const Call& c) { return paired(c) && c.dy && !c.d_pre && c.d_down; }
+
+// What the threads share: left operands of the second product, of a wave or, if a thread is alone, of a piece; a wave's
+// gradients of pre-activations and hidden rows; and sums by token.
 struct Shared {
-    float *rows, *d_pre, *sums, *end;  // a thread that is alone needs no rows
+    float *second, *d_pre, *hidden, *sums, *end;
     Shared(const Call& c, const std::vector<Wave>& waves) {
-        const long most = wave_rows(waves), size = c.type == FLOAT ? 4 : 2;
-        rows = c.scratch + c.threads * Scratch::each(c);
-        d_pre = rows + (c.threads > 1 && (c.y || c.dx) ? up_to(most * c.D, 16) : 0);
-        sums = d_pre + (c.dy && !c.d_pre ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
+        const long most = wave_rows(waves), piece = largest(c, waves), size = c.type == FLOAT ? 4 : 2;
+        const bool products = c.y || c.dw;
+        second = c.scratch + c.threads * Scratch::each(c, piece);
+        const long rows = products ? (c.threads > 1 ? most : piece) + VL : 0;  // tiles are whole
+        d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);
+        hidden = d_pre + (c.dy && !c.d_pre ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
+        sums = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
         end = sums + ((c.y || c.dx) && c.type != FLOAT ? c.M * c.D : 0);
     }
 };
@@ -93,6 +123,15 @@ struct Weight {
         else load_transposed(w + (first + n0 * step) * in + k0, in * step, to, kn, nn);
         end_block(to, kn, nn);
     }
+    Ahead outputs_at(long k0, long kn, long n0, long nn, long first, int step) const {
+        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn);
+        return ahead(w + (first + n0 * step) * in + k0, in * step, nn);
+    }
+    Ahead inputs_at(long k0, long kn, long n0, long nn) const {
+        if (transposed) return ahead(w + n0 * out + k0, out, nn);
+        return ahead(w + k0 * in + n0, in, kn);
+    }
+    static Ahead ahead(const T* p, long ld, long rows) { return {(const char*)p, ld * (long)sizeof(T), rows}; }
     template <class To>
     void inputs(const To& to, long k0, long kn, long n0, long nn) const {
         if (transposed) load_transposed(w + n0 * out + k0, out, to, kn, nn);
@@ -131,48 +170,65 @@ struct Ends {
     }
 };
 
-// Each token's sum over its expert rows, in the order of the experts, if `to` is there. A thread that is alone adds a
-// row where its product ends; of several each has columns of its own, and all add when the wave's rows are there.
+// Each token's sum over its expert rows, in the order of the experts, if `to` is there: a row is added where its
+// product ends, by the thread that has those columns.
 template <class T>
 struct Combine {
     const Call& c;
     const Ends& ends;
     T* to;
-    float *sums, *rows;  // while they grow, `to` itself if that is float; [R, D] of which the wave's are there
-    const bool weighted, alone;
-    long from, until;
+    float* sums;  // while they grow, `to` itself if that is float
+    const bool weighted;
+    long from, until;  // this thread's columns
     Combine(const Call& c, const Ends& ends, void* to, const Shared& shared, bool weighted)
-        : c(c), ends(ends), to((T*)to), weighted(weighted), alone(c.threads == 1) {
-        const long D = to ? c.D : 0, blocks = (D + VL - 1) / VL, n = omp_get_num_threads(), i = omp_get_thread_num();
+        : c(c), ends(ends), to((T*)to), weighted(weighted) {
+        const long D = to ? c.D : 0, blocks = (D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
         sums = sizeof(T) == sizeof(float) ? (float*)to : shared.sums;
-        from = std::min<long>(D, i * blocks / n * VL);
-        until = std::min<long>(D, (i + 1) * blocks / n * VL);
+        from = std::min<long>(D, i * blocks / n * NR);
+        until = std::min<long>(D, (i + 1) * blocks / n * NR);
         for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));
     }
-    void begin(const Wave& wave, const Shared& shared) { rows = shared.rows - wave.start * c.D; }
-
     // Columns d0 : d0 + n of a row's product.
-    INLINE void put(long r, long d0, long n, const float* got) const {
-        if (alone) return add(r, d0, d0 + n, got);
-        for (long i = 0; i < n; i += VL) store(rows + r * c.D + d0 + i, load(got + i), n - i);
-    }
-    INLINE void add(long r, long first, long last, const float* row) const {
+    INLINE void add(long r, long d0, long n, const float* got) const {
         if (c.row_R[r] < 0) return;
         const long at = c.row_R[r] * c.D, next = c.row_R[std::min(r + 1, c.R - 1)] * c.D;  // a prefetch reads nothing
         const float w = weighted ? weight_of(c, r) : 1.0f;
         const bool begins = ends.first[r], ends_here = ends.last[r];
-        for (long d = first; d < last; d += VL) {
+        for (long d = d0; d < d0 + n; d += VL, got += VL) {
             __builtin_prefetch(sums + next + d, 1);
-            vf v = w * load(row + d - first, last - d);
-            if (!begins) v += load(sums + at + d, last - d);
-            if (ends_here) store(to + at + d, v, last - d);
-            else store(sums + at + d, v, last - d);
+            vf v = w * load(got);
+            if (!begins) v += load(sums + at + d, d0 + n - d);
+            if (ends_here) store(to + at + d, v, d0 + n - d);
+            else store(sums + at + d, v, d0 + n - d);
         }
     }
-    void end(const Wave& wave) const {
-        if (alone) return;
-#pragma omp barrier
-        for (long r = wave.start; r < wave.end; r++) add(r, from, until, rows + r * c.D + from);
+};
+
+// The two products of all rows: first(piece, place, next) by one thread each, whose left operands of the second product
+// are put at `place`, a row every `ld` values; then second(piece, place, next) by all threads, each for its columns, in
+// the order of the experts, and what else there is to do for a wave.
+template <class Value, class First, class Second, class Rest>
+void two_products(
+    const Call& c, const std::vector<Wave>& all, Value* places, long ld, First first, Second second, Rest rest
+) {
+    for (const Wave& wave : all) {
+        std::vector<Rows> tasks = pieces(c, wave);
+        const long n = tasks.size();
+        const auto next = [&](long i) { return i + 1 < n ? &tasks[i + 1] : nullptr; };
+        if (c.threads == 1) {
+            for (long i = 0; i < n; i++) {
+                first(wave, tasks[i], places, nullptr);
+                second(tasks[i], places, next(i));
+            }
+            rest(wave);
+            continue;
+        }
+        const auto place = [&](long i) { return places + (tasks[i].start - wave.start) * ld; };
+#pragma omp for schedule(dynamic, 1)
+        for (long i = 0; i < n; i++) first(wave, tasks[i], place(i), next(i));
+        std::sort(tasks.begin(), tasks.end(), [](const Rows& a, const Rows& b) { return a.start < b.start; });
+        for (long i = 0; i < n; i++) second(tasks[i], place(i), next(i));
+        rest(wave);
 #pragma omp barrier
     }
-};
+}

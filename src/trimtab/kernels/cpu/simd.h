@@ -25,9 +25,14 @@ typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef uint16_t vhh __attribute__((vector_size(4 * VL)));
 typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef uint16_t vhh_any __attribute__((vector_size(4 * VL), aligned(2), may_alias));
+
+template <int N>
+using int_constant = std::integral_constant<int, N>;
 
 struct bf16 {
     uint16_t bits;
@@ -39,11 +44,23 @@ INLINE vf load(const float* p) { return *(const vf_any*)p; }
 INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh)*(const vh_any*)p, vu) << 16); }
 
 INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    return (vh)_mm512_cvtneps_pbh((__m512)x);  // denormals become zero
+#else
     vu u = (vu)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+#if defined(TRIMTAB_EMULATE_BF16)
+    rounded = (u & 0x7f800000u) ? rounded : (u & 0x80000000u) >> 16;
+#endif
     return __builtin_convertvector(x != x ? (u >> 16) | 0x40 : rounded, vh);
+#endif
 }
 INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
 INLINE void store(bf16* p, vf x) { *(vh_any*)p = narrow(x); }
+
+template <int... L>
+INLINE vhh joined(vh a, vh b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, L...);
+}
 
 // Past the caches, for what is not read again soon: `p` on a boundary of 2 VL values of T.
 INLINE void stream(float* p, vf a, vf b) {
@@ -57,10 +74,8 @@ INLINE void stream(float* p, vf a, vf b) {
 }
 INLINE void stream(bf16* p, vf a, vf b) {
 #if defined(__AVX512F__)
-    vh both[2] = {narrow(a), narrow(b)};
-    __m512i bits;
-    memcpy(&bits, both, sizeof bits);
-    _mm512_stream_si512((__m512i*)p, bits);
+    const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
+    _mm512_stream_si512((__m512i*)p, (__m512i)joined(narrow(a), narrow(b), lanes));
 #else
     store(p, a);
     store(p + VL, b);

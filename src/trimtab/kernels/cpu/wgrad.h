@@ -8,21 +8,27 @@
 
 enum Operand { X, DY, DPRE, H };
 
+template <class T>
+struct Operands {
+    const Call& c;
+    const T* hidden;  // [R, F], h * w of the wave's rows where they would lie in a whole one; null to compute it again
+};
+
 // Values [k0 : k0 + kn, n0 : n0 + nn] of one operand of the expert whose rows start at `start`, at `to`.
 template <class T, class To>
-void bring(const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, const To& to) {
-    const long r0 = start + k0, I = width(c);
+void bring(const Operands<T>& o, Operand which, long start, long k0, long kn, long n0, long nn, const To& to) {
+    const Call& c = o.c;
+    const long r0 = start + k0;
     switch (which) {
         case X: return gather((const T*)c.x, c.D, c.row_R + r0, kn, n0, nn, to);
         case DY: return gather((const T*)c.dy, c.D, c.row_R + r0, kn, n0, nn, to);
-        case DPRE:
-            for (long k = 0; k < kn; k++) put_row((const T*)c.d_pre + (r0 + k) * I + n0, to, k, nn);
-            return;
+        case DPRE: return put_block((const T*)c.d_pre + r0 * width(c) + n0, width(c), to, kn, nn);
         case H: {
+            if (o.hidden) return put_block(o.hidden + r0 * c.F + n0, c.F, to, kn, nn);
             const Activation act = activation(c.act);
             float g[BROUGHT], u[BROUGHT], h[BROUGHT];
             for (long k = 0; k < kn; k++) {
-                const T* pre = (const T*)c.pre + (r0 + k) * I + n0;
+                const T* pre = (const T*)c.pre + (r0 + k) * width(c) + n0;
                 widen_row(pre, g, nn);
                 blank(rows_of(g, 0), 0, nn);
                 if (act.gate) {
@@ -41,7 +47,8 @@ struct Block {  // of the gradient of `down` or `up` of one expert: rows p0.., c
     long expert, p0, pn, q0, qn;
 };
 
-inline std::vector<Block> blocks(const Call& c, const Wave& wave) {
+template <class Op>
+std::vector<Block> blocks(const Call& c, const Wave& wave) {
     std::vector<std::pair<long, long>> order;
     for (long e = wave.first; e < wave.last; e++) order.push_back({c.offsets[e] - c.offsets[e + 1], e});
     std::sort(order.begin(), order.end());
@@ -50,18 +57,21 @@ inline std::vector<Block> blocks(const Call& c, const Wave& wave) {
         for (int down = 0; down < 2; down++) {
             if (!(down ? c.d_down : c.d_up)) continue;
             const long outs = down ? c.D : width(c), ins = down ? c.F : c.D;
+            if (rows == 0 && (down ? c.add_down : c.add_up)) continue;
             const long P = c.transposed ? ins : outs, Q = c.transposed ? outs : ins;
-            for (long q = 0; q < Q; q += QC)
-                for (long p = 0, n = (P + PIECES * PC - 1) / (PIECES * PC); p < n; p++)
-                    out.push_back({down != 0, e, p * P / n, (p + 1) * P / n - p * P / n, q, std::min(QC, Q - q)});
+            const auto [most_p, most_q] = most_of_block(Op(), c, wave, -rows);
+            for (long q = 0; q < Q; q += most_q)
+                for (long p = 0, n = (P + most_p - 1) / most_p; p < n; p++)
+                    out.push_back({down != 0, e, p * P / n, (p + 1) * P / n - p * P / n, q, std::min(most_q, Q - q)});
         }
     }
     return out;
 }
 
+// Sums whose rows are `from` apart, to where they belong.
 template <class G>
-void put(const float* got, long pn, long qn, G* to, long ld, bool add) {
-    for (long p = 0; p < pn; p++, got += LDC, to += ld) {
+void put(const float* got, long from, long pn, long qn, G* to, long ld, bool add) {
+    for (long p = 0; p < pn; p++, got += from, to += ld) {
         long q = 0;
         if (!add && (uintptr_t)to % 64 == 0)
             for (; q + 2 * VL <= qn; q += 2 * VL) stream(to + q, load(got + q), load(got + q + VL));
@@ -72,79 +82,70 @@ void put(const float* got, long pn, long qn, G* to, long ld, bool add) {
     }
 }
 
-// The left operand of a gradient, whose k are rows of memory: at `to`, by way of `beside`.
-template <class T>
-Left<float> bring_left(
-    const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, float* to, float*
-) {
-    bring<T>(c, which, start, k0, kn, n0, nn, Tiles(to, nn));
-    return {to, VL, false};
-}
-#if defined(HAVE_DOT) || defined(HAVE_AMX)
-template <class T>
-Left<uint32_t> bring_left(
-    const Call& c, Operand which, long start, long k0, long kn, long n0, long nn, uint32_t* to, uint32_t* beside
-) {
-    constexpr long ld = pitch(KC), wide = up_to(PC, NR);
-    static_assert(up_to(PC, VL) * ld <= Tiles::floats && TILE * wide <= MC * VL);
-    const PairPlace pairs = {beside, wide, NR};
-    for (long k = 0; k < kn; k += 2 * TILE) {
-        const long n = std::min(2 * TILE, kn - k);
-        bring<T>(c, which, start, k0 + k, n, n0, nn, pairs);
-        end_block(pairs, n, nn);
-        turn(beside, wide, to + k / 2, ld, nn);
+// What a block is made of and where it goes.
+struct Gradient {
+    long start, rows, Q;  // of the expert; columns of its gradient
+    Operand left, right;
+    bool add, wide;
+    void* to;
+    Gradient(const Call& c, const Block& t) {
+        start = c.offsets[t.expert], rows = c.offsets[t.expert + 1] - start;
+        const long outs = t.down ? c.D : width(c), ins = t.down ? c.F : c.D;
+        Q = c.transposed ? outs : ins;
+        const Operand of_outs = t.down ? DY : DPRE, of_ins = t.down ? H : X;
+        left = c.transposed ? of_ins : of_outs, right = c.transposed ? of_outs : of_ins;
+        add = t.down ? c.add_down : c.add_up, wide = (t.down ? c.type_down : c.type_up) == FLOAT;
+        const long at = t.expert * outs * ins + t.p0 * Q + t.q0;
+        void* all = t.down ? c.d_down : c.d_up;
+        to = wide ? (void*)((float*)all + at) : (void*)((bf16*)all + at);
     }
-    return {to, ld, true};
-}
-#endif
+    // Whether sums can go straight from registers to where they belong: whole registers of float.
+    bool direct(long qn) const { return wide && qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0; }
+    void put(const float* got, long from, long p, long pn, long q, long qn) const {
+        const long at = p * Q + q;
+        if (wide) ::put(got, from, pn, qn, (float*)to + at, Q, add);
+        else ::put(got, from, pn, qn, (bf16*)to + at, Q, add);
+    }
+};
 
-template <class T, class Op>
-void one_block(const Call& c, Block t, Scratch s) {
-    using Word = typename Op::Word;
-    constexpr long depth = KC * Op::values;
-    const long start = c.offsets[t.expert], rows = c.offsets[t.expert + 1] - start;
-    const long outs = t.down ? c.D : width(c), ins = t.down ? c.F : c.D, Q = c.transposed ? outs : ins;
-    const Operand of_outs = t.down ? DY : DPRE, of_ins = t.down ? H : X;
-    const Operand left = c.transposed ? of_ins : of_outs, right = c.transposed ? of_outs : of_ins;
-    const long at = t.expert * outs * ins + t.p0 * Q + t.q0;
-    const bool add = t.down ? c.add_down : c.add_up, wide = (t.down ? c.type_down : c.type_up) == FLOAT;
-    void* grad = t.down ? c.d_down : c.d_up;
-    float* to = (float*)grad + at;
-    // Sums go straight from registers to where they belong, if they are whole registers and come once.
-    const bool direct = wide && t.qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0 && (!add || rows <= depth);
+// Rows and columns of a block.
+inline std::pair<long, long> most_of_block(Floats, const Call&, const Wave&, long) { return {PIECES * PC, QC}; }
+
+template <class T>
+void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
+    const Gradient g(o.c, t);
+    const bool direct = g.direct(t.qn) && (!g.add || g.rows <= KC);  // the sums once
     const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
-        const long kn = std::min(depth, rows - k0), words = (kn + Op::values - 1) / Op::values;
-        const bool last = k0 + depth >= rows;
-        const auto panels = panels_of((Word*)s.b);
-        bring<T>(c, right, start, k0, kn, t.q0, t.qn, panels);
-        end_block(panels, kn, t.qn);
+        const long kn = std::min(KC, g.rows - k0);
+        const bool last = k0 + KC >= g.rows;
+        const Place panels = panels_of(s.b);
+        bring(o, g.right, g.start, k0, kn, t.q0, t.qn, panels);
         for (long part = 0; part < parts; part++) {
             const long p = part * t.pn / parts, pn = (part + 1) * t.pn / parts - p;
-            float* sums = s.c + p * LDC;
+            float *sums = s.c + p * LDC, *to = (float*)g.to + p * g.Q;
             Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
-            if (direct && last) way = {add ? to + p * Q : way.from, add ? Q : LDC, to + p * Q, Q, !add};
-            const auto a = bring_left<T>(c, left, start, k0, kn, t.p0 + p, pn, (Word*)s.x, (Word*)s.h);
-            multiply(Op(), pn, t.qn, 0, words, a, panels.p, way);
-            if (!last || direct) continue;
-            if (wide) put(sums, pn, t.qn, to + p * Q, Q, add);
-            else put(sums, pn, t.qn, (bf16*)grad + at + p * Q, Q, add);
+            if (direct && last) way = {g.add ? to : way.from, g.add ? g.Q : LDC, to, g.Q, !g.add};
+            bring(o, g.left, g.start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
+            multiply(Floats(), pn, t.qn, 0, kn, {s.x, VL, false}, panels.p, way);
+            if (last && !direct) g.put(sums, LDC, p, pn, 0, t.qn);
         }
-        k0 += depth;
-    } while (k0 < rows);
+        k0 += KC;
+    } while (k0 < g.rows);
 }
 
-// Column sums of one expert's operand, each row weighted if `weighted`; `part` [width] is the thread's.
+// Column sums of one expert's operand, each row weighted if `weighted`.
 template <class T>
-void bias_sum(const Call& c, Operand which, long e, long wide, bool weighted, float* to, Scratch s) {
+void bias_sum(const Operands<T>& o, Operand which, long e, long wide, bool weighted, float* to, Scratch s) {
+    const Call& c = o.c;
     const long start = c.offsets[e], rows = c.offsets[e + 1] - start;
     for (long n0 = 0; n0 < wide; n0 += QC) {
         const long nn = std::min(QC, wide - n0);
         memset(s.c, 0, QC * sizeof(float));
         for (long k0 = 0; k0 < rows; k0 += KC) {
             const long kn = std::min(KC, rows - k0);
-            bring<T>(c, which, start, k0, kn, n0, nn, rows_of(s.x, LDC));
+            bring(o, which, start, k0, kn, n0, nn, rows_of(s.x, LDC));
             for (long k = 0; k < kn; k++) {
                 const float w = weighted ? weight_of(c, start + k0 + k) : 1.0f;
                 for (long n = 0; n < nn; n += VL) store(s.c + n, load(s.c + n) + w * load(s.x + k * LDC + n));
@@ -156,14 +157,15 @@ void bias_sum(const Call& c, Operand which, long e, long wide, bool weighted, fl
 
 // Called by every thread, none waits.
 template <class T, class Op>
-void weight_gradients(const Call& c, const Wave& wave, Scratch s) {
-    const std::vector<Block> tasks = blocks(c, wave);
+void weight_gradients(const Operands<T>& o, const Wave& wave, Scratch s) {
+    const Call& c = o.c;
+    const std::vector<Block> tasks = blocks<Op>(c, wave);
 #pragma omp for schedule(dynamic, 1) nowait
-    for (size_t i = 0; i < tasks.size(); i++) one_block<T, Op>(c, tasks[i], s);
+    for (size_t i = 0; i < tasks.size(); i++) one_block(Op(), o, tasks[i], s);
 #pragma omp for schedule(dynamic, 1) nowait
     for (long e = wave.first; e < wave.last; e++) {
-        if (c.d_up_bias) bias_sum<T>(c, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
-        if (c.d_down_bias) bias_sum<T>(c, DY, e, c.D, true, (float*)c.d_down_bias, s);
+        if (c.d_up_bias) bias_sum(o, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
+        if (c.d_down_bias) bias_sum(o, DY, e, c.D, true, (float*)c.d_down_bias, s);
     }
 }
 
@@ -172,6 +174,6 @@ void weight_gradients(const Call& c) {
 #pragma omp parallel num_threads(c.threads)
     {
         [[maybe_unused]] const typename Op::Session session;
-        weight_gradients<T, Op>(c, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num()));
+        weight_gradients<T, Op>({c, nullptr}, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num(), 0));
     }
 }

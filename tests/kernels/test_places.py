@@ -1,0 +1,59 @@
+"""The plan of a rank's experts by the compiled kernels against the one by sorting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from trimtab.dispatch.plan import ExpertPlan, plan_experts
+from trimtab.kernels.compiled import compiled_kernels
+from trimtab.layout import ALIGNMENTS
+
+E = 5
+IDS = {
+    "any": torch.randint(-2, E + 2, (70, 3), generator=torch.Generator().manual_seed(1)),
+    "one expert": torch.full((40, 2), 3),
+    "same expert twice": torch.tensor([[2, 2], [4, 2]]),
+    "all dropped": torch.tensor([[-1, E], [2**40, -(2**40)]]),
+    "no rows": torch.zeros(0, 2, dtype=torch.int64),
+    "no slots": torch.zeros(3, 0, dtype=torch.int64),
+    "int32": torch.arange(24, dtype=torch.int32).view(12, 2) % E,
+    "not contiguous": (torch.arange(24).view(2, 12) % E).t(),
+}
+
+
+def fields(plan: ExpertPlan) -> dict[str, Any]:
+    bags = {"bag_index": plan.row_bags.index, "bag_offsets": plan.row_bags.offsets}
+    return {name: value for name, value in vars(plan).items() if name != "row_bags"} | bags
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("ids", IDS)
+def test_places_are_those_of_the_sort(ids: str, alignment: int) -> None:
+    got = fields(plan_experts(IDS[ids], E, alignment=alignment, kernels=compiled_kernels()))
+    want = fields(plan_experts(IDS[ids], E, alignment=alignment))
+    assert got.pop("top_k") == want.pop("top_k")
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+        assert got[name].dtype == tensor.dtype
+
+
+def test_a_static_plan_is_made_by_sorting() -> None:
+    """Its sizes must not depend on what ids hold."""
+    got = plan_experts(IDS["any"], E, static=True, kernels=compiled_kernels())
+    assert got.slot_R.shape[0] == IDS["any"].numel()
+
+
+def test_no_more_is_kept_than_is_needed() -> None:
+    ids = torch.full((1000, 8), -1)
+    ids[::10, 3] = 1
+    plan = plan_experts(ids, E, kernels=compiled_kernels())
+    assert max(t.untyped_storage().nbytes() for t in (plan.slot_R, plan.row_R, plan.row_bags.index)) == 100 * 8
+
+
+def test_values_that_are_not_there_are_not_read() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
+        plan_experts(IDS["any"], E, kernels=compiled_kernels())
