@@ -12,11 +12,10 @@ Legend: M rows, K slots per row, N = M * K slots, R expert rows (with padding), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from trimtab.kernels.compiled import SlotPlaces
 from trimtab.kernels.triton.language import segments_power, tl, triton
 
 CHUNK = 128
@@ -98,19 +97,7 @@ scan_kernel = triton.jit(_scan)
 place_kernel = triton.jit(_place)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """What `trimtab.dispatch.plan.ExpertPlan` holds, under its names, as plain tensors."""
-
-    slot_R: Tensor
-    row_R: Tensor
-    bag_index: Tensor
-    bag_offsets: Tensor
-    counts_e: Tensor
-    offsets_e: Tensor
-
-
-def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> Places:
+def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> SlotPlaces:
     """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
 
     Args:
@@ -125,7 +112,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     def made(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
 
-    places = Places(
+    places = SlotPlaces(
         slot_R=made(total).fill_(-1), row_R=made(total).fill_(-1), bag_index=made(total).fill_(0),
         bag_offsets=made(rows + 1), counts_e=made(num_experts), offsets_e=made(num_experts + 1),
     )  # fmt: skip
