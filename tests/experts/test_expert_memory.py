@@ -9,7 +9,9 @@ from threads import torch_threads
 from trimtab.bench.live_bytes import LiveBytes
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
+from trimtab.kernels import onednn
 from trimtab.kernels.compiled import compiled_kernels
+from trimtab.kernels.loop import ALIKE
 
 M, K, D, F, SIZE = 128, 4, 64, 96, 4
 INDICES = 48  # bytes per kept slot
@@ -60,6 +62,34 @@ def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routin
         indices = INDICES * M * K
         assert value <= bound + indices, f"{name}: {value} bytes, promised {bound} + {indices}"
         assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
+
+
+@pytest.mark.parametrize("routing", ["even", "ragged"])
+def test_peaks_of_the_loop_in_bfloat16(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "native", lambda: True)
+    tokens, experts, dim, hidden, size = 1024, 16, 512, 256, 2
+    ids = torch.arange(tokens * K).view(tokens, K) % experts
+    if routing == "ragged":
+        ids = torch.where(torch.arange(tokens)[:, None] < 60, ids // 2, ids)
+    mlp = ExpertMLP(experts, dim, hidden, kernels="loop", dtype=torch.bfloat16)
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    w, dy = torch.rand(tokens, K, requires_grad=True), torch.randn(tokens, dim, dtype=torch.bfloat16)
+    mlp(x, ids, w)
+    params = sum(p.nbytes for p in mlp.parameters())
+    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+        y = mlp(x, ids, w)
+        forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
+        y.backward(dy)
+    counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
+    rows, width, together = sum(onednn.level(counts, ALIKE)), 2 * hidden, ALIKE
+    assert rows <= tokens * K * 5 // 4 + 31 * experts
+    pre, indices = size * rows * width, INDICES * rows
+    base = rows * (width + dim) + together * max(width, dim)
+    most = size * (base + max(tokens * dim, together * dim, 2 * together * hidden))
+    assert pre <= kept <= pre + indices
+    assert 0.7 * most <= forward <= most + indices
+    most = size * (base + max(tokens * dim, together * (3 * hidden + dim), 4 * together * hidden))
+    assert 0.7 * most <= live.peak - params - y.nbytes <= most + indices
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.compiled import CompiledKernels, SlotPlaces
+from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.rows import Bags
 from trimtab.layout import ALIGNMENTS
 
@@ -63,6 +64,15 @@ class ExpertPlan:
     counts_e: Tensor
     offsets_e: Tensor
     top_k: int
+
+    @classmethod
+    def of(cls, places: SlotPlaces, top_k: int) -> ExpertPlan:
+        """As kernels placed the slots."""
+        bags = Bags(index=places.bag_index, offsets=places.bag_offsets)
+        return cls(
+            slot_R=places.slot_R, row_R=places.row_R, row_bags=bags, counts_e=places.counts_e,
+            offsets_e=places.offsets_e, top_k=top_k,
+        )  # fmt: skip
 
 
 def narrow(key_N: Tensor, groups: int) -> Tensor:
@@ -176,6 +186,7 @@ def plan_experts(
     num_slots: int | None = None,
     static: bool | None = None,
     kernels: object = None,
+    level: torch.dtype | None = None,
 ) -> ExpertPlan:
     """Group the slots of `ids_MK` [M, K] by local expert.
 
@@ -184,24 +195,24 @@ def plan_experts(
     device and under `torch.compile`: nothing is read back) takes the bound N (+ padding); its expert rows beyond
     offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
+    `level`: dtype of experts that take padding anywhere, so that `kernels` may lengthen segments for their speed.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
     if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
-        p = kernels.place_slots(ids_MK, num_experts, alignment)
-        return ExpertPlan(
-            slot_R=p.slot_R, row_R=p.row_R, row_bags=Bags(index=p.bag_index, offsets=p.bag_offsets),
-            counts_e=p.counts_e, offsets_e=p.offsets_e, top_k=top_k,
-        )  # fmt: skip
+        return ExpertPlan.of(kernels.place_slots(ids_MK, num_experts, alignment), top_k)
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
     order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
     counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
     counts_e = counts_e.scatter_add_(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
-    aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    if level is not None and alignment == 1 and isinstance(kernels, LoopKernels) and not static and _in_memory(ids_MK):
+        aligned_e = kernels.segments(counts_e, level)
+    else:
+        aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
     offsets_e = torch.nn.functional.pad(aligned_e.cumsum(0), (1, 0))
     # An aligned segment starts later than a dense one by the padding of the experts before it.
     shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)

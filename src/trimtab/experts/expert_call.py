@@ -87,7 +87,7 @@ class ExpertCall:
     pre: Tensor | None = None
 
     def blocks(self) -> Iterator[Block]:
-        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER)
+        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER, self.weights.up.dtype)
 
     def by_row(self, weight: Tensor) -> Tensor:
         """A parameter, or a part of one, as [e, in, out]."""

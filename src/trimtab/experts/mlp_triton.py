@@ -26,7 +26,6 @@ from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.slots import slot_grads, slot_weights
-from trimtab.kernels.rows import Bags
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad
 from trimtab.kernels.triton.kernels import TritonKernels
@@ -47,12 +46,8 @@ def plan_on_device(
     ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None
 ) -> ExpertPlan:  # fmt: skip
     """`plan_experts` in three launches; see `trimtab.kernels.triton.metadata`."""
-    p = place_slots(ids_MK.contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
-    bags = Bags(index=p.bag_index, offsets=p.bag_offsets)
-    return ExpertPlan(
-        slot_R=p.slot_R, row_R=p.row_R, row_bags=bags, counts_e=p.counts_e, offsets_e=p.offsets_e,
-        top_k=ids_MK.shape[1],
-    )  # fmt: skip
+    places = place_slots(ids_MK.contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
+    return ExpertPlan.of(places, ids_MK.shape[1])
 
 
 class TritonMLP(Function):

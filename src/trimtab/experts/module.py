@@ -39,8 +39,10 @@ class ExpertMLP(GroupedModule):
         b = 6 for clamped_swiglu, 4 for the other gates, 2 without a gate
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
-    machine computes in; experts of few rows are taken together, r = 256. Kernels "stock" take all experts at once and
-    copy each result: r = R, and r (F + D) joins the forward's maximum. Gathered rows and activations are never kept.
+    machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,
+    r = 1152, r max(I, D) comes on top, and R counts rows that fill up segments: for each expert up to 31, and a quarter
+    of all at most. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
+    forward's maximum. Gathered rows and activations are never kept.
 
     Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 with one thread, R / (2048 t) with t,
     within 1 and 16: W = R / n + r rows at most, which threads take in pieces of p <= 512. Beside s R I they need, with
@@ -162,7 +164,10 @@ class ExpertMLP(GroupedModule):
 
             plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         else:
-            plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
+            plan = plan_experts(
+                ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels,
+                level=dtype if low is None else None,
+            )  # fmt: skip
         products = None
         if low is not None:
             products = TwoProducts(

@@ -47,7 +47,11 @@ def experts_forward(
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
-    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen)
+    fills = type(math.activation) is SwiGLU and math.post_norm is None  # others may make NaN of a row of zeros
+    plan = plan_experts(
+        top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
+        level=weights.up.dtype if fills else None,
+    )  # fmt: skip
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 
 

@@ -43,13 +43,16 @@ class Kernels(Protocol):
 
     name: str
 
-    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
+    def blocks(
+        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[Block]:
         """The blocks of the segments at `offsets_e` [e + 1] of `rows` rows.
 
         In order; together they hold each expert once and each row of a segment once. Rows behind the last segment
         may or may not be in a block.
 
         together: kernels that take the experts one by one may give a block several of so many rows in all.
+        dtype: of the parameters, for kernels that compute some in larger blocks.
         """
         ...
 
@@ -105,7 +108,9 @@ class StockKernels(HiddenKernels):
     def empty_like(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
-    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
+    def blocks(
+        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[Block]:
         yield Block(slice(0, offsets_e.shape[0] - 1), slice(0, rows), offsets_e)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.kernels import onednn
 from trimtab.kernels.block import Block, as_it_lies, put
 from trimtab.kernels.hidden import HiddenKernels
 from trimtab.kernels.mkl import rows_mm
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
+
+ALIKE = 1152
+"""Rows in all of the experts that may share a block if they have as many each, a third of these at most: one call
+multiplies them."""
 
 
 class LoopKernels(HiddenKernels):
@@ -34,25 +39,38 @@ class LoopKernels(HiddenKernels):
     def empty_like(self, like: Tensor) -> Tensor:
         return self.pages.empty_like(like)
 
-    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
-        cuts, first = offsets_e.tolist(), 0
+    def blocks(
+        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[Block]:
+        cuts, first, many = offsets_e.tolist(), 0, ALIKE if self._levels(dtype) else 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
-            if not together or after - cuts[first] > together:
+            alike = sizes[first] == sizes[i] == (sizes[i + 1] if i + 1 < len(sizes) else None)
+            limit = max(together, many) if alike and sizes[i] <= many // 3 else together
+            if not together or after - cuts[first] > limit:
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
                 first = i + 1
 
+    def segments(self, counts_e: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of each expert's segment, `counts_e` or more, with which experts in `dtype` are the fastest: [e]."""
+        if not self._levels(dtype):
+            return counts_e
+        return torch.tensor(onednn.level(counts_e.tolist(), ALIKE), dtype=counts_e.dtype)
+
+    def _levels(self, dtype: torch.dtype | None) -> bool:
+        return dtype == torch.bfloat16 and onednn.native()
+
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
-        native = {
-            torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-            torch.float16: False,
-        }
+        native = {torch.bfloat16: onednn.native(), torch.float16: False}
         return dtype if native.get(dtype, True) else torch.float32
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        return gather_rows(x, index_R, self.pages.empty(index_R.shape[0], x.shape[1], dtype=x.dtype))
+        out = self.pages.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
+        if not self._levels(x.dtype):
+            return gather_rows(x, index_R, out)
+        return gather_rows(x, index_R.clamp(min=0), out).index_fill_(0, (index_R < 0).nonzero()[:, 0], 0)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         result = self.pages.empty(rows, width, dtype=dtype)
@@ -62,17 +80,30 @@ class LoopKernels(HiddenKernels):
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = self.pages.empty(x_RA.shape[0], w_eAB.shape[2], dtype=x_RA.dtype)
+        if x_RA.dtype == torch.bfloat16:
+            return onednn.rows_times(x_RA, w_eAB.to(x_RA.dtype), _sizes(block), out, self.pages)
         for x, w, y in zip(_cut(x_RA, block), w_eAB.unbind(), _cut(out, block), strict=True):
             rows_mm(x, w.to(x.dtype), y, self.pages)
         return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         targets, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
+        if a_RA.dtype == torch.bfloat16:
+            self._narrow_wgrad(a_RA, b_RB, block, targets, add)
+            return
         for target, a, b in zip(targets.unbind(), _cut(a_RA, block), _cut(b_RB, block), strict=True):
             if target.dtype == a.dtype:
                 torch.addmm(target, a.t(), b, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
             else:
                 put(target, torch.mm(a.t(), b), add)
+
+    def _narrow_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, add: bool) -> None:
+        if out_eAB.dtype == a_RA.dtype:
+            onednn.weight_gradients(a_RA, b_RB, _sizes(block), out_eAB, self.pages, add=add)
+        else:
+            beside = self.pages.empty(*out_eAB.shape, dtype=a_RA.dtype)
+            onednn.weight_gradients(a_RA, b_RB, _sizes(block), beside, self.pages)
+            put(out_eAB, beside, add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])

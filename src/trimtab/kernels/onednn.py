@@ -1,0 +1,121 @@
+"""Grouped products of bfloat16 as oneDNN computes them fastest, where the CPU has instructions for them.
+
+oneDNN reads its left operand as it lies if that lies row by row, and brings the right one into an order of its own at
+each call. So
+
+    one `bmm`   of neighbours that have as many rows: the calls cost less, and on several threads each has
+                experts to itself
+    turned      w^T x^T, turned back, where few rows meet a weight whose columns lie in memory as rows: only the rows
+                are brought into order
+    a^T b       a is turned first, where b is wide: oneDNN takes twice the time to read a left operand by its columns
+
+A kernel is made for each number of rows that was not met before, in milliseconds, so segments are filled up to few
+different ones: `level`.
+
+Legend: R rows, e experts, A and B the widths of a GEMM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.pages import Pages
+
+DEEP, FEW = 5, 128
+"""Contracted values a row from which turning the result costs less than bringing the weight into order; up to so many
+rows."""
+STEP = 32
+"""Rows to which a segment is filled up: with other numbers a kernel runs at 0.7 to 0.9 of the speed."""
+WIDE = 512
+"""Columns of b from which turning a costs less than reading it by its columns."""
+GRAIN = 1 << 15
+"""Values below which PyTorch leaves a copy to one thread."""
+
+
+def native() -> bool:
+    """Whether this CPU has instructions for products of bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def level(counts: Sequence[int], together: int) -> list[int]:
+    """Rows of each expert's segment: `counts` filled up to a step, and to the same for neighbours.
+
+    Neighbours share a number if that makes `together` rows at most, a third of them for each, and about a quarter of
+    them are filling at most. An expert without rows has none, for its weights would be read.
+    """
+    lengths: list[int] = []
+    first = most = real = 0
+    for i, count in enumerate(counts):
+        own = -(-count // STEP) * STEP
+        n, top, total = i + 1 - first, max(most, own), real + count
+        apart = min(own, most) == 0 or top > together // 3 or n * top > min(together, total * 5 // 4 + n * STEP)
+        if i > first and apart:
+            lengths += [most] * (i - first)
+            first, top, total = i, own, count
+        most, real = top, total
+    return lengths + [most] * (len(counts) - first)
+
+
+def rows_times(x_RA: Tensor, w_eAB: Tensor, sizes: Sequence[int], out_RB: Tensor, pages: Pages) -> Tensor:
+    """x w for each expert's rows into `out`."""
+    for x, w, y in _products(x_RA, w_eAB, out_RB, sizes):
+        if w.stride(-2) == 1 and x.shape[-2] <= min(x.shape[-1] // DEEP, FEW):
+            turned = pages.empty(*y.mT.shape, dtype=y.dtype)
+            torch.matmul(w.mT, x.mT, out=turned)
+            _turn_each(turned, y)
+        else:
+            torch.matmul(x, w, out=y)
+    return out_RB
+
+
+def weight_gradients(
+    a_RA: Tensor, b_RB: Tensor, sizes: Sequence[int], out_eAB: Tensor, pages: Pages, *, add: bool = False
+) -> None:  # fmt: skip
+    """a^T b of each expert's rows into `out` of their dtype, whatever it held; with `add` on top of it."""
+    for a, out, b in _products(a_RA, out_eAB, b_RB, sizes):
+        left = a.mT
+        if b.shape[-1] >= WIDE:
+            left = pages.empty(*left.shape, dtype=a.dtype)
+            _turn_each(a, left)
+        if add:
+            (torch.addmm if a.ndim == 2 else torch.baddbmm)(out, left, b, out=out)
+        else:
+            torch.matmul(left, b, out=out)
+
+
+def _products(
+    x_RA: Tensor, w_eAB: Tensor, y_RB: Tensor, sizes: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The operands of each product: one for all neighbours that have as many rows."""
+    first = row = 0
+    for size, run in itertools.groupby(sizes):
+        count = len(list(run))
+        e, r = slice(first, first + count), slice(row, row + count * size)
+        first, row = e.stop, r.stop
+        if count == 1:
+            yield x_RA[r], w_eAB[e.start], y_RB[r]
+        else:
+            yield _apart(x_RA[r], count, size), w_eAB[e], _apart(y_RB[r], count, size)
+
+
+def _apart(rows_RA: Tensor, count: int, size: int) -> Tensor:
+    return rows_RA.view(count, size, rows_RA.shape[1])
+
+
+def _turn_each(matrices: Tensor, out: Tensor) -> None:
+    """The transpose of a matrix or of each of several, into `out`, by all threads."""
+    if min(matrices.shape[-2:]) <= FEW:
+        out.copy_(matrices.mT)
+    elif matrices.ndim == 3:
+        for matrix, target in zip(matrices, out, strict=True):
+            _turn_each(matrix, target)
+    elif torch.get_num_threads() == 1:
+        out.copy_(matrices.t())  # of dense matrices, one thread's fast way
+    else:
+        columns = max(64, -(-GRAIN // max(matrices.shape[1], 1)))
+        for part, target in zip(torch.split(matrices, columns), torch.split(out, columns, 1), strict=True):
+            target.copy_(part.t())

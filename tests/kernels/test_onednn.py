@@ -1,0 +1,139 @@
+"""Grouped products of bfloat16 in whichever form they are computed, against float64, and segments that are filled up.
+
+Every CPU multiplies bfloat16, if slowly, so all of this runs on any: `native` says no more than what pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comparing import assert_close
+from threads import torch_threads
+from trimtab import oracle
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.module import ExpertMLP
+from trimtab.kernels import onednn
+from trimtab.kernels.loop import ALIKE, LoopKernels
+from trimtab.kernels.pages import Pages
+from trimtab.kernels.rows import combine_rows
+
+SIZES = [(0,), (1,), (0, 0), (32, 32), (3, 0, 0, 5), (1, 1, 1), (128, 128, 129), (200, 200, 64, 64)]
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "native", lambda: True)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    with torch_threads(request.param):
+        yield request.param
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(BFLOAT16)
+
+
+def poison(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+@pytest.mark.usefixtures("threads", "poisoned")
+@pytest.mark.parametrize("columns_as_rows", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("a", "b"), [(700, 40), (24, 600), (1, 1)])
+def test_rows_times_weights(a: int, b: int, sizes: tuple[int, ...], columns_as_rows: bool) -> None:
+    e, rows = len(sizes), sum(sizes)
+    x, w = random(rows, a), random(e, b, a).mT if columns_as_rows else random(e, a, b)
+    truth = [part.double() @ w[i].double() for i, part in enumerate(torch.split(x, list(sizes)))]
+    wide = poison(rows, b + 3)
+    for out in (poison(rows, b), wide[:, :b]):
+        assert onednn.rows_times(x, w, sizes, out, Pages()) is out
+        assert_close(out, torch.cat(truth), 1e-2, "product")
+    assert torch.isnan(wide[:, b:]).all()
+
+
+@pytest.mark.usefixtures("threads", "poisoned")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("a", "b"), [(40, onednn.WIDE), (700, onednn.WIDE - 1), (1, 1)])
+def test_weight_gradients(a: int, b: int, sizes: tuple[int, ...], add: bool) -> None:
+    e, rows = len(sizes), sum(sizes)
+    left, right = random(rows, a), random(rows, b)
+    before = random(e, a, b) if add else poison(e, a, b)
+    truth = torch.stack([
+        (before[i].double() if add else 0) + x.double().t() @ y.double()
+        for i, (x, y) in enumerate(zip(torch.split(left, list(sizes)), torch.split(right, list(sizes)), strict=True))
+    ])  # fmt: skip
+    onednn.weight_gradients(left, right, sizes, before, Pages(), add=add)
+    assert_close(before, truth, 1e-2, "gradient")
+
+
+@given(st.lists(st.one_of(st.integers(0, 80), st.integers(0, 3000)), max_size=40))
+def test_segments_hold_their_rows_and_little_else(counts: list[int]) -> None:
+    lengths = onednn.level(counts, ALIKE)
+    assert len(lengths) == len(counts)
+    for count, length in zip(counts, lengths, strict=True):
+        assert length >= count
+        assert length % onednn.STEP == 0
+        assert (length == 0) == (count == 0)
+        assert length < count + onednn.STEP or length <= ALIKE // 3
+    assert sum(lengths) <= 1.25 * sum(counts) + onednn.STEP * sum(count > 0 for count in counts)
+
+
+def test_neighbours_with_about_as_many_rows_get_as_many() -> None:
+    assert onednn.level([30, 20, 32, 0, 60, 70, 400, 390], ALIKE) == [32, 32, 32, 0, 96, 96, 416, 416]
+    assert onednn.level([250, 256, 260, 270, 255], ALIKE) == [288, 288, 288, 288, 256]
+
+
+def test_as_many_rows_share_a_larger_block() -> None:
+    offsets = torch.tensor([0, 300, 600, 900, 1200, 1210, 1300])
+    blocks = [b.experts for b in LoopKernels().blocks(offsets, 1300, 256, torch.float32)]
+    assert blocks == [slice(i, i + 1) for i in range(4)] + [slice(4, 6)]
+
+
+@pytest.mark.usefixtures("native")
+def test_as_many_rows_share_a_larger_block_in_bfloat16() -> None:
+    offsets = torch.tensor([0, 300, 600, 900, 1200, 1210, 1300])
+    blocks = [b.experts for b in LoopKernels().blocks(offsets, 1300, 256, BFLOAT16)]
+    assert blocks == [slice(0, 3), slice(3, 4), slice(4, 6)]
+
+
+@pytest.mark.usefixtures("native", "poisoned")
+def test_a_plan_of_filled_segments_has_every_slot_once() -> None:
+    ids = torch.randint(-1, 6, (50, 3), generator=torch.Generator().manual_seed(1))
+    ids[ids == 2] = 4
+    plan, plain = plan_experts(ids, 5, kernels=LoopKernels(), level=BFLOAT16), plan_experts(ids, 5)
+    assert plan.offsets_e.diff().tolist() == onednn.level(plain.counts_e.tolist(), ALIKE)
+    assert torch.equal(plan.slot_R[plan.slot_R >= 0], plain.slot_R)
+    x = random(50, 8)
+    rows = LoopKernels().gather(x, plan.row_R)
+    assert torch.equal(rows[plan.row_R >= 0], x[plain.row_R])
+    assert not rows[plan.row_R < 0].any()
+    rows[plan.row_R < 0] = float("nan")
+    assert torch.equal(combine_rows(rows, plan.row_bags), combine_rows(x[plain.row_R], plain.row_bags))
+
+
+@pytest.mark.usefixtures("native", "poisoned")
+def test_filled_segments_keep_a_row_of_nan_to_its_own_experts() -> None:
+    """Row 0 is what an index of padding would read first."""
+    E, D, F = 4, 16, 24
+    mlp = ExpertMLP(E, D, F, kernels="loop", dtype=BFLOAT16)
+    ids = torch.tensor([[0], *([[1 + i % 3] for i in range(40)])])
+    x = random(41, D).index_fill_(0, torch.tensor([0]), float("nan")).requires_grad_()
+    w = torch.rand(41, 1, requires_grad=True)
+    y = mlp(x, ids, w)
+    y.backward(random(41, D).index_fill_(0, torch.tensor([0]), float("nan")))
+    truth = oracle.moe(x[1:], ids[1:], w[1:], mlp.up, mlp.down)
+    assert_close(y[1:], truth, 3e-2, "output")
+    assert torch.isnan(y[0]).all()
+    for name, grad in (("up", mlp.up.grad), ("down", mlp.down.grad), ("x", x.grad), ("w", w.grad)):
+        assert grad is not None
+        assert torch.isfinite(grad[1:]).all(), name
