@@ -54,7 +54,7 @@ class ExpertPlan:
     row_R: [R] row of each expert row; -1 in padding.
     row_bags: one bag per row over the R expert rows, in the order of k.
     counts_e: [e] kept slots per local expert.
-    offsets_e: [e + 1] start of each expert's segment and the end of the last, multiples of the alignment.
+    offsets_e: [e + 1] start of each expert's segment and the end of the last; multiples of the alignment, if any.
     top_k: K.
     """
 
@@ -195,7 +195,7 @@ def plan_experts(
     device and under `torch.compile`: nothing is read back) takes the bound N (+ padding); its expert rows beyond
     offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
-    `level`: dtype of experts that take padding anywhere, so that `kernels` may lengthen segments for their speed.
+    `level`: dtype of experts that make zeros of a row of zeros, so that `kernels` may lengthen segments for speed.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")

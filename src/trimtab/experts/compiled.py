@@ -1,6 +1,6 @@
 """`ExpertMLP` inside a graph of `torch.compile`: one operator forward, one backward, around the eager functions.
 
-    y, pre = trimtab::expert_mlp(x, w, ids, up, down, biases)              plan, blocks, kernels: as in eager mode
+    y, pre = trimtab::expert_mlp(x, w, ids, up, down, biases)              as in eager mode, no segment filled up
     dx, dw, dup, ddown, … = trimtab::expert_mlp_backward(dy, …, pre)       as in eager mode
 
 How many slots an expert gets stays inside: the graph sees `pre` with as many rows as there are slots, N, of which the

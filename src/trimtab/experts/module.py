@@ -40,8 +40,8 @@ class ExpertMLP(GroupedModule):
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,
-    r = 1152, r max(I, D) comes on top, and R counts rows that fill up segments: for each expert up to 31, and a quarter
-    of all at most. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
+    r = 1152 without biases, r max(I, D) comes on top, and R counts rows that fill up segments: up to 31 an expert, and
+    a quarter of all. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
     forward's maximum. Gathered rows and activations are never kept.
 
     Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 with one thread, R / (2048 t) with t,
@@ -164,9 +164,10 @@ class ExpertMLP(GroupedModule):
 
             plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         else:
+            fills = low is None and self.up_bias is None  # a bias may be infinite behind the activation
             plan = plan_experts(
                 ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels,
-                level=dtype if low is None else None,
+                level=dtype if fills else None,
             )  # fmt: skip
         products = None
         if low is not None:

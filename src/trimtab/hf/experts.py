@@ -47,7 +47,8 @@ def experts_forward(
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
-    fills = type(math.activation) is SwiGLU and math.post_norm is None  # others may make NaN of a row of zeros
+    # Biases, other activations and norms may make NaN of a row of zeros.
+    fills = type(math.activation) is SwiGLU and math.post_norm is None and weights.up_bias is None
     plan = plan_experts(
         top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
         level=weights.up.dtype if fills else None,

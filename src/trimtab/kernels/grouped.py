@@ -6,7 +6,7 @@
 
 Four sets of kernels with these names:
 
-    LoopKernels      one `mm` per expert; counts are on the host anyway (CPU)
+    LoopKernels      one `mm` per expert or for some of them; counts are on the host anyway (CPU)
     CompiledKernels  the same, and whole expert MLPs in C++: see `trimtab.kernels.compiled`. Fastest on the CPU
     StockKernels     `torch.nn.functional.grouped_mm`; offsets stay on the device. Safe against its traps: rows
                      behind the last segment come out zero in both directions, gradients are made contiguous

@@ -1,4 +1,5 @@
-"""Grouped GEMMs on the CPU with PyTorch alone: one `mm` per expert.
+"""Grouped GEMMs on the CPU with PyTorch alone: one `mm` per expert, in bfloat16 one product for neighbours of as many
+rows (`trimtab.kernels.onednn`).
 
 Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
 """
@@ -26,7 +27,7 @@ multiplies them."""
 
 
 class LoopKernels(HiddenKernels):
-    """One `mm` per expert. A block is one expert, or several of few rows. For the CPU."""
+    """A block is one expert, several of few rows, or several of as many rows each. For the CPU."""
 
     name = "loop"
 
@@ -45,9 +46,8 @@ class LoopKernels(HiddenKernels):
         cuts, first, many = offsets_e.tolist(), 0, ALIKE if self._levels(dtype) else 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
-            alike = sizes[first] == sizes[i] == (sizes[i + 1] if i + 1 < len(sizes) else None)
-            limit = max(together, many) if alike and sizes[i] <= many // 3 else together
-            if not together or after - cuts[first] > limit:
+            alike = sizes[first] <= many // 3 and set(sizes[first : i + 2]) == {sizes[first]}
+            if not together or after - cuts[first] > (max(together, many) if alike else together):
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
                 first = i + 1
@@ -68,7 +68,7 @@ class LoopKernels(HiddenKernels):
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         out = self.pages.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
-        if not self._levels(x.dtype):
+        if not self._levels(x.dtype):  # no other segment is filled up
             return gather_rows(x, index_R, out)
         return gather_rows(x, index_R.clamp(min=0), out).index_fill_(0, (index_R < 0).nonzero()[:, 0], 0)
 
@@ -88,22 +88,14 @@ class LoopKernels(HiddenKernels):
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         targets, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        if a_RA.dtype == torch.bfloat16:
-            self._narrow_wgrad(a_RA, b_RB, block, targets, add)
+        if a_RA.dtype == targets.dtype == torch.bfloat16:
+            onednn.weight_gradients(a_RA, b_RB, _sizes(block), targets, self.pages, add=add)
             return
         for target, a, b in zip(targets.unbind(), _cut(a_RA, block), _cut(b_RB, block), strict=True):
             if target.dtype == a.dtype:
                 torch.addmm(target, a.t(), b, beta=int(add), out=target)  # beta 0 ignores what was there, even NaN
             else:
                 put(target, torch.mm(a.t(), b), add)
-
-    def _narrow_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, add: bool) -> None:
-        if out_eAB.dtype == a_RA.dtype:
-            onednn.weight_gradients(a_RA, b_RB, _sizes(block), out_eAB, self.pages, add=add)
-        else:
-            beside = self.pages.empty(*out_eAB.shape, dtype=a_RA.dtype)
-            onednn.weight_gradients(a_RA, b_RB, _sizes(block), beside, self.pages)
-            put(out_eAB, beside, add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])

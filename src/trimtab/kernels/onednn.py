@@ -30,6 +30,8 @@ DEEP, FEW = 5, 128
 rows."""
 STEP = 32
 """Rows to which a segment is filled up: with other numbers a kernel runs at 0.7 to 0.9 of the speed."""
+SCARCE = 4
+"""Rows an expert below which filling up costs more than it saves."""
 WIDE = 512
 """Columns of b from which turning a costs less than reading it by its columns."""
 GRAIN = 1 << 15
@@ -45,8 +47,13 @@ def level(counts: Sequence[int], together: int) -> list[int]:
     """Rows of each expert's segment: `counts` filled up to a step, and to the same for neighbours.
 
     Neighbours share a number if that makes `together` rows at most, a third of them for each, and about a quarter of
-    them are filling at most. An expert without rows has none, for its weights would be read.
+    them are filling at most. An expert without rows has none, for its weights would be read. Nothing is filled up where
+    there are few rows an expert: their products are short, whatever their shape.
+
+    How far a segment is filled up, and so the order in which its sums are taken, depends on the neighbours.
     """
+    if sum(counts) < SCARCE * sum(count > 0 for count in counts):
+        return list(counts)
     lengths: list[int] = []
     first = most = real = 0
     for i, count in enumerate(counts):

@@ -25,8 +25,8 @@ from trimtab.kernels.grouped import Kernels, get_kernels, names_for
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
-SIZES = (0, 3, 0, 5, 0, 4)
-TOGETHER = 8  # rows of experts that may share a block: some do, some do not
+SIZES = (0, 3, 3, 0, 5, 0, 4)
+TOGETHER = 8  # rows of experts that may share a block: some do, with as many rows each or not, and some do not
 
 
 @dataclass(frozen=True, kw_only=True)
