@@ -20,17 +20,20 @@ class Clock:
         self.now = 0.0
         time.perf_counter = lambda: self.now
 
-    def step(self, seconds: float) -> Any:
+    def step(self, seconds: float, first: float = 0.0) -> Any:
+        """first: what the first one takes on top."""
+        extra = [first]
+
         def run() -> None:
-            self.now += seconds
+            self.now += seconds + (extra.pop() if extra else 0.0)
 
         return run
 
 
 def sleeper(args: dict[str, Any], where: Where) -> Subject:
-    """args: mode -> seconds; with several ranks the last rank takes twice as long."""
+    """args: modes, mode -> seconds; with several ranks the last rank takes twice as long. first: see `Clock.step`."""
     slow, clock = 2 if where.ranks > 1 and where.rank == where.ranks - 1 else 1, Clock()
-    modes = {mode: clock.step(seconds * slow) for mode, seconds in args["modes"].items()}
+    modes = {mode: clock.step(seconds * slow, args.get("first", 0.0)) for mode, seconds in args["modes"].items()}
 
     def fails() -> None:
         if where.rank == args["fails_on_rank"]:

@@ -147,6 +147,18 @@ def test_a_limit_far_behind_in_one_mode_is_not_asked_for_others() -> None:
     assert [one.entries[1].facts["malloc"] for one in found.races] == [None, None], "it raced under the first only"
 
 
+def test_a_limit_is_not_judged_by_a_short_first_step() -> None:
+    """It may have made its kernels then."""
+    contestants = [
+        fake("fp32", "sleeper", "limit", modes={"forward": 0.01}),
+        fake("bf16", "sleeper", "limit", modes={"forward": 0.002}, first=0.1),
+    ]
+    fp32, bf16 = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01))
+    assert bf16.steps("forward")[0] == pytest.approx(0.002)
+    assert ASIDE not in bf16.facts
+    assert (fp32.seconds, fp32.facts[ASIDE]) == ({}, ["forward"])
+
+
 @pytest.mark.parametrize(("nap", "before"), [(0.0, 2), (0.7, 1)])
 def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The judged one and one more; where the judged one is very slow, that one only."""

@@ -201,7 +201,8 @@ def plan_experts(
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
-    if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
+    readable = not static and _in_memory(ids_MK)
+    if isinstance(kernels, CompiledKernels) and readable:
         return ExpertPlan.of(kernels.place_slots(ids_MK, num_experts, alignment), top_k)
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
@@ -209,7 +210,7 @@ def plan_experts(
     order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
     counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
     counts_e = counts_e.scatter_add_(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
-    if level is not None and alignment == 1 and isinstance(kernels, LoopKernels) and not static and _in_memory(ids_MK):
+    if level is not None and alignment == 1 and isinstance(kernels, LoopKernels) and readable:
         aligned_e = kernels.segments(counts_e, level)
     else:
         aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment

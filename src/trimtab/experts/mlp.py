@@ -90,6 +90,15 @@ def expert_mlp(
     return y.to(x_MD.dtype)
 
 
+def fills(weights: ExpertWeights, math: ExpertMath) -> torch.dtype | None:
+    """`level` of `plan_experts` for these experts: their dtype if they make zeros of a row of zeros, else None.
+
+    Norms and activations of one's own may make NaN of it, and a built-in one may make infinity of a bias.
+    """
+    plain = math.post_norm is None and number_of(math.activation) is not None and weights.up_bias is None
+    return weights.up.dtype if plain else None
+
+
 def function_of(call: ExpertCall) -> type[Function]:
     """What computes a call, forward and backward."""
     if call.products is not None:

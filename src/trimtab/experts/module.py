@@ -19,7 +19,7 @@ from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
 
@@ -164,10 +164,9 @@ class ExpertMLP(GroupedModule):
 
             plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         else:
-            fills = low is None and self.up_bias is None  # a bias may be infinite behind the activation
             plan = plan_experts(
                 ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels,
-                level=dtype if fills else None,
+                level=fills(weights, self.math) if low is None else None,
             )  # fmt: skip
         products = None
         if low is not None:

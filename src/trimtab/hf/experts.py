@@ -17,7 +17,7 @@ from transformers.integrations.moe import _default_apply_gate
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import Recomputed, SwiGLU
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.kernels.selftest import KernelChoice
 
 
@@ -47,11 +47,9 @@ def experts_forward(
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
-    # Biases, other activations and norms may make NaN of a row of zeros.
-    fills = type(math.activation) is SwiGLU and math.post_norm is None and weights.up_bias is None
     plan = plan_experts(
         top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
-        level=weights.up.dtype if fills else None,
+        level=fills(weights, math),
     )  # fmt: skip
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 

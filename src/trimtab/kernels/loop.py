@@ -43,14 +43,15 @@ class LoopKernels(HiddenKernels):
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[Block]:
-        cuts, first, many = offsets_e.tolist(), 0, ALIKE if self._levels(dtype) else 0
+        cuts, first, alike, many = offsets_e.tolist(), 0, True, ALIKE if self._levels(dtype) else 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
-            alike = sizes[first] <= many // 3 and set(sizes[first : i + 2]) == {sizes[first]}
-            if not together or after - cuts[first] > (max(together, many) if alike else together):
+            alike = alike and i + 1 < len(sizes) and sizes[i + 1] == sizes[first]
+            limit = max(together, many) if alike and sizes[first] <= many // 3 else together
+            if not together or after - cuts[first] > limit:
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
-                first = i + 1
+                first, alike = i + 1, True
 
     def segments(self, counts_e: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of each expert's segment, `counts_e` or more, with which experts in `dtype` are the fastest: [e]."""
@@ -59,7 +60,7 @@ class LoopKernels(HiddenKernels):
         return torch.tensor(onednn.level(counts_e.tolist(), ALIKE), dtype=counts_e.dtype)
 
     def _levels(self, dtype: torch.dtype | None) -> bool:
-        return dtype == torch.bfloat16 and onednn.native()
+        return dtype == torch.bfloat16 and self.compute_dtype(torch.bfloat16) == dtype
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
