@@ -81,6 +81,10 @@ CASES = (
     Case(rows=700, D=32, F=32, hot=True, main=torch.float32),
     Case(rows=700, D=37, F=21, hot=True, transposed=True, threads=2, bias=True),
     Case(rows=1100, D=32, F=16, hot=True, threads=2, main=torch.bfloat16),
+    Case(rows=700, D=64, F=96, hot=True),
+    Case(rows=220, D=64, F=1300, threads=2),
+    Case(rows=220, D=1300, F=64, transposed=True),
+    Case(rows=220, D=40, F=1300, activation="clamped_swiglu", transposed=True),
 )
 
 
@@ -176,9 +180,10 @@ def test_however_the_tokens_fall(variant: str) -> None:
         grid.check("compiled", torch.bfloat16, "random", variant, True, False, tokens=tokens, alignment=8)
 
 
+@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (40, 1100)])
 @pytest.mark.usefixtures("kernels")
-def test_a_row_s_bits_depend_on_that_row_alone() -> None:
-    fused.test_a_row_s_bits_depend_on_that_row_alone(torch.bfloat16)
+def test_a_row_s_bits_depend_on_that_row_alone(dim: int, hidden: int) -> None:
+    fused.test_a_row_s_bits_depend_on_that_row_alone(torch.bfloat16, dim, hidden)
 
 
 @pytest.mark.usefixtures("kernels")

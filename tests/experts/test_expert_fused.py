@@ -191,12 +191,13 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
 
+@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (300, 1100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_s_bits_depend_on_that_row_alone(dtype: torch.dtype) -> None:
-    everything = run(torch.arange(1500), 1, dtype)
-    for rows in (torch.tensor([700]), torch.arange(693, 708), torch.arange(200, 1200)):
+def test_a_row_s_bits_depend_on_that_row_alone(dtype: torch.dtype, dim: int, hidden: int) -> None:
+    everything = run(torch.arange(1500), 1, dtype, dim, hidden)
+    for rows in (torch.tensor([700]), torch.arange(693, 708), torch.arange(600, 780), torch.arange(200, 1200)):
         at = rows.tolist().index(700)
-        part = run(rows, 1, dtype)
+        part = run(rows, 1, dtype, dim, hidden)
         for name in ("y", "dx", "dw"):
             assert torch.equal(part[name][at], everything[name][700]), f"{name} of row 700 among {len(rows)}"
 

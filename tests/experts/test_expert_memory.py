@@ -117,8 +117,8 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     assert pre <= kept <= pre + indices
     most = both + value * together * F + threads * (each + 900_000)
     assert 0.9 * most <= forward - y.nbytes <= most + indices
-    most = both + value * together * width + threads * (each + (2_200_000 if pairs else 900_000))
-    most += size * wave * (width + (F if pairs else 0))
+    most = both + value * wave * width + threads * (each + (2_200_000 if pairs else 900_000))
+    most += size * wave * (F if pairs else width if value != size else 0)
     assert 0.9 * most <= live.peak - results <= most + indices
 
 

@@ -7,8 +7,9 @@
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
-What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`; what lies between its products then
-takes one pass over memory (cpu/elementwise.h) if it is in float32, with gate and up as halves of a row.
+What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`. In float32 what lies between its
+products then takes one pass over memory (cpu/elementwise.h), with gate and up as halves of a row, and weight gradients
+over so many rows that MKL is slow go to cpu/wgrad.h.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`), sums are taken in float32, and an expert row's bits depend on no other row, on no thread and
@@ -34,9 +35,11 @@ from torch import Tensor
 
 from trimtab.errors import BackendError, InputError
 from trimtab.kernels.bf16 import Bf16Products
+from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
+from trimtab.kernels.mkl import slow_gradient
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
@@ -148,6 +151,22 @@ class CompiledKernels(LoopKernels):
     def weight_gradients(self, fields: Mapping[str, Any]) -> None:
         """Run cpu/wgrad.h, likewise."""
         self._run("weight_gradients", fields)
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
+        each = (targets, a, b)
+        plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in each)
+        rows = a.shape[0]
+        if not plain or not slow_gradient(rows // max(1, len(targets)), add=add):
+            super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
+            return
+        # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
+        e, wide, deep = targets.shape
+        self.weight_gradients({
+            "type": TYPES[a.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": e, "D": deep,
+            "F": wide, "row_R": torch.arange(rows), "offsets": block.offsets_e.contiguous(), "x": b, "d_pre": a,
+            "d_up": targets, "type_up": TYPES[targets.dtype], "add_up": int(add),
+        })  # fmt: skip
 
     def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> SlotPlaces:
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""

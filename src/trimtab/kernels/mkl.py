@@ -11,6 +11,9 @@ For float32 on AVX-512. x w is left as it is, but for these:
     side by side    of the same on several threads, each with its part of B: MKL leaves so few rows to one of them
                     (0.6 to 0.95 of the time on two)
 
+A weight's gradient, x^T dy, MKL computes at half of its speed over 33 to 64 rows; a little more slowly than
+`trimtab.kernels.compiled` up to 200 (`slow_gradient`).
+
 A row's bits are those that it has among any number of rows from 2 on, or from 16 on where the weight's columns lie in
 memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768.
 
@@ -35,6 +38,14 @@ DEPTH = 384
 """Values of A that MKL adds up before it adds the sums, if there are more than twice as many: with columns that lie as
 rows always on one thread, and then steps of as many have its bits. Only a last step of one value it takes in another
 order."""
+
+SLOW, SLOW_ADDED = range(40, 200), range(48, 112)
+"""Rows over which a weight's gradient takes the longer by MKL: written, or added to what is there."""
+
+
+def slow_gradient(rows: int, *, add: bool) -> bool:
+    """Whether others compute a weight's gradient over so many rows faster than MKL, in float32."""
+    return _measured() and rows in (SLOW_ADDED if add else SLOW)
 
 
 def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:

@@ -77,12 +77,12 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
             tile_dot<3, 5, 7>();
         }
     }
-    if (whole && !c.past) return store_tiles<Two>(c.to, c.ld);
+    if (whole && c.end == NEAR) return store_tiles<Two>(c.row(0), c.ld);
     store_tiles<Two>(part, NR);
     for (long i = 0; i < rows; i++) {
-        float *to = c.to + i * c.ld, *got = part + i * NR;
-        if (c.past) stream(to, load(got), load(got + VL));
-        else memcpy(to, got, NR * 4);
+        const float* got = part + i * NR;
+        if (c.end == NEAR) memcpy(c.row(i), got, NR * 4);
+        else c.stream_row(i, load(got), load(got + VL));
     }
 }
 
@@ -91,18 +91,13 @@ __attribute__((noinline)) inline void multiply(
     Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {
     constexpr long high = 2 * TILE;
-    const long blocks = std::max(1L, (nn + NR - 1) / NR * ((M + high - 1) / high));
-    const long each = (ahead.rows + blocks - 1) / blocks;
-    long asked = 0;
-    Ahead ask = ahead;
-    for (long n = 0; n < nn; n += NR) {
-        for (long m = 0; m < M; m += high) {
+    const long calls = (nn + NR - 1) / NR * ((M + high - 1) / high);
+    for (long n = 0, call = 0; n < nn; n += NR) {
+        for (long m = 0; m < M; m += high, call++) {
             const long rows = std::min(high, M - m);
             const auto block = rows > TILE ? tile_block<true> : tile_block<false>;
-            ask.rows = std::min(each, ahead.rows - asked);
+            const Ahead ask = ahead.share(call, calls);
             block(rows, kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), ask);
-            ask.p += ask.rows * ask.ld;
-            asked += ask.rows;
         }
     }
 }

@@ -4,7 +4,8 @@
 #pragma once
 #include "wgrad_pairs.h"
 
-// d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`.
+// d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`, if that
+// is there.
 template <class V, class T>
 void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* to, T* kept) {
     const auto lanes = std::make_integer_sequence<int, VL>{};
@@ -18,11 +19,9 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
             at = 2 * i, far = VL, left = 2 * (n - i), more = std::max(0L, left - VL);
         }
         store(to + at, a, left);
-        store(kept + at, a, left);
-        if (more) {
-            store(to + at + far, b, more);
-            store(kept + at + far, b, more);
-        }
+        if (kept) store(kept + at, a, left);
+        if (more) store(to + at + far, b, more);
+        if (kept && more) store(kept + at + far, b, more);
     }
 }
 
@@ -36,10 +35,17 @@ Ahead first_back_of_up(const Call& c, long e, long from, long until) {
     return up_of<T>(c, e).inputs_at(0, std::min(width(c), Op::depth), from, std::min(until - from, Op::wide));
 }
 
-// Gradients of pre-activations of a piece: left operands of the second product, and d_pre of `c`. Hidden rows at
-// `kept`, if it is there.
+// Where rows are kept, as if all were: d_pre [R, I] and h * w [R, F], or null.
+template <class T>
+struct Kept {
+    T *d_pre, *hidden;
+};
+
+// Gradients of pre-activations of a piece: left operands of the second product, and what is kept.
 template <class T, class Op>
-void hidden_gradients(const Call& c, Rows t, typename Op::Value* d_pre, T* kept, Scratch s, const Rows* next) {
+void hidden_gradients(
+    const Call& c, Rows t, typename Op::Value* d_pre, const Kept<T>& kept, Scratch s, const Rows* next
+) {
     const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = interleaved(c) ? 2 : 1;
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
@@ -49,6 +55,7 @@ void hidden_gradients(const Call& c, Rows t, typename Op::Value* d_pre, T* kept,
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
         t.count, F, D, 1, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
+        c.transposed == 0,
         [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
         [&](int, long k0, long kn, long n0, long nn) { return down.inputs_at(k0, kn, n0, nn); },
         next ? first_back_of_down<T, Op>(c, next->expert) : first_back_of_up<T, Op>(c, t.expert, 0, D),
@@ -57,13 +64,14 @@ void hidden_gradients(const Call& c, Rows t, typename Op::Value* d_pre, T* kept,
             for (long i = 0; i < t.count; i++, dh += LDC) {
                 const long r = t.start + i;
                 const T* pre = (const T*)c.pre + r * I + n0;
-                T* to = (T*)c.d_pre + r * I + n0 * step;
+                auto* to = d_pre + i * ldh + n0 * step;
+                T* too = kept.d_pre ? kept.d_pre + r * I + n0 * step : nullptr;
                 if (i + SOON < t.count) {
-                    expect_writes(to + SOON * I, step * nn);
-                    if (kept) expect_writes(kept + (r + SOON) * F + n0, nn);
+                    expect_writes(to + SOON * ldh, step * nn);
+                    if (act.gate && step == 1) expect_writes(to + SOON * ldh + F, nn);
+                    if (kept.hidden) expect_writes(kept.hidden + (r + SOON) * F + n0, nn);
                     expect(pre + SOON * I, nn);
                     if (act.gate) expect(pre + SOON * I + F, nn);
-                    if (act.gate && step == 1) expect_writes(to + SOON * I + F, nn);
                 }
                 widen_row(pre, g, nn);
                 blank(rows_of(g, 0), 0, nn);
@@ -72,13 +80,13 @@ void hidden_gradients(const Call& c, Rows t, typename Op::Value* d_pre, T* kept,
                     blank(rows_of(u, 0), 0, nn);
                 }
                 const float w = weight_of(c, r);
-                if (kept) {
+                if (kept.hidden) {
                     act.both(g, u, dh, nn, w, {c.alpha, c.limit}, hw, dg, du, s.sums + i * VL);
-                    for (long n = 0; n < nn; n += VL) store(kept + r * F + n0 + n, load(hw + n), nn - n);
+                    for (long n = 0; n < nn; n += VL) store(kept.hidden + r * F + n0 + n, load(hw + n), nn - n);
                 } else {
                     act.backward(g, u, dh, nn, w, {c.alpha, c.limit}, dg, du, s.sums + i * VL);
                 }
-                keep_gradients(c, dg, du, nn, d_pre + i * ldh + n0 * step, to);
+                keep_gradients(c, dg, du, nn, to, too);
                 end_row(d_pre + i * ldh, I);
             }
         });
@@ -100,6 +108,7 @@ void row_gradients(
     const Weight<T> up = up_of<T>(c, t.expert);
     gemm<Op>(
         t.count, dx.until - first, I, 1, {(const Word*)d_pre, Op::pitch(I) / Op::values, true}, (Word*)s.b, s.c,
+        c.transposed == 0,
         [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, first + n0, nn); },
         [&](int, long k0, long kn, long n0, long nn) { return up.inputs_at(k0, kn, first + n0, nn); },
         !next               ? Ahead()
@@ -117,32 +126,30 @@ void backward(const Call& c) {
     const long most = largest(c, all);
     const Shared shared(c, all);
     const Ends ends(c);
-    const bool later = c.d_pre;
 #pragma omp parallel num_threads(c.threads)
     {
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
         const Combine<T> dx(c, ends, c.dx, shared, false);
-        // What a wave keeps lies where it would in all rows: [R, I] and [R, F].
-        const auto of_wave = [&](const Wave& wave) {
-            Call now = c;
-            if (!later) now.d_pre = (T*)shared.d_pre - wave.start * width(c);
-            return now;
-        };
-        const auto hidden = [&](const Wave& wave) {
-            return keeps_hidden(c) ? (T*)shared.hidden - wave.start * c.F : nullptr;
+        const long I = width(c), ldh = Op::pitch(I);
+        const auto kept = [&](const Wave& wave) {
+            T* d_pre = c.d_pre ? (T*)c.d_pre : reads_operand(c) ? nullptr : (T*)shared.d_pre - wave.start * I;
+            return Kept<T>{d_pre, keeps_hidden(c) ? (T*)shared.hidden - wave.start * c.F : nullptr};
         };
         two_products(
-            c, all, (Value*)shared.second, Op::pitch(width(c)),
+            c, all, (Value*)shared.second, ldh,
             [&](const Wave& wave, Rows t, Value* to, const Rows* next) {
-                hidden_gradients<T, Op>(of_wave(wave), t, to, hidden(wave), s, next);
+                hidden_gradients<T, Op>(c, t, to, kept(wave), s, next);
             },
             [&](Rows t, const Value* from, const Rows* next) {
                 if (c.dx) row_gradients<T, Op>(c, t, from, s, dx, next);
             },
             [&](const Wave& wave) {
-                const Call now = of_wave(wave);
-                if (!later) weight_gradients<T, Op>({now, hidden(wave)}, wave, s);
+                if (c.d_pre) return;
+                const auto [d_pre, hidden] = kept(wave);
+                const T* operand = (T*)shared.second - wave.start * ldh;
+                const Operands<T> o = {c, d_pre ? d_pre : operand, d_pre ? I : ldh, hidden};
+                weight_gradients<T, Op>(o, wave, s);
             });
     }
 }

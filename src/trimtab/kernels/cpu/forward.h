@@ -38,6 +38,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
     gemm<Op>(
         t.count, F, D, parts, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
+        c.transposed != 0,
         [&](int part, Word* b, long k0, long kn, long n0, long nn) {
             up.outputs(panels_of(b), k0, kn, n0, nn, part * second, step);
         },
@@ -78,6 +79,7 @@ void out_rows(
     const T* shift = c.down_bias ? (const T*)c.down_bias + t.expert * c.D : nullptr;
     gemm<Op>(
         t.count, y.until - first, F, 1, {(const Word*)hidden, Op::pitch(F) / Op::values, true}, (Word*)s.b, s.c,
+        c.transposed != 0,
         [&](int, Word* b, long k0, long kn, long n0, long nn) {
             down.outputs(panels_of(b), k0, kn, first + n0, nn, 0, 1);
         },

@@ -17,11 +17,12 @@ INLINE void blank(Place to, long k, long nn) {
     for (long n = nn; n < up_to(nn, NR); n++) *to.at(k, n) = 0;
 }
 
-// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row.
-constexpr long SOON = 4;
-template <class T>
+// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row. Into the nearest
+// cache, 3, or the one behind it, 2.
+constexpr long SOON = 4, FAR = 16;
+template <int Cache = 3, class T>
 INLINE void expect(const T* row, long n) {
-    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at);
+    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 0, Cache);
 }
 
 template <class T>
@@ -115,7 +116,7 @@ INLINE void put_every_second(const T* w, Place to, long k, long nn) {
 template <class T, class To>
 void put_block(const T* from, long ld, const To& to, long kn, long nn) {
     for (long k = 0; k < kn; k += 2, from += 2 * ld) {
-        for (long soon = k + SOON; soon < std::min(k + SOON + 2, kn); soon++) expect(from + (soon - k) * ld, nn);
+        for (long soon = k + FAR; soon < std::min(k + FAR + 2, kn); soon++) expect<2>(from + (soon - k) * ld, nn);
         if (k + 1 < kn) put_rows(from, from + ld, to, k, nn);
         else put_row(from, to, k, nn);
     }

@@ -94,17 +94,23 @@ struct Scratch {
 // Whether hidden rows are kept from the backward's first product for the weight gradients behind it.
 inline bool keeps_hidden(const Call& c) { return paired(c) && c.dy && !c.d_pre && c.d_down; }
 
-// What the threads share: left operands of the second product, of a wave or, if a thread is alone, of a piece; a wave's
-// gradients of pre-activations and hidden rows; and sums by token.
+// Whether the weight gradients read a wave's gradients of pre-activations where the second product does. Not those of
+// bf16 that is widened: the product's are not rounded.
+inline bool reads_operand(const Call& c) { return c.dy && !c.d_pre && (c.type == FLOAT || paired(c)); }
+// Whether a wave's left operands of the second product are there together, or a piece's alone.
+inline bool by_wave(const Call& c) { return c.threads > 1 || reads_operand(c); }
+
+// What the threads share: left operands of the second product; a wave's gradients of pre-activations, if they lie apart
+// from these, and hidden rows; and sums by token.
 struct Shared {
     float *second, *d_pre, *hidden, *sums, *end;
     Shared(const Call& c, const std::vector<Wave>& waves) {
         const long most = wave_rows(waves), piece = largest(c, waves), size = c.type == FLOAT ? 4 : 2;
         const bool products = c.y || c.dw;
         second = c.scratch + c.threads * Scratch::each(c, piece);
-        const long rows = products ? (c.threads > 1 ? most : piece) + VL : 0;  // tiles are whole
+        const long rows = products ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
         d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);
-        hidden = d_pre + (c.dy && !c.d_pre ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
+        hidden = d_pre + (c.dy && !c.d_pre && !reads_operand(c) ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
         sums = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
         end = sums + ((c.y || c.dx) && c.type != FLOAT ? c.M * c.D : 0);
     }
@@ -124,14 +130,16 @@ struct Weight {
         end_block(to, kn, nn);
     }
     Ahead outputs_at(long k0, long kn, long n0, long nn, long first, int step) const {
-        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn);
-        return ahead(w + (first + n0 * step) * in + k0, in * step, nn);
+        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn, nn * step);
+        return ahead(w + (first + n0 * step) * in + k0, in * step, nn, kn);
     }
     Ahead inputs_at(long k0, long kn, long n0, long nn) const {
-        if (transposed) return ahead(w + n0 * out + k0, out, nn);
-        return ahead(w + k0 * in + n0, in, kn);
+        if (transposed) return ahead(w + n0 * out + k0, out, nn, kn);
+        return ahead(w + k0 * in + n0, in, kn, nn);
     }
-    static Ahead ahead(const T* p, long ld, long rows) { return {(const char*)p, ld * (long)sizeof(T), rows}; }
+    static Ahead ahead(const T* p, long ld, long rows, long values) {
+        return {(const char*)p, ld * (long)sizeof(T), rows, values * (long)sizeof(T)};
+    }
     template <class To>
     void inputs(const To& to, long k0, long kn, long n0, long nn) const {
         if (transposed) load_transposed(w + n0 * out + k0, out, to, kn, nn);
@@ -215,15 +223,15 @@ void two_products(
         std::vector<Rows> tasks = pieces(c, wave);
         const long n = tasks.size();
         const auto next = [&](long i) { return i + 1 < n ? &tasks[i + 1] : nullptr; };
+        const auto place = [&](long i) { return by_wave(c) ? places + (tasks[i].start - wave.start) * ld : places; };
         if (c.threads == 1) {
             for (long i = 0; i < n; i++) {
-                first(wave, tasks[i], places, nullptr);
-                second(tasks[i], places, next(i));
+                first(wave, tasks[i], place(i), nullptr);
+                second(tasks[i], place(i), next(i));
             }
             rest(wave);
             continue;
         }
-        const auto place = [&](long i) { return places + (tasks[i].start - wave.start) * ld; };
 #pragma omp for schedule(dynamic, 1)
         for (long i = 0; i < n; i++) first(wave, tasks[i], place(i), next(i));
         std::sort(tasks.begin(), tasks.end(), [](const Rows& a, const Rows& b) { return a.start < b.start; });

@@ -11,7 +11,10 @@ enum Operand { X, DY, DPRE, H };
 template <class T>
 struct Operands {
     const Call& c;
-    const T* hidden;  // [R, F], h * w of the wave's rows where they would lie in a whole one; null to compute it again
+    // Of the wave's rows, where they would lie among all: d_pre, `ld` apart; h * w [R, F], or null to compute it again.
+    const T* d_pre;
+    long ld;
+    const T* hidden;
 };
 
 // Values [k0 : k0 + kn, n0 : n0 + nn] of one operand of the expert whose rows start at `start`, at `to`.
@@ -22,7 +25,7 @@ void bring(const Operands<T>& o, Operand which, long start, long k0, long kn, lo
     switch (which) {
         case X: return gather((const T*)c.x, c.D, c.row_R + r0, kn, n0, nn, to);
         case DY: return gather((const T*)c.dy, c.D, c.row_R + r0, kn, n0, nn, to);
-        case DPRE: return put_block((const T*)c.d_pre + r0 * width(c) + n0, width(c), to, kn, nn);
+        case DPRE: return put_block(o.d_pre + r0 * o.ld + n0, o.ld, to, kn, nn);
         case H: {
             if (o.hidden) return put_block(o.hidden + r0 * c.F + n0, c.F, to, kn, nn);
             const Activation act = activation(c.act);
@@ -99,12 +102,15 @@ struct Gradient {
         void* all = t.down ? c.d_down : c.d_up;
         to = wide ? (void*)((float*)all + at) : (void*)((bf16*)all + at);
     }
-    // Whether sums can go straight from registers to where they belong: whole registers of float.
-    bool direct(long qn) const { return wide && qn % NR == 0 && ((uintptr_t)to | Q * 4) % 64 == 0; }
+    void* at(long p, long q) const {
+        return wide ? (void*)((float*)to + p * Q + q) : (void*)((bf16*)to + p * Q + q);
+    }
+    // Whether sums can go straight from registers to where they belong: whole lines of the cache.
+    bool direct(long qn) const { return qn % NR == 0 && ((uintptr_t)to | Q * (wide ? 4 : 2)) % 64 == 0; }
+    End end() const { return wide ? PAST : PAST_NARROW; }
     void put(const float* got, long from, long p, long pn, long q, long qn) const {
-        const long at = p * Q + q;
-        if (wide) ::put(got, from, pn, qn, (float*)to + at, Q, add);
-        else ::put(got, from, pn, qn, (bf16*)to + at, Q, add);
+        if (wide) ::put(got, from, pn, qn, (float*)at(p, q), Q, add);
+        else ::put(got, from, pn, qn, (bf16*)at(p, q), Q, add);
     }
 };
 
@@ -114,7 +120,7 @@ inline std::pair<long, long> most_of_block(Floats, const Call&, const Wave&, lon
 template <class T>
 void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
     const Gradient g(o.c, t);
-    const bool direct = g.direct(t.qn) && (!g.add || g.rows <= KC);  // the sums once
+    const bool direct = g.direct(t.qn) && (!g.add || (g.wide && g.rows <= KC));  // the sums once
     const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
@@ -124,9 +130,11 @@ void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
         bring(o, g.right, g.start, k0, kn, t.q0, t.qn, panels);
         for (long part = 0; part < parts; part++) {
             const long p = part * t.pn / parts, pn = (part + 1) * t.pn / parts - p;
-            float *sums = s.c + p * LDC, *to = (float*)g.to + p * g.Q;
-            Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, false};
-            if (direct && last) way = {g.add ? to : way.from, g.add ? g.Q : LDC, to, g.Q, !g.add};
+            float* sums = s.c + p * LDC;
+            void* to = g.at(p, 0);
+            Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
+            if (direct && last) way = {way.from, LDC, to, g.Q, g.end()};
+            if (direct && g.add) way = {(float*)to, g.Q, to, g.Q, NEAR};
             bring(o, g.left, g.start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
             multiply(Floats(), pn, t.qn, 0, kn, {s.x, VL, false}, panels.p, way);
             if (last && !direct) g.put(sums, LDC, p, pn, 0, t.qn);
@@ -174,6 +182,7 @@ void weight_gradients(const Call& c) {
 #pragma omp parallel num_threads(c.threads)
     {
         [[maybe_unused]] const typename Op::Session session;
-        weight_gradients<T, Op>({c, nullptr}, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num(), 0));
+        const Operands<T> o = {c, (const T*)c.d_pre, width(c), nullptr};
+        weight_gradients<T, Op>(o, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num(), 0));
     }
 }

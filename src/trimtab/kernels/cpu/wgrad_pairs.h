@@ -57,11 +57,11 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
             bring_turned(o, g.left, g.start, k0, kn, t.p0 + p, pn, left, ld_left, (uint32_t*)s.beside);
             for (long q = 0; q < t.qn; q += QC) {
                 const long qn = std::min(QC, t.qn - q);
-                float *sums = several ? s.c + p * ld + q : s.c, *to = (float*)g.to + p * g.Q + q;
+                float* sums = several ? s.c + p * ld + q : s.c;
                 for (long i = 0; i < steps; i++) {
                     const long words = (std::min(depth, kn - i * depth) + 1) / 2;
-                    Sums way = {k0 > 0 || i > 0 ? sums : nullptr, ld, sums, ld, false};
-                    if (direct && last && i + 1 == steps) way.to = to, way.ld = g.Q, way.past = true;
+                    Sums way = {k0 > 0 || i > 0 ? sums : nullptr, ld, sums, ld, NEAR};
+                    if (direct && last && i + 1 == steps) way.to = g.at(p, q), way.ld = g.Q, way.end = g.end();
                     const uint32_t* b = right + i * each + q * Op::deep;
                     multiply(Op(), pn, qn, i * Op::deep, words, {left, ld_left, true}, b, way);
                 }
