@@ -9,8 +9,7 @@
 #include "simd.h"
 
 constexpr long KC = 256;            // floats of K that are brought at once
-constexpr long MC = 336;            // rows of A that a task takes at most, a multiple of MR; of pairs up to
-constexpr long MANY = 512;          // so many
+constexpr long MC = 512;            // rows of A that a task takes at most
 constexpr long NC = 256;            // columns of B that are brought at once, at most
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B

@@ -47,8 +47,7 @@ inline long wave_rows(const std::vector<Wave>& waves) {
 // A wave's rows in pieces; few rows stay together, since each piece reads its expert's weights. Of several threads the
 // largest come first, of one they come in order.
 inline std::vector<Rows> pieces(const Call& c, const Wave& w) {
-    const long near = paired(c) ? std::clamp((3L << 20) / width(c), MC, MANY)
-                                : std::min(MC, std::max(56L, (1L << 21) / width(c)));
+    const long near = std::clamp((3L << 20) / width(c), paired(c) ? 336L : 56L, MC);
     const long most = c.threads == 1 ? near : std::min(near, std::max(112L, (w.end - w.start) / (2 * c.threads)));
     std::vector<Rows> out;
     for (long e = w.first; e < w.last; e++) {
