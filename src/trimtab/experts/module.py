@@ -48,7 +48,8 @@ class ExpertMLP(GroupedModule):
     within 1 and 16: W = R / n + r rows at most, which threads take in pieces of p <= 512. Beside s R I they need, with
     v = 2 where bfloat16 has products of its own (`trimtab.kernels.bf16`) and 4 elsewhere,
 
-        for the second products   v F p in the forward, v F W with several threads; v I W in the backward
+        for the second products   in the forward v F + 64 a row of p, of W with several threads; v I + 64 a row of W in
+                                  the backward
         for weight gradients      s W F where v = 2, s W I where s is not v
         for sums of tokens        4 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.35 MB, and 0.9 MB, but 2.2 MB for gradients where v = 2

@@ -41,12 +41,11 @@ INLINE void store_tiles(float* to, long ld) {
 }
 
 // `rows` rows, more than 16 if `Two`, of 32 columns. Rows of A up to the end of the last tile are read, whatever they
-// hold. With each step over k the next line of each row that is asked for.
+// hold, and so are near sums, which are also written there. With each step over k the next line of each row that is
+// asked for.
 template <bool Two>
 void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, Ahead ask) {
     constexpr long high = Two ? 2 * TILE : TILE;
-    alignas(64) float part[high * NR];
-    const bool whole = rows == high;
     if (!c.from) {
         tile_zero<0>();
         tile_zero<1>();
@@ -54,11 +53,8 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
             tile_zero<2>();
             tile_zero<3>();
         }
-    } else if (whole) {
-        load_tiles<Two>(c.from, c.ld_from);
     } else {
-        for (long i = 0; i < high; i++) memcpy(part + i * NR, c.from + std::min(i, rows - 1) * c.ld_from, NR * 4);
-        load_tiles<Two>(part, NR);
+        load_tiles<Two>(c.from, c.ld_from);
     }
     const char *soon = ask.p, *end = ask.p + ask.rows * ask.ld;
     long step = ask.ld;
@@ -77,13 +73,10 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
             tile_dot<3, 5, 7>();
         }
     }
-    if (whole && c.end == NEAR) return store_tiles<Two>(c.row(0), c.ld);
+    if (c.end == NEAR) return store_tiles<Two>(c.row(0), c.ld);
+    alignas(64) float part[high * NR];
     store_tiles<Two>(part, NR);
-    for (long i = 0; i < rows; i++) {
-        const float* got = part + i * NR;
-        if (c.end == NEAR) memcpy(c.row(i), got, NR * 4);
-        else c.stream_row(i, load(got), load(got + VL));
-    }
+    for (long i = 0; i < rows; i++) c.stream_row(i, load(part + i * NR), load(part + i * NR + VL));
 }
 
 // As `multiply` of gemm.h.

@@ -167,8 +167,8 @@ void gemm_by_rows(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Load load, Done done
 ) {
     constexpr long depth = Op::depth, beside = QC / Op::wide;  // blocks of sums in a row of them
-    const long width = Op::wide / parts, chunk = PIECES * PC / M * beside * width;
-    const auto sums = [&](long n) { return c + n / width / beside * M * LDC + n / width % beside * Op::wide; };
+    const long high = up_to(M, 2 * VL), width = Op::wide / parts, chunk = PIECES * PC / high * beside * width;
+    const auto sums = [&](long n) { return c + n / width / beside * high * LDC + n / width % beside * Op::wide; };
     for (long from = 0; from < N; from += chunk) {
         const long until = std::min(N, from + chunk);
         long k0 = 0;

@@ -63,7 +63,7 @@ inline long largest(const Call& c, const std::vector<Wave>& waves) {
     long most = 0;
     for (const Wave& wave : waves)
         for (const Rows& piece : pieces(c, wave)) most = std::max(most, piece.count);
-    return up_to(most, VL);  // tiles are whole
+    return up_to(most, 2 * VL);  // tiles are whole
 }
 
 // A thread's memory, for pieces of at most so many rows.
