@@ -117,7 +117,8 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     assert pre <= kept <= pre + indices
     most = both + together * (value * F + 64) + threads * (each + 900_000)
     assert 0.9 * most <= forward - y.nbytes <= most + indices
-    most = both + wave * (value * width + 64) + threads * (each + (2_200_000 if pairs else 900_000))
+    together = wave if value == size else together
+    most = both + together * (value * width + 64) + threads * (each + (2_200_000 if pairs else 900_000))
     most += size * wave * (F if pairs else width if value != size else 0)
     assert 0.9 * most <= live.peak - results <= most + indices
 

@@ -13,6 +13,7 @@ from threads import torch_threads
 from trimtab.kernels import compiled, mkl
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
+from trimtab.kernels.loop import LoopKernels
 
 SIZES = (64, 0, 100, 1, 41)
 A, B = 600, 70
@@ -41,19 +42,45 @@ def block_of(sizes: tuple[int, ...]) -> Block:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("widths", [(A, B), (576, 64), (17, 3)], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, (300,), (0, 0)], ids=str)
 def test_it_is_the_gradient_of_every_expert(
-    calls: list[int], sizes: tuple[int, ...], add: bool, turned: bool, threads: int
+    calls: list[int], sizes: tuple[int, ...], widths: tuple[int, int], add: bool, turned: bool, threads: int
 ) -> None:
     block, e = block_of(sizes), len(sizes)
-    a, b = torch.randn(sum(sizes), A), torch.randn(sum(sizes), B)
-    out = torch.full((e, B, A) if turned else (e, A, B), 0.5 if add else torch.nan)
+    a, b = (torch.randn(sum(sizes), width) for width in widths)
+    shape = (e, *widths)
+    out = torch.full((e, *widths[::-1]) if turned else shape, 0.5 if add else torch.nan)
     with torch_threads(threads):
         compiled_kernels().grouped_wgrad(a, b, block, out.transpose(1, 2) if turned else out, add=add)
     assert calls == [sum(sizes)]
     pieces = zip(a.double().split(sizes), b.double().split(sizes), strict=True)
     truth = torch.stack([x.t() @ y for x, y in pieces]) + (0.5 if add else 0.0)
     assert_close(out.transpose(1, 2) if turned else out, truth.float(), 1e-6, "gradient")
+
+
+def test_it_needs_no_default_device_and_no_columns(calls: list[int]) -> None:
+    block, kernels = block_of(SIZES), compiled_kernels()
+    a, b, out = torch.randn(sum(SIZES), A), torch.randn(sum(SIZES), B), torch.empty(len(SIZES), A, B)
+    truth = torch.stack([x.t() @ y for x, y in zip(a.split(SIZES), b.split(SIZES), strict=True)])
+    with torch.device("meta"):
+        kernels.grouped_wgrad(a, b, block, out)
+    assert_close(out, truth, 1e-6, "gradient")
+    kernels.grouped_wgrad(a[:, :0], b, block, out[:, :0].contiguous())
+    assert len(calls) == 2
+
+
+def test_operands_that_do_not_fit_are_the_loop_s_to_refuse(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    block, kernels = block_of(SIZES), compiled_kernels()
+    refused: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        LoopKernels, "grouped_wgrad", lambda self, a, b, *rest, add: refused.append((*a.shape, *b.shape))
+    )
+    for rows, wide, deep in ((sum(SIZES) - 1, A, B), (sum(SIZES), A - 1, B), (sum(SIZES), A, B + 1)):
+        out = torch.empty(len(SIZES), A, B)
+        kernels.grouped_wgrad(torch.randn(rows, wide), torch.randn(rows, deep), block, out)
+    assert len(refused) == 3
+    assert not calls
 
 
 def test_others_go_the_way_of_the_loop(calls: list[int]) -> None:

@@ -48,12 +48,13 @@ class ExpertMLP(GroupedModule):
     within 1 and 16: W = R / n + r rows at most, which threads take in pieces of p <= 512. Beside s R I they need, with
     v = 2 where bfloat16 has products of its own (`trimtab.kernels.bf16`) and 4 elsewhere,
 
-        for the second products   in the forward v F + 64 a row of p, of W with several threads; v I + 64 a row of W in
-                                  the backward
+        for the second products   v F + 64 a row in the forward, v I + 64 in the backward: of p rows, but of W with
+                                  several threads and where the weights' gradients are made from them: v = s, no delay
         for weight gradients      s W F where v = 2, s W I where s is not v
         for sums of tokens        4 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.35 MB, and 0.9 MB, but 2.2 MB for gradients where v = 2
 
+    Large experts in float32 (D F >= 2^20) are as on "loop", with 1.3 MB for each thread where they have 40 to 200 rows.
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 

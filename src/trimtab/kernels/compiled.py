@@ -153,18 +153,20 @@ class CompiledKernels(LoopKernels):
         self._run("weight_gradients", fields)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        """As the loop, but by cpu/wgrad.h where MKL is slow over the block's mean number of rows."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
+        (e, wide, deep), rows, offsets_e = targets.shape, a.shape[0], block.offsets_e
         each = (targets, a, b)
         plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in each)
-        rows = a.shape[0]
-        if not plain or not slow_gradient(rows // max(1, len(targets)), add=add):
+        fits = a.shape == (rows, wide) and b.shape == (rows, deep) and offsets_e.shape == (e + 1,)
+        fits = fits and offsets_e.dtype == torch.int64 and int(offsets_e[-1]) == rows
+        if not (plain and fits and slow_gradient(rows // max(1, e), add=add)):
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
-        e, wide, deep = targets.shape
         self.weight_gradients({
             "type": TYPES[a.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": e, "D": deep,
-            "F": wide, "row_R": torch.arange(rows), "offsets": block.offsets_e.contiguous(), "x": b, "d_pre": a,
+            "F": wide, "row_R": torch.arange(rows, device="cpu"), "offsets": offsets_e.contiguous(), "x": b, "d_pre": a,
             "d_up": targets, "type_up": TYPES[targets.dtype], "add_up": int(add),
         })  # fmt: skip
 

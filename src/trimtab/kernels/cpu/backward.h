@@ -65,10 +65,12 @@ void hidden_gradients(
                 const long r = t.start + i;
                 const T* pre = (const T*)c.pre + r * I + n0;
                 auto* to = d_pre + i * ldh + n0 * step;
-                T* too = kept.d_pre ? kept.d_pre + r * I + n0 * step : nullptr;
+                T* beside = kept.d_pre ? kept.d_pre + r * I + n0 * step : nullptr;
                 if (i + SOON < t.count) {
                     expect_writes(to + SOON * ldh, step * nn);
                     if (act.gate && step == 1) expect_writes(to + SOON * ldh + F, nn);
+                    if (beside) expect_writes(beside + SOON * I, step * nn);
+                    if (beside && act.gate && step == 1) expect_writes(beside + SOON * I + F, nn);
                     if (kept.hidden) expect_writes(kept.hidden + (r + SOON) * F + n0, nn);
                     expect(pre + SOON * I, nn);
                     if (act.gate) expect(pre + SOON * I + F, nn);
@@ -86,7 +88,7 @@ void hidden_gradients(
                 } else {
                     act.backward(g, u, dh, nn, w, {c.alpha, c.limit}, dg, du, s.sums + i * VL);
                 }
-                keep_gradients(c, dg, du, nn, to, too);
+                keep_gradients(c, dg, du, nn, to, beside);
                 end_row(d_pre + i * ldh, I);
             }
         });

@@ -190,7 +190,8 @@ void gemm_by_rows(
 // load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
 // multiple of NR hold anything finite. by_rows: whether B's rows lie in memory one after the other, or its columns.
 // where(the same but for b) is what it will read, `then` what is read after all of B. done(n0, nn, c) takes the sums,
-// [M, nn] at c + part * Op::wide / parts, rows LDC apart.
+// [M, nn] at c + part * Op::wide / parts, rows LDC apart. `c` has room for PIECES * PC rows or more, and A and sums for
+// M up to the next multiple of 2 VL, whatever lies there.
 template <class Op, class Load, class Where, class Done>
 void gemm(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,

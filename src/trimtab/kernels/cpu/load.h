@@ -112,11 +112,13 @@ INLINE void put_every_second(const T* w, Place to, long k, long nn) {
     blank(to, k, nn);
 }
 
-// Rows that lie `ld` apart.
-template <class T, class To>
+// Rows that lie `ld` apart. Those from memory are asked for from farther away.
+template <bool FromMemory = false, class T, class To>
 void put_block(const T* from, long ld, const To& to, long kn, long nn) {
+    constexpr long ahead = FromMemory ? FAR : SOON;
     for (long k = 0; k < kn; k += 2, from += 2 * ld) {
-        for (long soon = k + FAR; soon < std::min(k + FAR + 2, kn); soon++) expect<2>(from + (soon - k) * ld, nn);
+        for (long soon = k + ahead; soon < std::min(k + ahead + 2, kn); soon++)
+            expect<FromMemory ? 2 : 3>(from + (soon - k) * ld, nn);
         if (k + 1 < kn) put_rows(from, from + ld, to, k, nn);
         else put_row(from, to, k, nn);
     }
@@ -125,7 +127,7 @@ void put_block(const T* from, long ld, const To& to, long kn, long nn) {
 // A matrix with the contracted axis first: value (k, n) at w[k * ld + n * step], step 1 or 2.
 template <class T, class To>
 void load_straight(const T* w, long ld, int step, const To& to, long kn, long nn) {
-    if (step == 1) return put_block(w, ld, to, kn, nn);
+    if (step == 1) return put_block<true>(w, ld, to, kn, nn);
     for (long k = 0; k < kn; k++, w += ld) put_every_second(w, to, k, nn);
 }
 

@@ -104,8 +104,8 @@ inline bool by_wave(const Call& c) { return c.threads > 1 || reads_operand(c); }
 struct Shared {
     float *second, *d_pre, *hidden, *sums, *end;
     Shared(const Call& c, const std::vector<Wave>& waves) {
-        const long most = wave_rows(waves), piece = largest(c, waves), size = c.type == FLOAT ? 4 : 2;
         const bool products = c.y || c.dw;
+        const long most = wave_rows(waves), piece = products ? largest(c, waves) : 0, size = c.type == FLOAT ? 4 : 2;
         second = c.scratch + c.threads * Scratch::each(c, piece);
         const long rows = products ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
         d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);

@@ -105,7 +105,7 @@ struct Gradient {
     void* at(long p, long q) const {
         return wide ? (void*)((float*)to + p * Q + q) : (void*)((bf16*)to + p * Q + q);
     }
-    // Whether sums can go straight from registers to where they belong: whole lines of the cache.
+    // Whether sums can go straight from registers to where they belong: whole ones, from a boundary on.
     bool direct(long qn) const { return qn % NR == 0 && ((uintptr_t)to | Q * (wide ? 4 : 2)) % 64 == 0; }
     End end() const { return wide ? PAST : PAST_NARROW; }
     void put(const float* got, long from, long p, long pn, long q, long qn) const {
