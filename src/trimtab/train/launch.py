@@ -159,9 +159,14 @@ def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so."""
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so.
+
+    What fails because of that, as a file that is cut off while it is written, does not take its place.
+    """
+    came: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
         raise Interrupted(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -169,6 +174,10 @@ def _signals_raise() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
+    except Exception as error:
+        if came:
+            raise Interrupted(came[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
