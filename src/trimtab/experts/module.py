@@ -54,7 +54,7 @@ class ExpertMLP(GroupedModule):
         for sums of tokens        4 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.35 MB, and 0.9 MB, but 2.2 MB for gradients where v = 2
 
-    Large experts in float32 (D F >= 2^20) are as on "loop", with 1.3 MB for each thread where they have 40 to 200 rows.
+    Large experts in float32 (D F >= 2^20) are as on "loop", with 1.3 MB for each thread where they have 48 to 199 rows.
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 

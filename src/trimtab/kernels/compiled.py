@@ -156,11 +156,13 @@ class CompiledKernels(LoopKernels):
         """As the loop, but by cpu/wgrad.h where MKL is slow over the block's mean number of rows."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
         (e, wide, deep), rows, offsets_e = targets.shape, a.shape[0], block.offsets_e
-        each = (targets, a, b)
-        plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in each)
-        fits = a.shape == (rows, wide) and b.shape == (rows, deep) and offsets_e.shape == (e + 1,)
-        fits = fits and offsets_e.dtype == torch.int64 and int(offsets_e[-1]) == rows
-        if not (plain and fits and slow_gradient(rows // max(1, e), add=add)):
+        taken = (
+            slow_gradient(rows // max(1, e), add=add)
+            and all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in (targets, a, b))
+            and (a.shape, b.shape) == ((rows, wide), (rows, deep))
+            and offsets_e.shape == (e + 1,) and offsets_e.dtype == torch.int64 and int(offsets_e[-1]) == rows
+        )  # fmt: skip
+        if not taken:
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.

@@ -11,8 +11,8 @@ For float32 on AVX-512. x w is left as it is, but for these:
     side by side    of the same on several threads, each with its part of B: MKL leaves so few rows to one of them
                     (0.6 to 0.95 of the time on two)
 
-A weight's gradient, x^T dy, MKL computes at half of its speed over 33 to 64 rows; a little more slowly than
-`trimtab.kernels.compiled` up to 200 (`slow_gradient`).
+A weight's gradient, x^T dy, takes MKL twice as long over 48 rows as over 47; up to 200 `trimtab.kernels.compiled`
+needs less (`slow_gradient`).
 
 A row's bits are those that it has among any number of rows from 2 on, or from 16 on where the weight's columns lie in
 memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768.
@@ -39,7 +39,7 @@ DEPTH = 384
 rows always on one thread, and then steps of as many have its bits. Only a last step of one value it takes in another
 order."""
 
-SLOW, SLOW_ADDED = range(40, 200), range(48, 112)
+SLOW, SLOW_ADDED = range(48, 200), range(48, 112)
 """Rows over which a weight's gradient takes the longer by MKL: written, or added to what is there."""
 
 
