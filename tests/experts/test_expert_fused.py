@@ -51,6 +51,21 @@ BUILT_IN = {
 }  # fmt: skip
 
 
+known = pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512")
+
+
+def go(fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+    """Forward and backward of experts that may go either way go this way; what is returned says which have gone."""
+    taken: set[bool] = set()
+
+    def way(call: ExpertCall, *, backward: bool) -> bool:
+        taken.add(backward)
+        return fused[backward]
+
+    monkeypatch.setattr(mlp, "fused", way)
+    return taken
+
+
 def a_call(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> ExpertCall:
     up, down = torch.zeros(2, 8, 4, dtype=dtype), torch.zeros(2, 4, 4, dtype=dtype)
     return ExpertCall(
@@ -85,6 +100,90 @@ def test_large_experts_equal_oracle_block_by_block(
     monkeypatch.setattr(mlp_fused, "LARGE", 0)
     assert function_of(a_call(variant)) is mlp._ExpertMLP
     grid.check("compiled", torch.float32, routing, variant, bias, transposed)
+
+
+@known
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("routing", grid.ROUTINGS)
+@pytest.mark.parametrize("variant", [name for name in BUILT_IN if name != "clamped_swiglu"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("fused", [(False, False), (True, False), (True, True)])
+def test_experts_that_may_go_either_way_equal_oracle(
+    routing: str, variant: str, transposed: bool, fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = go(fused, monkeypatch)
+    monkeypatch.setattr(mlp_fused, "EITHER", 0)
+    assert function_of(a_call(variant)) is mlp._EitherMLP
+    grid.check("compiled", torch.float32, routing, variant, False, transposed)
+    assert {False, True} <= taken
+
+
+@known
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("variant", ["swiglu", "gelu"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("weights", ["experts", "combine"])
+@pytest.mark.parametrize(("dim", "hidden"), [(1024, 520), (512, 1040)])
+def test_either_way_has_the_same_bits(
+    threads: int, delay: bool, variant: str, transposed: bool, weights: Literal["experts", "combine"], dim: int,
+    hidden: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where an expert has a row or none, and a row fewer than K experts."""
+    torch.manual_seed(0)
+    math = ExpertMath(activation=BUILT_IN[variant].ours(), weights=weights)
+    width = hidden * BUILT_IN[variant].width
+    shapes = ((5, dim, width), (5, hidden, dim)) if transposed else ((5, width, dim), (5, dim, hidden))
+    up, down = (torch.randn(*shape).div_(30).requires_grad_() for shape in shapes)
+    x, dy = torch.randn(2, 60, dim)
+    ids, w = torch.rand(60, 3).argsort(1) + torch.tensor([0, 0, -1]), torch.rand(60, 3)
+    ids[7, 1] = 4
+    found = []
+    for fused in ((False, False), (True, False), (True, True)):
+        with torch_threads(threads), monkeypatch.context() as patch:
+            taken = go(fused, patch)
+            leaves, jobs = [x.clone().requires_grad_(), w.clone().requires_grad_()], []
+            kernels = compiled_kernels()
+            y = expert_mlp(
+                *leaves, plan_experts(ids, 5, kernels=kernels), ExpertWeights(up=up, down=down, transposed=transposed),
+                math, kernels, defer=jobs.append if delay else None,
+            )  # fmt: skip
+            y.backward(dy)
+            with torch.no_grad():
+                grads = jobs[0]()[1] if delay else [up.grad, down.grad]
+        assert taken == {False, True}
+        assert len(jobs) == delay
+        up.grad = down.grad = None
+        found.append([y.detach(), *(leaf.grad for leaf in leaves), *grads])
+    for others in found[1:]:
+        for name, a, b in zip(("y", "dx", "dw", "up", "down"), others, found[0], strict=True):
+            assert torch.equal(a, b), name
+
+
+@known
+def test_each_pass_goes_the_way_that_is_the_faster() -> None:
+    def ways(rows: int, threads: int) -> tuple[bool, bool]:
+        plan = plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 2)
+        call = ExpertCall(**{**vars(a_call()), "plan": plan})
+        with torch_threads(threads):
+            return mlp_fused.fused(call, backward=False), mlp_fused.fused(call, backward=True)
+
+    (forward, backward), (more, further) = mlp_fused.FEW
+    assert ways(0, 1) == ways(2 * backward, 1) == ways(2 * further, 2) == (True, True)
+    assert ways(2 * backward + 1, 1) == ways(2 * forward, 1) == ways(2 * more, 2) == (True, False)
+    assert ways(2 * forward + 1, 1) == ways(2 * more + 1, 2) == (False, False)
+
+
+def test_what_may_go_either_way() -> None:
+    def experts(dim: int, hidden: int, bias: bool = False, dtype: torch.dtype = torch.float32, **given: str) -> object:
+        module = ExpertMLP(1, dim, hidden, bias=bias, dtype=dtype, device="meta", **given)  # type: ignore[arg-type]
+        weights = ExpertWeights(**{n: getattr(module, n) for n in ("up", "down", "up_bias", "down_bias")})
+        call = ExpertCall(**{**vars(a_call()), "weights": weights, "math": module.math})
+        return mlp_fused.either(call)
+
+    assert experts(1024, 512) == experts(600, 900, activation="gelu") == mkl._measured()
+    assert not any((experts(1024, 511), experts(1024, 512, bias=True), experts(1024, 512, dtype=torch.bfloat16)))
+    assert not any((experts(1024, 512, activation="clamped_swiglu"), experts(2 * mkl.DEPTH + 1, 1024)))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -210,12 +309,12 @@ def test_no_bit_depends_on_the_number_of_threads(dtype: torch.dtype) -> None:
         assert all(torch.equal(one[name], many[name]) for name in one)
 
 
-@pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512")
+@known
 def test_a_row_s_bits_in_large_experts_depend_on_neither_the_other_rows_nor_the_threads() -> None:
     dim, hidden = 1024, 1040
     assert dim * hidden >= mlp_fused.LARGE
     everything = run(torch.arange(1500), 1, torch.float32, dim, hidden)
-    for rows in (torch.arange(690, 714), torch.arange(650, 800), torch.arange(200, 1500)):
+    for rows in (torch.tensor([700]), torch.arange(690, 714), torch.arange(650, 800), torch.arange(200, 1500)):
         at = rows.tolist().index(700)
         for threads in (1, 2):
             part = run(rows, threads, torch.float32, dim, hidden)

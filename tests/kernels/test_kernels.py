@@ -138,6 +138,15 @@ def test_bags_sum_in_float32_and_never_read_what_no_bag_names(dtype: torch.dtype
     assert_close(got, truth, 2 * torch.finfo(dtype).eps, "bags")
 
 
+@pytest.mark.parametrize("tail", [0, 3])
+def test_bags_in_the_order_of_their_rows(tail: int) -> None:
+    bags = Bags(index=torch.tensor([5, 0, 2, 1, 2] + [9] * tail), offsets=torch.tensor([0, 0, 2, 2, 5]))
+    assert bags.ascending().index.tolist() == [0, 5, 1, 2, 2]
+    assert bags.ascending().offsets is bags.offsets
+    none = Bags(index=bags.index[:0], offsets=torch.zeros(3, dtype=torch.int64))
+    assert none.ascending().index.shape == (0,)
+
+
 def test_many_small_values_are_not_lost_in_a_narrow_sum() -> None:
     rows = torch.cat((torch.full((1, 4), 256.0), torch.full((64, 4), 0.5))).bfloat16()
     got = combine_rows(rows, Bags(index=torch.arange(65), offsets=torch.tensor([0, 65])))

@@ -65,17 +65,30 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL on AVX-512")
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("as_compiled", [False, True])
 @pytest.mark.parametrize(
     ("a", "b"), [(512, 2048), (769, 1400), (1025, 1024), (1152, 600), (2816, 1024), (1024, 2816)],
 )  # fmt: skip
-def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(a: int, b: int, turned: bool) -> None:
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
+    a: int, b: int, turned: bool, as_compiled: bool
+) -> None:
     w = torch.randn(b, a).t() if turned else torch.randn(a, b)
     x, truth = torch.randn(400, a), {}
     for threads in (1, 2):
         with torch_threads(threads):
-            truth[threads] = rows_mm(x, w, torch.empty(400, b), Pages())
-            for rows in (*(() if turned else (2, 7)), 16, 17, 37, 100, 191, 192, 300, *EDGES):
-                got = rows_mm(x[:rows], w, torch.empty(rows, b), Pages())
+            truth[threads] = rows_mm(x, w, torch.empty(400, b), Pages(), as_compiled=as_compiled)
+            for rows in (
+                *((1, 2) if as_compiled else () if turned else (2, 7)),
+                16,
+                17,
+                37,
+                100,
+                191,
+                192,
+                300,
+                *EDGES,
+            ):
+                got = rows_mm(x[:rows], w, torch.empty(rows, b), Pages(), as_compiled=as_compiled)
                 assert torch.equal(got, truth[threads][:rows]), f"{rows} rows, {threads} threads"
     if not (turned and a > 2 * mkl.DEPTH and a % mkl.DEPTH == 1):
         assert torch.equal(truth[1], truth[2])
@@ -88,15 +101,18 @@ def test_each_form_is_taken_where_it_is_the_faster(monkeypatch: pytest.MonkeyPat
         real = getattr(mkl, name)
         monkeypatch.setattr(mkl, name, lambda *args, n=name, f=real: (taken.append(f"{n} {args[3]}"), f(*args))[1])
 
-    def of(rows: int, w: torch.Tensor, threads: int) -> str:
+    def of(rows: int, w: torch.Tensor, threads: int, **how: bool) -> str:
         taken.clear()
         with torch_threads(threads):
-            rows_mm(torch.randn(rows, w.shape[0]), w, torch.empty(rows, w.shape[1]), Pages())
+            rows_mm(torch.randn(rows, w.shape[0]), w, torch.empty(rows, w.shape[1]), Pages(), **how)
         return taken[0] if taken else "mm"
 
     apart, near = torch.randn(1100, 1024), torch.randn(1100, 600)
     assert {of(rows, apart, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 128"}
     assert {of(rows, near, threads) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 512"}
+    assert {of(rows, apart, threads, as_compiled=True) for rows in (20, 300) for threads in (1, 2)} == {"_in_steps 384"}
+    assert of(300, torch.randn(1024, 700).t(), 1, as_compiled=True) == "_in_steps 384"
+    assert of(300, torch.randn(600, 700).t(), 1, as_compiled=True) == of(300, apart.t(), 1, as_compiled=True) == "mm"
     assert of(80, torch.randn(1024, 1100).t(), 1) == "_turned 384"
     assert of(81, torch.randn(1024, 1100).t(), 1) == of(20, torch.randn(600, 700).t(), 1) == "mm"
     assert of(63, torch.randn(600, 700).t(), 2) == of(16, torch.randn(700, 700).t(), 6) == "_side_by_side 2"

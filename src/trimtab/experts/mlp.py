@@ -34,11 +34,11 @@ from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp_fused import FusedMLP, covers, number_of
+from trimtab.experts.mlp_fused import FusedMLP, by_blocks, covers, either, fused, number_of
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
-from trimtab.kernels.rows import combine_rows
+from trimtab.kernels.rows import Bags, combine_rows
 
 
 def expert_mlp(
@@ -108,7 +108,11 @@ def function_of(call: ExpertCall) -> type[Function]:
 
         if fused(call):
             return TritonMLP
-    return FusedMLP if covers(call) else _ExpertMLP
+    if not covers(call):
+        return _ExpertMLP
+    if either(call):
+        return _EitherMLP
+    return _ExpertMLP if by_blocks(call) else FusedMLP
 
 
 class _ExpertMLP(Function):
@@ -159,7 +163,7 @@ class _ExpertMLP(Function):
                 out_RD[r] = out
         ctx.call = call
         ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *saved)
-        return combine_rows(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0].to(x.dtype))
+        return combine_rows(out_RD, _bags(call), None if math.folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -172,11 +176,12 @@ class _ExpertMLP(Function):
         dtype = kernels.compute_dtype(x.dtype)
         w_R1, number = slot_weights(w_MK, plan).to(dtype), number_of(math.activation)
         grads = call.gradients(needs) if call.defer is None else None
+        pres = _by_block(call, saved)
         d_pres: list[Tensor] = []
         d_params = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in math.params]
         dx_RD = kernels.empty_rows(plan.row_R.shape[0], x.shape[1], x.dtype, plan.offsets_e) if need_x else None
         dw_R = w_MK.new_zeros(plan.row_R.shape[0])
-        parts = iter(saved)
+        parts = iter(pres)
         for block in call.blocks():
             e, r = block.experts, block.rows
             w, pre = w_R1[r], next(parts).to(dtype)
@@ -214,14 +219,39 @@ class _ExpertMLP(Function):
                 if not direct:
                     dx_RD[r] = dx
             del d_pre
-        d_x = None if dx_RD is None else combine_rows(dx_RD, plan.row_bags)
+        d_x = None if dx_RD is None else combine_rows(dx_RD, _bags(call))
         d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
         d_own = [d.to(p.dtype) for d, p in zip(d_params, math.params, strict=True)]
         if grads is not None:
             return (None, d_x, d_w, *grads.close(), None, *d_own)
         assert call.defer is not None
-        call.defer(lambda: _delayed(call, x, w_R1, dy, saved, d_pres))
+        call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres))
         return (None, d_x, d_w, None, None, None, None, None, *d_own)
+
+
+class _EitherMLP(Function):
+    """Large experts in float32: each pass in the way that is the faster, with the same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ExpertCall, *inputs: Tensor) -> Tensor:
+        return (FusedMLP if fused(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        grads: tuple[Tensor | None, ...]
+        grads = (FusedMLP if fused(ctx.call, backward=True) else _ExpertMLP).backward(ctx, dy)
+        return grads
+
+
+def _bags(call: ExpertCall) -> Bags:
+    bags = call.plan.row_bags
+    return bags.ascending() if function_of(call) is _EitherMLP and call.plan.top_k > 1 else bags
+
+
+def _by_block(call: ExpertCall, saved: list[Tensor]) -> list[Tensor]:
+    """What was saved for each block, also if all of it was saved as one tensor."""
+    return [saved[0][block.rows] for block in call.blocks()] if len(saved) == 1 else saved
 
 
 def _up_gradients(grads: ExpertGradients, call: ExpertCall, x: Tensor, d_pre: Tensor, block: Block) -> None:

@@ -2,7 +2,8 @@
 
 Covered are the built-in activations with or without biases, weights in float32 or bfloat16 in either layout, weights
 inside or in the combine, `main_grad` and delayed weight gradients. A norm behind the experts, activations with
-parameters or of one's own, other dtypes, recipes and large experts in float32 go block by block: `covers` says which.
+parameters or of one's own, other dtypes and recipes go block by block, and large experts in float32 where that is the
+faster: `covers`, `either`, `fused` and `by_blocks` say which.
 
 Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. Experts
 are worked on in waves, and what lies between two products lives as long as its wave; the gradients of the
@@ -28,13 +29,16 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
 from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 from trimtab.kernels.grouped import put
+from trimtab.kernels.mkl import EITHER, same_bits
 
 Fields = dict[str, Any]
 
 LARGE = 1 << 20
-"""D * F of one expert from which the machine's own float32 GEMM, block by block, is the faster: measured at 1024 x 2816
-(a quarter of the time less) and at 1024 x 512 (about equal). It depends on the shape alone, so that a row's path does
-not depend on the other rows."""
+"""D * F of one expert from which float32 is faster block by block if its path may not depend on the number of rows."""
+
+FEW = ((384, 128), (768, 256))
+"""Rows an expert up to which large experts in float32 take less time here than block by block: forward and backward, on
+one thread and on several."""
 
 
 def covers(call: ExpertCall) -> bool:
@@ -44,10 +48,36 @@ def covers(call: ExpertCall) -> bool:
     each = [t for t in call.weights.each if t is not None]
     dtype = call.weights.up.dtype
     plain = call.math.post_norm is None and number_of(call.math.activation) is not None
-    faster = dtype != torch.float32 or call.weights.down[0].numel() < LARGE
-    return plain and faster and dtype in TYPES and all(
+    return plain and dtype in TYPES and all(
         t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu" for t in each
     )  # fmt: skip
+
+
+def either(call: ExpertCall) -> bool:
+    """Whether these are experts in float32 of such a size that the machine's own GEMM computes them faster where rows
+    are many, and with the same bits: if rows are summed in the experts' order."""
+    axis = 1 if call.weights.transposed else 2
+    dim, hidden = call.weights.up.shape[axis], call.weights.down.shape[axis]
+    plain = call.weights.up_bias is None and call.weights.down_bias is None
+    sized = call.weights.up.dtype == torch.float32 and dim * hidden >= EITHER
+    return plain and sized and not isinstance(call.math.activation, ClampedSwiGLU) and same_bits(
+        dim, hidden, _width(call)
+    )  # fmt: skip
+
+
+def by_blocks(call: ExpertCall) -> bool:
+    """Whether these are others in float32 so large that they go block by block, whatever the number of rows."""
+    return call.weights.up.dtype == torch.float32 and call.weights.down[0].numel() >= LARGE
+
+
+def fused(call: ExpertCall, *, backward: bool) -> bool:
+    """Whether a pass of what may go `either` way takes less time here, by the mean number of rows.
+
+    Measured at 1024 x 2816, in the time that blocks take: of 64 rows 0.83 forward and 0.89 forward and backward on one
+    thread, 0.76 and 0.88 on two; of 512 rows 1.0 and 1.1, 0.97 and 1.04.
+    """
+    most = FEW[torch.get_num_threads() > 1][backward]
+    return call.plan.row_R.shape[0] <= most * call.weights.up.shape[0]
 
 
 def number_of(activation: Activation) -> int | None:

@@ -52,9 +52,10 @@ class ExpertMLP(GroupedModule):
                                   several threads and where the weights' gradients are made from them: v = s, no delay
         for weight gradients      s W F where v = 2, s W I where s is not v
         for sums of tokens        4 M D where s = 2
-        for each thread           p (v D + 128) bytes, or 0.35 MB, and 0.9 MB, but 2.2 MB for gradients where v = 2
+        for each thread           p (v D + 128) bytes, or 0.52 MB, and 1.0 MB, but 2.2 MB for gradients where v = 2
 
-    Large experts in float32 (D F >= 2^20) are as on "loop", with 1.3 MB for each thread where they have 48 to 199 rows.
+    Large experts in float32 are as on "loop", but for either pass that `trimtab.experts.mlp_fused.fused` makes another
+    way, with 1.6 MB for each thread where they have 48 to 199 rows: those with D F >= 2^20, and without biases 2^19.
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 

@@ -113,6 +113,7 @@ class CompiledKernels(LoopKernels):
     """
 
     name = "compiled"
+    as_compiled = True
 
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():

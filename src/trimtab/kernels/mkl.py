@@ -5,7 +5,8 @@ For float32 on AVX-512. x w is left as it is, but for these:
     in steps        of a deep weight, A > 768, MKL adds few rows in another order than many. In steps over A the order
                     is the same however many rows and threads there are. Steps are short where the weight's rows are a
                     multiple of 4096 bytes apart: all lines of one of its columns belong in one set of the cache, and a
-                    step takes no more of them than there is room for (0.65 to 0.9 of the time up to 191 rows)
+                    step takes no more of them than there is room for (0.7 to 0.9 of the time up to 128 rows on one
+                    thread, but 1.04 to 1.1 with more of either)
     turned          w^T x^T, turned back, of few rows and a weight whose columns lie in memory as rows: on one thread
                     0.7 to 0.95 of the time
     side by side    of the same on several threads, each with its part of B: MKL leaves so few rows to one of them
@@ -15,7 +16,9 @@ A weight's gradient, x^T dy, takes MKL twice as long over 48 rows as over 47; up
 needs less (`slow_gradient`).
 
 A row's bits are those that it has among any number of rows from 2 on, or from 16 on where the weight's columns lie in
-memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768.
+memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768. Within a step MKL
+takes one fused multiply-add after the other, as the compiled kernels do: with their steps, and with fewer than 16 rows
+filled up with zeros, the bits are the same.
 
 Legend: R rows, P rows filled up to whole registers, A and B the widths of the GEMM, p parts, b = B / p.
 """
@@ -33,6 +36,8 @@ TURNED, BESIDE = 80, 63
 """Rows up to which the two forms are the faster: with more, MKL brings the weight into order itself."""
 LARGE = 1 << 20
 """Values of a weight from which turning rows is the less work."""
+EITHER = 1 << 19
+"""Values of a weight from which MKL computes products faster than compiled kernels where rows are many."""
 SHORT, LONG, PAGE, REGISTER = 128, 512, 4096, 16
 DEPTH = 384
 """Values of A that MKL adds up before it adds the sums, if there are more than twice as many: with columns that lie as
@@ -48,13 +53,26 @@ def slow_gradient(rows: int, *, add: bool) -> bool:
     return _measured() and rows in (SLOW_ADDED if add else SLOW)
 
 
-def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:
-    """x w into `out`, for operands of one dtype on the CPU."""
+def same_bits(*widths: int) -> bool:
+    """Whether products that add up so many values have the same bits here and by compiled kernels, if `as_compiled`."""
+    return _measured() and all(width % DEPTH != 1 for width in widths)
+
+
+def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages, *, as_compiled: bool = False) -> Tensor:
+    """x w into `out`, for operands of one dtype on the CPU.
+
+    as_compiled: with the bits of the compiled kernels, if w is large and the machine one for which they are known.
+    """
     if x_RA.dtype != torch.float32 or not _measured():
         return torch.mm(x_RA, w_AB, out=out_RB)
     rows, depth, threads = *x_RA.shape, torch.get_num_threads()
     deep = depth > 2 * DEPTH
     along_A, along_B = w_AB.stride()
+    if as_compiled and w_AB.numel() >= EITHER:
+        if 0 < rows < REGISTER:
+            return _filled_up(x_RA, w_AB, out_RB, pages)
+        if along_B == 1 or not deep:
+            return _in_steps(x_RA, w_AB, out_RB, DEPTH)
     if along_B == 1:
         apart = along_A * 4 % PAGE == 0
         return _in_steps(x_RA, w_AB, out_RB, (SHORT if apart else LONG) if deep else depth)
@@ -80,6 +98,14 @@ def _in_steps(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, step: int) -> Tensor:
     for i, (x, w) in enumerate(zip(torch.split(x_RA, step, 1), torch.split(w_AB, step), strict=True)):
         torch.addmm(out_RB, x, w, beta=int(i > 0), out=out_RB)  # beta 0 ignores what was there, even NaN
     return out_RB
+
+
+def _filled_up(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages) -> Tensor:
+    rows = x_RA.shape[0]
+    x_PA = pages.empty(REGISTER, x_RA.shape[1], dtype=x_RA.dtype)
+    x_PA[:rows], x_PA[rows:] = x_RA, 0
+    out_PB = pages.empty(REGISTER, w_AB.shape[1], dtype=x_RA.dtype)
+    return out_RB.copy_(rows_mm(x_PA, w_AB, out_PB, pages, as_compiled=True)[:rows])
 
 
 def _turned(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, step: int, pages: Pages) -> Tensor:

@@ -22,6 +22,13 @@ class Bags:
     index: Tensor
     offsets: Tensor
 
+    def ascending(self) -> Bags:
+        """The same bags on the CPU, each in the order of its rows."""
+        bag_n = torch.repeat_interleave(self.offsets.diff())
+        index = self.index[: len(bag_n)]
+        step = int(index.max()) + 1 if len(index) else 1
+        return Bags(index=(bag_n * step + index).sort().values - bag_n * step, offsets=self.offsets)
+
 
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """x[index]: [len(index), D]. The indices must be in range."""

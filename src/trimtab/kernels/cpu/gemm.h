@@ -8,8 +8,9 @@
 
 #include "simd.h"
 
-constexpr long KC = 256;            // floats of K that are brought at once
+constexpr long KC = 384;            // floats of K that are brought at once: as many as MKL adds up in one go
 constexpr long MC = 512;            // rows of A that a task takes at most
+constexpr long RC = 256;            // rows that are brought at once for a gradient
 constexpr long NC = 256;            // columns of B that are brought at once, at most
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B

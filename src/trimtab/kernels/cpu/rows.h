@@ -203,8 +203,9 @@ struct Combine {
         const bool begins = ends.first[r], ends_here = ends.last[r];
         for (long d = d0; d < d0 + n; d += VL, got += VL) {
             __builtin_prefetch(sums + next + d, 1);
-            vf v = w * load(got);
-            if (!begins) v += load(sums + at + d, d0 + n - d);
+            vf before{};
+            if (!begins) before = load(sums + at + d, d0 + n - d);
+            const vf v = w * load(got) + before;
             if (ends_here) store(to + at + d, v, d0 + n - d);
             else store(sums + at + d, v, d0 + n - d);
         }

@@ -120,12 +120,12 @@ inline std::pair<long, long> most_of_block(Floats, const Call&, const Wave&, lon
 template <class T>
 void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
     const Gradient g(o.c, t);
-    const bool direct = g.direct(t.qn) && (!g.add || (g.wide && g.rows <= KC));  // the sums once
+    const bool direct = g.direct(t.qn) && (!g.add || (g.wide && g.rows <= RC));  // the sums once
     const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
-        const long kn = std::min(KC, g.rows - k0);
-        const bool last = k0 + KC >= g.rows;
+        const long kn = std::min(RC, g.rows - k0);
+        const bool last = k0 + RC >= g.rows;
         const Place panels = panels_of(s.b);
         bring(o, g.right, g.start, k0, kn, t.q0, t.qn, panels);
         for (long part = 0; part < parts; part++) {
@@ -139,7 +139,7 @@ void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
             multiply(Floats(), pn, t.qn, 0, kn, {s.x, VL, false}, panels.p, way);
             if (last && !direct) g.put(sums, LDC, p, pn, 0, t.qn);
         }
-        k0 += KC;
+        k0 += RC;
     } while (k0 < g.rows);
 }
 
@@ -151,8 +151,8 @@ void bias_sum(const Operands<T>& o, Operand which, long e, long wide, bool weigh
     for (long n0 = 0; n0 < wide; n0 += QC) {
         const long nn = std::min(QC, wide - n0);
         memset(s.c, 0, QC * sizeof(float));
-        for (long k0 = 0; k0 < rows; k0 += KC) {
-            const long kn = std::min(KC, rows - k0);
+        for (long k0 = 0; k0 < rows; k0 += RC) {
+            const long kn = std::min(RC, rows - k0);
             bring(o, which, start, k0, kn, n0, nn, rows_of(s.x, LDC));
             for (long k = 0; k < kn; k++) {
                 const float w = weighted ? weight_of(c, start + k0 + k) : 1.0f;
