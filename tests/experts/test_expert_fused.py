@@ -62,7 +62,7 @@ def go(fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
         taken.add(backward)
         return fused[backward]
 
-    monkeypatch.setattr(mlp, "fused", way)
+    monkeypatch.setattr(mlp, "fused_is_faster", way)
     return taken
 
 
@@ -113,6 +113,7 @@ def test_experts_that_may_go_either_way_equal_oracle(
 ) -> None:
     taken = go(fused, monkeypatch)
     monkeypatch.setattr(mlp_fused, "EITHER", 0)
+    monkeypatch.setattr(mkl, "NARROW", 0)
     assert function_of(a_call(variant)) is mlp._EitherMLP
     grid.check("compiled", torch.float32, routing, variant, False, transposed)
     assert {False, True} <= taken
@@ -120,24 +121,25 @@ def test_experts_that_may_go_either_way_equal_oracle(
 
 @known
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("gradients", ["grad", "main_grad", "delayed"])
 @pytest.mark.parametrize("variant", ["swiglu", "gelu"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("weights", ["experts", "combine"])
-@pytest.mark.parametrize(("dim", "hidden"), [(1024, 520), (512, 1040)])
+@pytest.mark.parametrize(("dim", "hidden"), [(1024, 520), (512, 1040), (256, 2064)])
 def test_either_way_has_the_same_bits(
-    threads: int, delay: bool, variant: str, transposed: bool, weights: Literal["experts", "combine"], dim: int,
+    threads: int, gradients: str, variant: str, transposed: bool, weights: Literal["experts", "combine"], dim: int,
     hidden: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Also where an expert has a row or none, and a row fewer than K experts."""
+    """Also where an expert has a row, none or many, and a row fewer than K experts."""
     torch.manual_seed(0)
     math = ExpertMath(activation=BUILT_IN[variant].ours(), weights=weights)
     width = hidden * BUILT_IN[variant].width
     shapes = ((5, dim, width), (5, hidden, dim)) if transposed else ((5, width, dim), (5, dim, hidden))
     up, down = (torch.randn(*shape).div_(30).requires_grad_() for shape in shapes)
-    x, dy = torch.randn(2, 60, dim)
-    ids, w = torch.rand(60, 3).argsort(1) + torch.tensor([0, 0, -1]), torch.rand(60, 3)
+    x, dy = torch.randn(2, 90, dim)
+    ids, w = torch.rand(90, 3).argsort(1) + torch.tensor([0, 0, -1]), torch.rand(90, 3)
     ids[7, 1] = 4
+    up.main_grad, down.main_grad = torch.zeros_like(up), torch.zeros_like(down)  # type: ignore[attr-defined]
     found = []
     for fused in ((False, False), (True, False), (True, True)):
         with torch_threads(threads), monkeypatch.context() as patch:
@@ -146,13 +148,16 @@ def test_either_way_has_the_same_bits(
             kernels = compiled_kernels()
             y = expert_mlp(
                 *leaves, plan_experts(ids, 5, kernels=kernels), ExpertWeights(up=up, down=down, transposed=transposed),
-                math, kernels, defer=jobs.append if delay else None,
+                math, kernels, defer=jobs.append if gradients == "delayed" else None,
+                main_grad="overwrite" if gradients == "main_grad" else "off",
             )  # fmt: skip
             y.backward(dy)
             with torch.no_grad():
-                grads = jobs[0]()[1] if delay else [up.grad, down.grad]
+                grads = jobs[0]()[1] if jobs else [up.grad, down.grad]
+                if gradients == "main_grad":
+                    grads = [up.main_grad.clone(), down.main_grad.clone()]  # type: ignore[attr-defined]
         assert taken == {False, True}
-        assert len(jobs) == delay
+        assert len(jobs) == (gradients == "delayed")
         up.grad = down.grad = None
         found.append([y.detach(), *(leaf.grad for leaf in leaves), *grads])
     for others in found[1:]:
@@ -166,12 +171,44 @@ def test_each_pass_goes_the_way_that_is_the_faster() -> None:
         plan = plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 2)
         call = ExpertCall(**{**vars(a_call()), "plan": plan})
         with torch_threads(threads):
-            return mlp_fused.fused(call, backward=False), mlp_fused.fused(call, backward=True)
+            return mlp_fused.fused_is_faster(call, backward=False), mlp_fused.fused_is_faster(call, backward=True)
 
     (forward, backward), (more, further) = mlp_fused.FEW
+    assert max(backward, further) <= min(forward, more)
     assert ways(0, 1) == ways(2 * backward, 1) == ways(2 * further, 2) == (True, True)
     assert ways(2 * backward + 1, 1) == ways(2 * forward, 1) == ways(2 * more, 2) == (True, False)
     assert ways(2 * forward + 1, 1) == ways(2 * more + 1, 2) == (False, False)
+
+
+@known
+def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
+    """Where the hidden width is small for MKL, and an expert has more rows than its gradients have one order for."""
+    torch.manual_seed(0)
+    module = ExpertMLP(2, 128, 4096, kernels="compiled", dtype=torch.float32)
+    x, w, dy = torch.randn(1700, 128), torch.rand(1700, 1), torch.randn(1700, 128)
+    found = []
+    for rows in (40, 300, 1700):
+        for threads in (1, 2):
+            leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
+            with torch_threads(threads):
+                y = module(leaves[0], (torch.arange(rows) >= 40).long()[:, None], leaves[1])
+                y.backward(dy[:rows])
+            found.append([t[:40].detach() for t in (y, leaves[0].grad, leaves[1].grad) if t is not None])
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(others, found[0], strict=True))
+
+
+@pytest.mark.parametrize("why", ["precision", "machine"])
+def test_there_is_one_way_where_the_bits_would_differ(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = compiled_kernels()
+    monkeypatch.setattr(mlp_fused, "EITHER", 0)
+    monkeypatch.setattr(mkl, "NARROW", 0)
+    if why == "precision":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    else:
+        monkeypatch.setattr(kernels, "sums_as_mkl", False)
+    assert function_of(a_call()) is FusedMLP
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    assert function_of(a_call()) is mlp._ExpertMLP
 
 
 def test_what_may_go_either_way() -> None:
@@ -181,7 +218,9 @@ def test_what_may_go_either_way() -> None:
         call = ExpertCall(**{**vars(a_call()), "weights": weights, "math": module.math})
         return mlp_fused.either(call)
 
-    assert experts(1024, 512) == experts(600, 900, activation="gelu") == mkl._measured()
+    with torch_threads(4):
+        assert experts(1024, 512) == experts(600, 900, activation="gelu") == mkl._measured()
+        assert not experts(2048, 511)
     assert not any((experts(1024, 511), experts(1024, 512, bias=True), experts(1024, 512, dtype=torch.bfloat16)))
     assert not any((experts(1024, 512, activation="clamped_swiglu"), experts(2 * mkl.DEPTH + 1, 1024)))
 

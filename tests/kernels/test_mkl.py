@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -67,8 +68,9 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("as_compiled", [False, True])
 @pytest.mark.parametrize(
-    ("a", "b"), [(512, 2048), (769, 1400), (1025, 1024), (1152, 600), (2816, 1024), (1024, 2816)],
-)  # fmt: skip
+    ("a", "b"),
+    [(512, 2048), (769, 1400), (1025, 1024), (1152, 600), (2816, 1024), (1024, 2816), (4096, 128), (8192, 64)],
+)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
     a: int, b: int, turned: bool, as_compiled: bool
 ) -> None:
@@ -92,6 +94,22 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
                 assert torch.equal(got, truth[threads][:rows]), f"{rows} rows, {threads} threads"
     if not (turned and a > 2 * mkl.DEPTH and a % mkl.DEPTH == 1):
         assert torch.equal(truth[1], truth[2])
+
+
+@pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL on AVX-512")
+@pytest.mark.parametrize(
+    ("threads", "a", "b"),
+    [(1, 8192, 64), (2, 4096, 256), (2, 2816, 1024), (3, 1024, 1024), (8, 2816, 1024), (16, 1536, 2048)],
+)
+def test_many_threads_and_narrow_products_have_the_bits_of_one_thread_s_steps(threads: int, a: int, b: int) -> None:
+    assert b >= mkl.NARROW * threads or threads == 1
+    w, x = torch.randn(b, a).t(), torch.randn(70, a)
+    with torch_threads(1):
+        truth = mkl._in_steps(x, w, torch.empty(70, b), mkl.DEPTH)
+    with torch_threads(threads):
+        for rows, as_compiled in itertools.product((16, 40, 63, 70), (False, True)):
+            got = rows_mm(x[:rows], w, torch.empty(rows, b), Pages(), as_compiled=as_compiled)
+            assert torch.equal(got, truth[:rows]), f"{rows} rows"
 
 
 def test_each_form_is_taken_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp_fused import FusedMLP, by_blocks, covers, either, fused, number_of
+from trimtab.experts.mlp_fused import FusedMLP, by_blocks, covers, either, fused_is_faster, number_of
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
@@ -230,23 +230,24 @@ class _ExpertMLP(Function):
 
 
 class _EitherMLP(Function):
-    """Large experts in float32: each pass in the way that is the faster, with the same bits."""
+    """Large experts in float32: each pass in the way that is the faster, a row's bits the same."""
 
     @staticmethod
     def forward(ctx: Any, call: ExpertCall, *inputs: Tensor) -> Tensor:
-        return (FusedMLP if fused(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
+        return (FusedMLP if fused_is_faster(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         grads: tuple[Tensor | None, ...]
-        grads = (FusedMLP if fused(ctx.call, backward=True) else _ExpertMLP).backward(ctx, dy)
+        grads = (FusedMLP if fused_is_faster(ctx.call, backward=True) else _ExpertMLP).backward(ctx, dy)
         return grads
 
 
 def _bags(call: ExpertCall) -> Bags:
+    """The expert rows of each row, in the order in which FusedMLP sums them if it may be the one that does."""
     bags = call.plan.row_bags
-    return bags.ascending() if function_of(call) is _EitherMLP and call.plan.top_k > 1 else bags
+    return bags.ascending() if call.plan.top_k > 1 and covers(call) and either(call) else bags
 
 
 def _by_block(call: ExpertCall, saved: list[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Covered are the built-in activations with or without biases, weights in float32 or bfloat16 in either layout, weights
 inside or in the combine, `main_grad` and delayed weight gradients. A norm behind the experts, activations with
 parameters or of one's own, other dtypes and recipes go block by block, and large experts in float32 where that is the
-faster: `covers`, `either`, `fused` and `by_blocks` say which.
+faster: `covers`, `either`, `fused_is_faster` and `by_blocks` say which.
 
 Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. Experts
 are worked on in waves, and what lies between two products lives as long as its wave; the gradients of the
@@ -38,7 +38,7 @@ LARGE = 1 << 20
 
 FEW = ((384, 128), (768, 256))
 """Rows an expert up to which large experts in float32 take less time here than block by block: forward and backward, on
-one thread and on several."""
+one thread and on several. A backward here needs a forward here: no second number may be greater than a first one."""
 
 
 def covers(call: ExpertCall) -> bool:
@@ -55,14 +55,15 @@ def covers(call: ExpertCall) -> bool:
 
 def either(call: ExpertCall) -> bool:
     """Whether these are experts in float32 of such a size that the machine's own GEMM computes them faster where rows
-    are many, and with the same bits: if rows are summed in the experts' order."""
+    are many, and a row with the same bits, if it is summed in the experts' order. Gradients of weights have the same
+    bits over up to 256 rows."""
     axis = 1 if call.weights.transposed else 2
     dim, hidden = call.weights.up.shape[axis], call.weights.down.shape[axis]
     plain = call.weights.up_bias is None and call.weights.down_bias is None
     sized = call.weights.up.dtype == torch.float32 and dim * hidden >= EITHER
-    return plain and sized and not isinstance(call.math.activation, ClampedSwiGLU) and same_bits(
-        dim, hidden, _width(call)
-    )  # fmt: skip
+    if not plain or not sized or isinstance(call.math.activation, ClampedSwiGLU):
+        return False
+    return same_bits(dim, hidden, _width(call)) and _kernels(call).sums_as_mkl
 
 
 def by_blocks(call: ExpertCall) -> bool:
@@ -70,7 +71,7 @@ def by_blocks(call: ExpertCall) -> bool:
     return call.weights.up.dtype == torch.float32 and call.weights.down[0].numel() >= LARGE
 
 
-def fused(call: ExpertCall, *, backward: bool) -> bool:
+def fused_is_faster(call: ExpertCall, *, backward: bool) -> bool:
     """Whether a pass of what may go `either` way takes less time here, by the mean number of rows.
 
     Measured at 1024 x 2816, in the time that blocks take: of 64 rows 0.83 forward and 0.89 forward and backward on one

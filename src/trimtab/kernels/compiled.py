@@ -26,6 +26,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,7 +40,7 @@ from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
-from trimtab.kernels.mkl import slow_gradient
+from trimtab.kernels.mkl import rows_mm, slow_gradient
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
@@ -194,6 +195,22 @@ class CompiledKernels(LoopKernels):
         )  # fmt: skip
         self._lib.trimtab_place_slots(ctypes.byref(places))
         return result
+
+    @cached_property
+    def sums_as_mkl(self) -> bool:
+        """Whether a float32 product has the same bits here and by `rows_mm`: one of several steps is compared."""
+        rows, dim, hidden = 17, 1024, 512
+        row_R = torch.arange(rows, device="cpu")
+        x_RD = torch.arange(rows * dim, dtype=torch.float32, device="cpu").sin().view(rows, dim)
+        up = torch.arange(hidden * dim, dtype=torch.float32, device="cpu").cos().view(1, hidden, dim)
+        pre, y_RD = torch.empty(rows, hidden, device="cpu"), torch.empty_like(x_RD)
+        self.forward({
+            "type": TYPES[x_RD.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": 1, "D": dim,
+            "F": hidden, "row_R": row_R, "slot_R": row_R, "offsets": torch.tensor([0, rows], device="cpu"),
+            "w": torch.ones(rows, 1, device="cpu"), "x": x_RD, "up": up, "down": up.view(1, dim, hidden), "pre": pre,
+            "y": y_RD,
+        })  # fmt: skip
+        return torch.equal(pre, rows_mm(x_RD, up[0].t(), torch.empty_like(pre), self.pages, as_compiled=True))
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
         if number is None or not _in_one_pass(number, pre_RI, w_R1):

@@ -16,9 +16,10 @@ A weight's gradient, x^T dy, takes MKL twice as long over 48 rows as over 47; up
 needs less (`slow_gradient`).
 
 A row's bits are those that it has among any number of rows from 2 on, or from 16 on where the weight's columns lie in
-memory as rows; and with any number of threads, but for such a weight with A = 1 modulo 384, A > 768. Within a step MKL
-takes one fused multiply-add after the other, as the compiled kernels do: with their steps, and with fewer than 16 rows
-filled up with zeros, the bits are the same.
+memory as rows; and with any number of threads that leaves each 128 of B, but for such a weight with A = 1 modulo 384,
+A > 768. Within a step MKL takes one fused multiply-add after the other, as the compiled kernels do: with their steps,
+and with fewer than 16 rows filled up with zeros, the bits are the same. `CompiledKernels.sums_as_mkl` looks whether
+they are on this machine.
 
 Legend: R rows, P rows filled up to whole registers, A and B the widths of the GEMM, p parts, b = B / p.
 """
@@ -43,6 +44,9 @@ DEPTH = 384
 """Values of A that MKL adds up before it adds the sums, if there are more than twice as many: with columns that lie as
 rows always on one thread, and then steps of as many have its bits. Only a last step of one value it takes in another
 order."""
+NARROW, WIDE = 128, 256
+"""Columns of a thread up to which MKL may take other steps than DEPTH of a product of more, and those from which it is
+left to take them."""
 
 SLOW, SLOW_ADDED = range(48, 200), range(48, 112)
 """Rows over which a weight's gradient takes the longer by MKL: written, or added to what is there."""
@@ -54,8 +58,10 @@ def slow_gradient(rows: int, *, add: bool) -> bool:
 
 
 def same_bits(*widths: int) -> bool:
-    """Whether products that add up so many values have the same bits here and by compiled kernels, if `as_compiled`."""
-    return _measured() and all(width % DEPTH != 1 for width in widths)
+    """Whether products of such A and B have the same bits here and by the compiled kernels, if `as_compiled`."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    wide = min(widths) >= NARROW * torch.get_num_threads()
+    return _measured() and exact and wide and all(width % DEPTH != 1 for width in widths)
 
 
 def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages, *, as_compiled: bool = False) -> Tensor:
@@ -77,12 +83,13 @@ def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages, *, as_comp
         apart = along_A * 4 % PAGE == 0
         return _in_steps(x_RA, w_AB, out_RB, (SHORT if apart else LONG) if deep else depth)
     as_mkl = not (deep and depth % DEPTH == 1)
-    if threads == 1:
+    parts = math.gcd(w_AB.shape[1], threads)
+    wide = not deep or w_AB.shape[1] // parts >= WIDE
+    if threads == 1 and wide:
         if rows <= TURNED and w_AB.numel() >= LARGE and along_A == 1 and as_mkl:
             return _turned(x_RA, w_AB, out_RB, DEPTH if deep else depth, pages)
         return torch.mm(x_RA, w_AB, out=out_RB)
-    parts = math.gcd(w_AB.shape[1], threads)
-    if REGISTER <= rows <= BESIDE and parts > 1 and along_A == 1 and as_mkl:
+    if REGISTER <= rows <= BESIDE and parts > 1 and along_A == 1 and as_mkl and wide:
         return _side_by_side(x_RA, w_AB, out_RB, parts, pages)
     return _in_steps(x_RA, w_AB, out_RB, DEPTH if deep else depth)
 
