@@ -197,18 +197,26 @@ def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(others, found[0], strict=True))
 
 
-@pytest.mark.parametrize("why", ["precision", "machine"])
+@pytest.mark.parametrize("why", ["medium", "bf16", "machine"])
 def test_there_is_one_way_where_the_bits_would_differ(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = compiled_kernels()
     monkeypatch.setattr(mlp_fused, "EITHER", 0)
     monkeypatch.setattr(mkl, "NARROW", 0)
-    if why == "precision":
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    else:
-        monkeypatch.setattr(kernels, "sums_as_mkl", False)
-    assert function_of(a_call()) is FusedMLP
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
-    assert function_of(a_call()) is mlp._ExpertMLP
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        if why == "medium":
+            torch.set_float32_matmul_precision(why)
+        elif why == "bf16":
+            matmul.fp32_precision = why
+        else:
+            monkeypatch.setattr(kernels, "sums_as_mkl", False)
+        assert function_of(a_call()) is FusedMLP
+        monkeypatch.setattr(mlp_fused, "LARGE", 0)
+        assert function_of(a_call()) is mlp._ExpertMLP
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
 
 
 def test_what_may_go_either_way() -> None:

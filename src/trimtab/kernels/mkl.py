@@ -59,7 +59,7 @@ def slow_gradient(rows: int, *, add: bool) -> bool:
 
 def same_bits(*widths: int) -> bool:
     """Whether products of such A and B have the same bits here and by the compiled kernels, if `as_compiled`."""
-    exact = torch.get_float32_matmul_precision() == "highest"
+    exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
     wide = min(widths) >= NARROW * torch.get_num_threads()
     return _measured() and exact and wide and all(width % DEPTH != 1 for width in widths)
 
