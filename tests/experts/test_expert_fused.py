@@ -165,7 +165,6 @@ def test_either_way_has_the_same_bits(
             assert torch.equal(a, b), name
 
 
-@known
 def test_each_pass_goes_the_way_that_is_the_faster() -> None:
     def ways(rows: int, threads: int) -> tuple[bool, bool]:
         plan = plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 2)

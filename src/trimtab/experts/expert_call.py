@@ -6,7 +6,7 @@ Legend: e local experts, D model dim, I width of the pre-activations, F expert h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -74,6 +74,7 @@ class ExpertCall:
     keep: whether a backward may come. defer: takes delayed weight gradients. products: of a recipe, if there is one.
     pre: [at least R, I] in the parameters' dtype, into whose first R rows the forward puts the pre-activations that
         the backward reads, where they must lie in one tensor; None where each block may keep its own.
+    as_compiled: whether blocks have the bits of the compiled kernels, which may make the other pass.
     """
 
     plan: ExpertPlan
@@ -85,9 +86,11 @@ class ExpertCall:
     defer: Callable[[WgradJob], None] | None = None
     products: TwoProducts | None = None
     pre: Tensor | None = None
+    as_compiled: bool = False
 
     def blocks(self) -> Iterator[Block]:
-        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER, self.weights.up.dtype)
+        made = self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER, self.weights.up.dtype)
+        return (replace(block, as_compiled=True) for block in made) if self.as_compiled else made
 
     def by_row(self, weight: Tensor) -> Tensor:
         """A parameter, or a part of one, as [e, in, out]."""

@@ -21,6 +21,7 @@ F expert hidden dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -234,20 +235,21 @@ class _EitherMLP(Function):
 
     @staticmethod
     def forward(ctx: Any, call: ExpertCall, *inputs: Tensor) -> Tensor:
+        call = replace(call, as_compiled=True)
         return (FusedMLP if fused_is_faster(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call = replace(ctx.call, as_compiled=True)  # in a compiled graph it is not the forward's
         grads: tuple[Tensor | None, ...]
         grads = (FusedMLP if fused_is_faster(ctx.call, backward=True) else _ExpertMLP).backward(ctx, dy)
         return grads
 
 
 def _bags(call: ExpertCall) -> Bags:
-    """The expert rows of each row, in the order in which FusedMLP sums them if it may be the one that does."""
     bags = call.plan.row_bags
-    return bags.ascending() if call.plan.top_k > 1 and covers(call) and either(call) else bags
+    return bags.ascending() if call.as_compiled and call.plan.top_k > 1 else bags
 
 
 def _by_block(call: ExpertCall, saved: list[Tensor]) -> list[Tensor]:

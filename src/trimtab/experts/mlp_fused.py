@@ -29,12 +29,13 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
 from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 from trimtab.kernels.grouped import put
-from trimtab.kernels.mkl import EITHER, same_bits
+from trimtab.kernels.mkl import same_bits
 
 Fields = dict[str, Any]
 
-LARGE = 1 << 20
-"""D * F of one expert from which float32 is faster block by block if its path may not depend on the number of rows."""
+EITHER, LARGE = 1 << 19, 1 << 20
+"""D * F of one expert from which float32 is faster block by block where rows are many, and from which it goes that way
+if its path may not depend on their number."""
 
 FEW = ((384, 128), (768, 256))
 """Rows an expert up to which large experts in float32 take less time here than block by block: forward and backward, on
@@ -58,17 +59,20 @@ def either(call: ExpertCall) -> bool:
     are many, and a row with the same bits, if it is summed in the experts' order. Gradients of weights have the same
     bits over up to 256 rows."""
     axis = 1 if call.weights.transposed else 2
-    dim, hidden = call.weights.up.shape[axis], call.weights.down.shape[axis]
+    widths = call.weights.up.shape[axis], call.weights.down.shape[axis], _width(call)
     plain = call.weights.up_bias is None and call.weights.down_bias is None
-    sized = call.weights.up.dtype == torch.float32 and dim * hidden >= EITHER
-    if not plain or not sized or isinstance(call.math.activation, ClampedSwiGLU):
+    if not plain or not _sized(call, EITHER) or isinstance(call.math.activation, ClampedSwiGLU):
         return False
-    return same_bits(dim, hidden, _width(call)) and _kernels(call).sums_as_mkl
+    return same_bits(*widths) and _kernels(call).sums_as_mkl
 
 
 def by_blocks(call: ExpertCall) -> bool:
     """Whether these are others in float32 so large that they go block by block, whatever the number of rows."""
-    return call.weights.up.dtype == torch.float32 and call.weights.down[0].numel() >= LARGE
+    return _sized(call, LARGE)
+
+
+def _sized(call: ExpertCall, least: int) -> bool:
+    return call.weights.up.dtype == torch.float32 and call.weights.down[0].numel() >= least
 
 
 def fused_is_faster(call: ExpertCall, *, backward: bool) -> bool:

@@ -114,7 +114,6 @@ class CompiledKernels(LoopKernels):
     """
 
     name = "compiled"
-    as_compiled = True
 
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():

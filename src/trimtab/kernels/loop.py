@@ -30,8 +30,6 @@ class LoopKernels(HiddenKernels):
     """A block is one expert, several of few rows, or several of as many rows each. For the CPU."""
 
     name = "loop"
-    as_compiled = False
-    """Whether products have the bits of the compiled kernels, see `trimtab.kernels.mkl`."""
 
     def __init__(self) -> None:
         self.pages = shared_pages()
@@ -86,7 +84,7 @@ class LoopKernels(HiddenKernels):
         if x_RA.dtype == torch.bfloat16:
             return onednn.rows_times(x_RA, w_eAB.to(x_RA.dtype), _sizes(block), out, self.pages)
         for x, w, y in zip(_cut(x_RA, block), w_eAB.unbind(), _cut(out, block), strict=True):
-            rows_mm(x, w.to(x.dtype), y, self.pages, as_compiled=self.as_compiled)
+            rows_mm(x, w.to(x.dtype), y, self.pages, as_compiled=block.as_compiled)
         return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:

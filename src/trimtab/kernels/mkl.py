@@ -37,8 +37,6 @@ TURNED, BESIDE = 80, 63
 """Rows up to which the two forms are the faster: with more, MKL brings the weight into order itself."""
 LARGE = 1 << 20
 """Values of a weight from which turning rows is the less work."""
-EITHER = 1 << 19
-"""Values of a weight from which MKL computes products faster than compiled kernels where rows are many."""
 SHORT, LONG, PAGE, REGISTER = 128, 512, 4096, 16
 DEPTH = 384
 """Values of A that MKL adds up before it adds the sums, if there are more than twice as many: with columns that lie as
@@ -58,7 +56,7 @@ def slow_gradient(rows: int, *, add: bool) -> bool:
 
 
 def same_bits(*widths: int) -> bool:
-    """Whether products of such A and B have the same bits here and by the compiled kernels, if `as_compiled`."""
+    """Whether products of such A and B, if `as_compiled`, have the bits of the compiled kernels."""
     exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
     wide = min(widths) >= NARROW * torch.get_num_threads()
     return _measured() and exact and wide and all(width % DEPTH != 1 for width in widths)
@@ -67,14 +65,14 @@ def same_bits(*widths: int) -> bool:
 def rows_mm(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, pages: Pages, *, as_compiled: bool = False) -> Tensor:
     """x w into `out`, for operands of one dtype on the CPU.
 
-    as_compiled: with the bits of the compiled kernels, if w is large and the machine one for which they are known.
+    as_compiled: with the bits of the compiled kernels, where they are the `same_bits`.
     """
     if x_RA.dtype != torch.float32 or not _measured():
         return torch.mm(x_RA, w_AB, out=out_RB)
     rows, depth, threads = *x_RA.shape, torch.get_num_threads()
     deep = depth > 2 * DEPTH
     along_A, along_B = w_AB.stride()
-    if as_compiled and w_AB.numel() >= EITHER:
+    if as_compiled:
         if 0 < rows < REGISTER:
             return _filled_up(x_RA, w_AB, out_RB, pages)
         if along_B == 1 or not deep:
