@@ -336,15 +336,53 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
 
-@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (300, 1100)])
+@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (300, 1100), (96, 64), (416, 288)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_s_bits_depend_on_that_row_alone(dtype: torch.dtype, dim: int, hidden: int) -> None:
+    """Expert rows from one to many: of few the weights are read where they lie, if widths are multiples of 32."""
     everything = run(torch.arange(1500), 1, dtype, dim, hidden)
-    for rows in (torch.tensor([700]), torch.arange(693, 708), torch.arange(600, 780), torch.arange(200, 1200)):
+    few = [torch.arange(700 - n // 2, 700 + n // 2 + 1) for n in (2, 6, 12, 14, 22, 24, 44, 48, 70, 90, 100)]
+    for rows in (torch.tensor([700]), torch.arange(693, 708), torch.arange(600, 780), torch.arange(200, 1200), *few):
         at = rows.tolist().index(700)
-        part = run(rows, 1, dtype, dim, hidden)
+        part = run(rows, 1 + len(rows) % 2, dtype, dim, hidden)
         for name in ("y", "dx", "dw"):
             assert torch.equal(part[name][at], everything[name][700]), f"{name} of row 700 among {len(rows)}"
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", ["swiglu", "clamped_swiglu", "gelu"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "dim", "hidden"), [(7, 64, 96), (30, 416, 32), (80, 32, 544), (60, 3104, 64)])
+def test_few_rows_equal_oracle(
+    rows: int, dim: int, hidden: int, transposed: bool, variant: str, dtype: torch.dtype, threads: int
+) -> None:
+    """Of weights that are read where they lie, and, the last ones, where their rows find no room together."""
+    torch.manual_seed(rows)
+    v = BUILT_IN[variant]
+    x, dy = torch.randn(2, rows, dim).to(dtype)
+    up, down = torch.randn(4, v.width * hidden, dim) * dim**-0.5, torch.randn(4, dim, hidden) * hidden**-0.5
+    ids, w = torch.tensor([0, 1, 3, -1])[torch.randint(0, 4, (rows, 2))], torch.rand(rows, 2)
+    given = [t.transpose(1, 2) if transposed else t for t in (up.to(dtype), down.to(dtype))]
+    leaves = [t.contiguous().requires_grad_() for t in (x, w, *given)]
+    with torch_threads(threads):
+        weights = ExpertWeights(up=leaves[2], down=leaves[3], transposed=transposed)
+        y = expert_mlp(
+            leaves[0], leaves[1], plan_experts(ids, 4), weights, ExpertMath(activation=v.ours()),
+            get_kernels("compiled", CPU),
+        )  # fmt: skip
+        grads = torch.autograd.grad(y, leaves, dy)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, up.to(dtype), down.to(dtype))]
+    truth = oracle.moe(
+        exact[0], ids, *exact[1:], activation=lambda pre: v.truth(pre + (pre.to(dtype).double() - pre).detach())
+    )
+    bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    assert_close(y, truth, bound, "y")
+    wanted = torch.autograd.grad(truth, exact, dy.double())
+    for name, ours, true in zip(("x", "w", "up", "down"), grads, wanted, strict=True):
+        turned = transposed and name in ("up", "down")
+        assert_close(ours.transpose(1, 2) if turned else ours, true, bound, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -17,6 +17,9 @@ from trimtab.kernels.compiled import TYPES, CompiledKernels
 K, E = 2, 4
 SMALL = (9, 40, 21)
 """M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
+FEW = (13, 160, 32)
+SOME = (37, 448, 64)
+"""Weights that are read where they lie, by up to eight rows and by more."""
 DEEP = (70, 530, 23)
 MANY = (1060, 35, 9)
 """For instructions of their own: more rows than two tiles have, more values or rows than are brought at once."""
@@ -42,7 +45,7 @@ def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
 
 def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
-    for sizes in (SMALL, DEEP, MANY)[: 3 if own else 1]:
+    for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
         for transposed, later in ((False, False), (True, True)):
             fault = _fault(kernels, dtype, sizes, transposed, later)
             if fault is not None:

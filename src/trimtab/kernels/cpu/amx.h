@@ -14,6 +14,7 @@ INLINE void shape_tiles() {
 }
 
 struct Amx : Pairs {
+    static constexpr long tall = 2 * TILE;
     struct Session {  // of a thread: tiles that nobody needs any more are not saved at its next pause
         Session() { shape_tiles(); }
         ~Session() { tile_release(); }
@@ -79,7 +80,7 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
     for (long i = 0; i < rows; i++) c.stream_row(i, load(part + i * NR), load(part + i * NR + VL));
 }
 
-// As `multiply` of gemm.h.
+// As `multiply` of tile.h.
 __attribute__((noinline)) inline void multiply(
     Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {

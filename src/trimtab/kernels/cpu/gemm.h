@@ -1,155 +1,6 @@
-// Products of blocks: C[M, N] = A B with A row-major or transposed, B brought in blocks by a loader.
-//
-// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken
-// in steps of Op::deep words, each in an order of k, and the steps are added in order: the bits of an element depend on
-// its row and column alone, not on M, N or the thread.
+// Whole products: C[M, N] = A B for the rows A of an expert and a weight B, block by block.
 #pragma once
-#include <algorithm>
-
-#include "simd.h"
-
-constexpr long KC = 384;            // floats of K that are brought at once: as many as MKL adds up in one go
-constexpr long MC = 512;            // rows of A that a task takes at most
-constexpr long RC = 256;            // rows that are brought at once for a gradient
-constexpr long NC = 256;            // columns of B that are brought at once, at most
-constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
-constexpr long PIECES = 2;          // and how many such rows share one block of B
-constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
-constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
-constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
-constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
-
-// Whether sums stay near or go past the caches, as float or as bf16.
-enum End { NEAR, PAST, PAST_NARROW };
-
-// Where a block's sums go: to `to`, with `from` added if there is one.
-struct Sums {
-    const float* from;
-    long ld_from;
-    void* to;  // bf16 if PAST_NARROW, else float
-    long ld;
-    End end;
-    float* row(long m) const { return (float*)to + m * ld; }
-    Sums at(long m, long n) const {
-        const long at = m * ld + n;
-        void* there = end == PAST_NARROW ? (void*)((bf16*)to + at) : (void*)((float*)to + at);
-        return {from ? from + m * ld_from + n : nullptr, ld_from, there, ld, end};
-    }
-    // A row of NR sums past the caches.
-    INLINE void stream_row(long m, vf a, vf b) const {
-        if (end == PAST) stream(row(m), a, b);
-        else stream((bf16*)to + m * ld, a, b);
-    }
-};
-
-// What a product asks for while it is made, since it is brought next: some rows of `bytes`, `ld` bytes apart.
-struct Ahead {
-    const char* p = nullptr;
-    long ld = 0, rows = 0, bytes = 0;
-    // Of `calls` that ask for all of it in turn.
-    Ahead share(long call, long calls) const {
-        const long from = call * rows / calls;
-        return {p + from * ld, ld, (call + 1) * rows / calls - from, bytes};
-    }
-};
-
-// Operands of float.
-struct Floats {
-    using Word = float;
-    using Value = float;
-    static constexpr long values = 1;      // in a word
-    static constexpr long deep = KC;       // words of K that are brought at once
-    static constexpr long wide = 128;      // columns of B that are brought at once
-    static constexpr long depth = deep * values;
-    static constexpr bool by_row = false;  // whether left operands always are
-    static constexpr bool asks = false;    // whether asking for the next block pays however many rows there are
-    static constexpr long pitch(long n) { return ::pitch(n); }
-    struct Session {};  // of a thread: what its products need until it has made the last one
-    static INLINE void new_row(long&) {}
-    static INLINE vf read(const float* p) { return *(const vf*)p; }
-    static INLINE vf spread(float x) { return splat(x); }
-    static INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
-};
-
-// One block of at most MR x NR, its sums in registers. With every VL steps over k the next line of each row asked for.
-template <class Op, int M, bool ByRow>
-void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word* b, const Sums& c, const Ahead& ask) {
-    vf acc[M][2];
-    UNROLL for (int i = 0; i < M; i++) acc[i][0] = acc[i][1] = vf{};
-    UNROLL for (int i = 0; i < M; i++) {  // what is added at the end may come from far
-        if (!c.from) break;
-        __builtin_prefetch(c.from + i * c.ld_from);
-        __builtin_prefetch(c.from + i * c.ld_from + VL);
-    }
-    long k = 0;
-    const auto steps = [&](long until) __attribute__((always_inline)) {
-        for (; k < until; k++, b += NR) {
-            Op::new_row(lda);
-            const auto b0 = Op::read(b), b1 = Op::read(b + VL);
-            UNROLL for (int i = 0; i < M; i++) {
-                const auto v = Op::spread(ByRow ? a[i * lda + k] : a[k * lda + i]);
-                acc[i][0] = Op::add(acc[i][0], v, b0);
-                acc[i][1] = Op::add(acc[i][1], v, b1);
-            }
-        }
-    };
-    for (long line = 0; ask.rows && line < ask.bytes && k + VL <= K; line += 64) {
-        for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
-        steps(k + VL);
-    }
-    steps(K);
-    UNROLL for (int i = 0; i < M; i++) {
-        if (c.from) {
-            acc[i][0] += load(c.from + i * c.ld_from);
-            acc[i][1] += load(c.from + i * c.ld_from + VL);
-        }
-        if (c.end == NEAR) {
-            store(c.row(i), acc[i][0]);
-            store(c.row(i) + VL, acc[i][1]);
-        } else {
-            c.stream_row(i, acc[i][0], acc[i][1]);
-        }
-    }
-}
-
-template <class Word>
-using Tile = void (*)(long, const Word*, long, const Word*, const Sums&, const Ahead&);
-template <class Op, bool ByRow, int... M>
-Tile<typename Op::Word> pick(long m, std::integer_sequence<int, M...>) {
-    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1, ByRow>...};
-    return all[m - 1];
-}
-
-// Operand A: word (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL words for each k.
-template <class Word>
-struct Left {
-    const Word* p;
-    long ld;
-    bool by_row;
-    const Word* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
-};
-
-// M rows in tiles of about the same height.
-inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; }
-
-constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
-
-// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
-template <class Op>
-__attribute__((noinline)) void multiply(
-    Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c,
-    const Ahead& ahead = {}
-) {
-    const long tiles = (M + MR - 1) / MR, calls = tiles * ((nn + NR - 1) / NR);
-    const auto sizes = std::make_integer_sequence<int, MR>{};
-    for (long n = 0, call = 0; n < nn; n += NR) {
-        for (long t = 0; t < tiles; t++, call++) {
-            const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
-            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
-            run(kn, a.at(t, m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
-        }
-    }
-}
+#include "amx.h"
 
 // B's block [k0 : k0 + kn, n0 : n0 + nn] is brought; its product with A goes to the sums.
 template <class Op>
@@ -188,6 +39,118 @@ void gemm_by_rows(
     }
 }
 
+// `tall` rows of a weight, from `w` on and `ld` words apart, times the columns of a panel of K words, NR or VL if there
+// are no more: their sums, [tall, NR]. The steps are those of `multiply`, so an element has the same bits.
+template <class Op>
+void turned_strip(
+    Op, long K, long columns, const typename Op::Word* w, long ld, const typename Op::Word* x, float* sums, Ahead ask
+) {
+    const Tile<typename Op::Word> run = columns > VL ? tile<Op, Op::tall, true, 2> : tile<Op, Op::tall, true, 1>;
+    for (long k = 0; k < K; k += Op::deep) {
+        const long kn = std::min(Op::deep, K - k);
+        const Sums way = {k > 0 ? sums : nullptr, NR, sums, NR, NEAR};
+        run(kn, w + k, ld, x + k * NR, way, {ask.p + k * 4, ask.ld, ask.rows, kn * 4});
+    }
+}
+#if defined(HAVE_AMX)
+inline void turned_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
+    tile_block<true>(Amx::tall, K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
+}
+#endif
+
+// VL rows of a weight times M rows of A, fewer than would fill a panel: [M, VL], in the same steps. The weight's values
+// are turned in registers.
+template <class Op, int M>
+void turned_rows(
+    long K, const typename Op::Word* a, long lda, const typename Op::Word* w, long ldw, float* sums, long ld_sums,
+    Ahead ask
+) {
+    vf total[M];
+    for (long k0 = 0; k0 < K; k0 += Op::deep) {
+        vf acc[M];
+        UNROLL for (int m = 0; m < M; m++) acc[m] = vf{};
+        for (long k = k0; k < std::min(K, k0 + Op::deep); k += VL) {
+            for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + k * 4, 0, 2);
+            vf r[VL];
+            UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(w + i * ldw + k));
+            transpose(r);
+            UNROLL for (int i = 0; i < VL; i++)
+                UNROLL for (int m = 0; m < M; m++)
+                    acc[m] = Op::add(acc[m], Op::spread(a[m * lda + k + i]), (decltype(Op::read(w)))r[i]);
+        }
+        UNROLL for (int m = 0; m < M; m++) total[m] = k0 ? acc[m] + total[m] : acc[m];
+    }
+    UNROLL for (int m = 0; m < M; m++) store(sums + m * ld_sums, total[m]);
+}
+
+// That of so many rows; null where a panel is as fast: tiles take few rows in the time that memory takes for weights.
+template <class Op, int... M>
+auto pick_rows(long m, std::integer_sequence<int, M...>) {
+    using Word = typename Op::Word;
+    using Run = void (*)(long, const Word*, long, const Word*, long, float*, long, Ahead);
+    Run run = nullptr;
+    if constexpr (Op::tall < NR) {
+        static constexpr Run all[] = {turned_rows<Op, M + 1>...};
+        if (m <= HANDFUL) run = all[m - 1];
+    }
+    return run;
+}
+
+// Whether B's columns, of which `weight` says where they lie, are multiplied by `gemm_turned`: by few rows, or it takes
+// longer than to bring them.
+template <class Op>
+bool turns(long M, long N, long K, const Ahead& weight) {
+    const bool as_it_is = weight.bytes == K * (long)sizeof(typename Op::Value);  // not widened
+    const bool whole = K > 0 && K % (2 * VL) == 0 && N % NR == 0;
+    const bool few = M <= NR || (M <= 2 * NR && (M > NR + VL || Op::tall == NR));
+    return as_it_is && whole && few && up_to(M, NR) * K / Op::values <= KC * QC;
+}
+
+// As `gemm`, for few rows of A and a B whose columns lie in memory one after the other: (B^T A^T)^T. B is the left
+// operand and stays where it is, A is brought once for all of it.
+template <class Op, class Weight, class Done>
+void gemm_turned(
+    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Weight weight,
+    const Ahead& then, Done done
+) {
+    using Word = typename Op::Word;
+    const long words = K / Op::values, width = Op::wide / parts;
+    auto panels = panels_of(b);
+    panels.panel = words * NR;
+    const auto few = pick_rows<Op>(M, std::make_integer_sequence<int, HANDFUL>());
+    if (!few) load_transposed((const typename Op::Value*)a.p, a.ld * Op::values, panels, K, M);
+    for (long n0 = 0; n0 < N; n0 += width) {
+        const long nn = std::min(width, N - n0);
+        for (int part = 0; part < parts; part++) {
+            const Ahead w = weight(part);
+            const auto row = [&](long n) { return (const Word*)(w.p + n * w.ld); };
+            const auto from = [&](long n, long rows) {  // what is read after the row before
+                if (n < N) return Ahead{w.p + n * w.ld, w.ld, rows};
+                return part + 1 == parts && then.rows >= rows ? Ahead{then.p, then.ld, rows} : Ahead();
+            };
+            for (long n = n0; n < n0 + nn; n += NR) {
+                float* to = c + part * width + n - n0;
+                if (few) {
+                    for (long i = 0; i < NR; i += VL)
+                        few(words, a.p, a.ld, row(n + i), w.ld / 4, to + i, LDC, from(n + i + VL, VL));
+                    continue;
+                }
+                for (long m = 0; m < M; m += NR) {
+                    alignas(64) float sums[NR * NR];
+                    for (long i = 0; i < NR; i += Op::tall) {
+                        const Ahead ask = m ? Ahead() : from(n + i + Op::tall, Op::tall);
+                        turned_strip(Op(), words, M - m, row(n + i), w.ld / 4, b + m * words, sums + i * NR, ask);
+                    }
+                    for (long i = 0; i < NR; i += VL)
+                        for (long j = 0; j < std::min<long>(NR, M - m); j += VL)
+                            transpose_block(sums + i * NR + j, NR, to + (m + j) * LDC + i, LDC);
+                }
+            }
+        }
+        done(n0, nn, c);
+    }
+}
+
 // load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
 // multiple of NR hold anything finite. by_rows: whether B's rows lie in memory one after the other, or its columns.
 // where(the same but for b) is what it will read, `then` what is read after all of B. done(n0, nn, c) takes the sums,
@@ -199,6 +162,8 @@ void gemm(
     Load load, Where where, const Ahead& then, Done done
 ) {
     if (M <= FEW && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
+    const auto all = [&](int part) { return where(part, 0, K, 0, N); };
+    if (!by_rows && turns<Op>(M, N, K, all(0))) return gemm_turned<Op>(M, N, K, parts, a, b, c, all, then, done);
     constexpr long depth = Op::depth;
     const bool asks = Op::asks || M <= FEW;
     const long width = Op::wide / parts;

@@ -1,6 +1,6 @@
 // Bringing operands into blocks of float: widened, gathered or transposed on the way.
 #pragma once
-#include "gemm.h"
+#include "tile.h"
 
 // Where value (k, n) of a block goes. Left operands lie row by row; right ones as panels of NR columns, so that a
 // product reads each from one end to the other.
@@ -131,15 +131,18 @@ void load_straight(const T* w, long ld, int step, const To& to, long kn, long nn
     for (long k = 0; k < kn; k++, w += ld) put_every_second(w, to, k, nn);
 }
 
-INLINE void transpose_block(const float* w, long ld, float* to, long row) {
+// VL rows `ld` apart; unless there are All, those from `rows` on are not read and count as zeros.
+template <bool All = true>
+INLINE void transpose_block(const float* w, long ld, float* to, long row, long rows = VL) {
     vf r[VL];
-    UNROLL for (int i = 0; i < VL; i++) r[i] = load(w + i * ld);
+    UNROLL for (int i = 0; i < VL; i++) r[i] = All || i < rows ? load(w + i * ld) : vf{};
     transpose(r);
     UNROLL for (int i = 0; i < VL; i++) store(to + i * row, r[i]);
 }
-INLINE void transpose_block(const bf16* w, long ld, float* to, long row) {  // pairs of neighbours are moved as one
+template <bool All = true>
+INLINE void transpose_block(const bf16* w, long ld, float* to, long row, long rows = VL) {  // pairs are moved as one
     vf r[VL];
-    UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(w + i * ld));
+    UNROLL for (int i = 0; i < VL; i++) r[i] = All || i < rows ? load((const float*)(w + i * ld)) : vf{};
     transpose(r);
     UNROLL for (int i = 0; i < VL; i++) {
         store(to + 2 * i * row, (vf)((vu)r[i] << 16));
@@ -151,21 +154,20 @@ INLINE void transpose_block(const bf16* w, long ld, float* to, long row) {  // p
 template <class T>
 void load_transposed(const T* w, long ld, Place to, long kn, long nn) {
     constexpr long wide = VL * 4 / sizeof(T);
-    long n = 0;
-    for (; n + VL <= nn; n += VL) {
+    for (long n = 0; n < nn; n += VL) {
         long k = 0;
         for (; k + wide <= kn; k += wide) {
             if (n + 2 * VL <= nn)
                 for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, 1);
-            transpose_block(w + n * ld + k, ld, to.at(k, n), to.row);
+            const T* from = w + n * ld + k;
+            if (n + VL <= nn) transpose_block(from, ld, to.at(k, n), to.row);
+            else transpose_block<false>(from, ld, to.at(k, n), to.row, nn - n);
         }
         for (; k < kn; k++)
-            for (long i = n; i < n + VL; i++) *to.at(k, i) = value(w[i * ld + k]);
+            for (long i = n; i < n + VL; i++) *to.at(k, i) = i < nn ? value(w[i * ld + k]) : 0.0f;
     }
-    for (long k = 0; k < kn; k++) {
-        for (long i = n; i < nn; i++) *to.at(k, i) = value(w[i * ld + k]);
-        blank(to, k, nn);
-    }
+    const long end = up_to(nn, VL);
+    for (long k = 0; end < up_to(nn, NR) && k < kn; k++) store(to.at(k, end), vf{});
 }
 
 // What pairs.h needs at the ends of rows and blocks, and beside rows, floats do not.

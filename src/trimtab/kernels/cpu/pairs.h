@@ -15,6 +15,7 @@ struct Pairs {
     using Value = bf16;
     static constexpr long values = 2;
     static constexpr long wide = NC;
+    static constexpr long tall = 8;
     static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide stay in the nearest cache
     static constexpr long depth = deep * values;
     static constexpr bool by_row = true;

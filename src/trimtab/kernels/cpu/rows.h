@@ -5,9 +5,8 @@
 #include <vector>
 
 #include "activation.h"
-#include "amx.h"
 #include "call.h"
-#include "load.h"
+#include "gemm.h"
 
 struct Rows {  // expert rows of one expert that one thread takes
     long expert, start, count;

@@ -1,0 +1,150 @@
+// Products of blocks: C[M, N] = A B with A row-major or transposed, B in panels.
+//
+// Operands are words of 4 bytes, floats or pairs of bf16 along k (pairs.h), and sums are floats. A sum over K is taken
+// in steps of Op::deep words, each in an order of k, and the steps are added in order: the bits of an element depend on
+// its row and column alone, not on M, N or the thread.
+#pragma once
+#include <algorithm>
+
+#include "simd.h"
+
+constexpr long KC = 384;            // floats of K that are brought at once: as many as MKL adds up in one go
+constexpr long MC = 512;            // rows of A that a task takes at most
+constexpr long RC = 256;            // rows that are brought at once for a gradient
+constexpr long NC = 256;            // columns of B that are brought at once, at most
+constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
+constexpr long PIECES = 2;          // and how many such rows share one block of B
+constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
+constexpr int HANDFUL = 8;          // and up to which a weight's values are turned in registers
+constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
+constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
+constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
+
+// Whether sums stay near or go past the caches, as float or as bf16.
+enum End { NEAR, PAST, PAST_NARROW };
+
+// Where a block's sums go: to `to`, with `from` added if there is one.
+struct Sums {
+    const float* from;
+    long ld_from;
+    void* to;  // bf16 if PAST_NARROW, else float
+    long ld;
+    End end;
+    float* row(long m) const { return (float*)to + m * ld; }
+    Sums at(long m, long n) const {
+        const long at = m * ld + n;
+        void* there = end == PAST_NARROW ? (void*)((bf16*)to + at) : (void*)((float*)to + at);
+        return {from ? from + m * ld_from + n : nullptr, ld_from, there, ld, end};
+    }
+    // A row of NR sums past the caches.
+    INLINE void stream_row(long m, vf a, vf b) const {
+        if (end == PAST) stream(row(m), a, b);
+        else stream((bf16*)to + m * ld, a, b);
+    }
+};
+
+// What a product asks for while it is made, since it is brought next: some rows of `bytes`, `ld` bytes apart.
+struct Ahead {
+    const char* p = nullptr;
+    long ld = 0, rows = 0, bytes = 0;
+    // Of `calls` that ask for all of it in turn.
+    Ahead share(long call, long calls) const {
+        const long from = call * rows / calls;
+        return {p + from * ld, ld, (call + 1) * rows / calls - from, bytes};
+    }
+};
+
+// Operands of float.
+struct Floats {
+    using Word = float;
+    using Value = float;
+    static constexpr long values = 1;      // in a word
+    static constexpr long deep = KC;       // words of K that are brought at once
+    static constexpr long wide = 128;      // columns of B that are brought at once
+    static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (gemm.h)
+    static constexpr long depth = deep * values;
+    static constexpr bool by_row = false;  // whether left operands always are
+    static constexpr bool asks = false;    // whether asking for the next block pays however many rows there are
+    static constexpr long pitch(long n) { return ::pitch(n); }
+    struct Session {};  // of a thread: what its products need until it has made the last one
+    static INLINE void new_row(long&) {}
+    static INLINE vf read(const float* p) { return *(const vf*)p; }
+    static INLINE vf spread(float x) { return splat(x); }
+    static INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
+};
+
+// One block of at most MR x NR, its sums in registers: of both registers of columns, or the first. With every VL steps
+// over k the next line of each row asked for.
+template <class Op, int M, bool ByRow, int Wide = 2>
+void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word* b, const Sums& c, const Ahead& ask) {
+    vf acc[M][Wide];
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int j = 0; j < Wide; j++) acc[i][j] = vf{};
+    UNROLL for (int i = 0; i < M; i++) {  // what is added at the end may come from far
+        if (!c.from) break;
+        UNROLL for (int j = 0; j < Wide; j++) __builtin_prefetch(c.from + i * c.ld_from + j * VL);
+    }
+    long k = 0;
+    const auto steps = [&](long until) __attribute__((always_inline)) {
+        for (; k < until; k++, b += NR) {
+            Op::new_row(lda);
+            decltype(Op::read(b)) right[Wide];
+            UNROLL for (int j = 0; j < Wide; j++) right[j] = Op::read(b + j * VL);
+            UNROLL for (int i = 0; i < M; i++) {
+                const auto v = Op::spread(ByRow ? a[i * lda + k] : a[k * lda + i]);
+                UNROLL for (int j = 0; j < Wide; j++) acc[i][j] = Op::add(acc[i][j], v, right[j]);
+            }
+        }
+    };
+    for (long line = 0; ask.rows && line < ask.bytes && k + VL <= K; line += 64) {
+        for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
+        steps(k + VL);
+    }
+    steps(K);
+    UNROLL for (int i = 0; i < M; i++) {
+        if (c.from)
+            UNROLL for (int j = 0; j < Wide; j++) acc[i][j] += load(c.from + i * c.ld_from + j * VL);
+        if (Wide == 1 || c.end == NEAR)
+            UNROLL for (int j = 0; j < Wide; j++) store(c.row(i) + j * VL, acc[i][j]);
+        else c.stream_row(i, acc[i][0], acc[i][Wide - 1]);
+    }
+}
+
+template <class Word>
+using Tile = void (*)(long, const Word*, long, const Word*, const Sums&, const Ahead&);
+template <class Op, bool ByRow, int... M>
+Tile<typename Op::Word> pick(long m, std::integer_sequence<int, M...>) {
+    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1, ByRow>...};
+    return all[m - 1];
+}
+
+// Operand A: word (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL words for each k.
+template <class Word>
+struct Left {
+    const Word* p;
+    long ld;
+    bool by_row;
+    const Word* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
+};
+
+// M rows in tiles of about the same height.
+inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; }
+
+constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
+
+// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
+template <class Op>
+__attribute__((noinline)) void multiply(
+    Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c,
+    const Ahead& ahead = {}
+) {
+    const long tiles = (M + MR - 1) / MR, calls = tiles * ((nn + NR - 1) / NR);
+    const auto sizes = std::make_integer_sequence<int, MR>{};
+    for (long n = 0, call = 0; n < nn; n += NR) {
+        for (long t = 0; t < tiles; t++, call++) {
+            const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
+            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
+            run(kn, a.at(t, m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
+        }
+    }
+}
