@@ -76,6 +76,15 @@ def test_weight_gradients(a: int, b: int, sizes: tuple[int, ...], add: bool) -> 
     assert_close(before, truth, 1e-2, "gradient")
 
 
+@pytest.mark.usefixtures("threads", "poisoned")
+@pytest.mark.parametrize("shape", [(150, 500), (150, 1030), (333, 4100), (2, 200, 1030), (3, 0, 5), (5, 7)], ids=str)
+def test_matrices_are_turned_exactly(shape: tuple[int, ...]) -> None:
+    matrices = random(*shape)
+    out = torch.empty(matrices.mT.shape, dtype=BFLOAT16).fill_(float("nan"))
+    onednn._turn_each(matrices, out)
+    assert torch.equal(out, matrices.mT)
+
+
 @given(st.lists(st.one_of(st.integers(0, 80), st.integers(0, 3000)), max_size=40))
 def test_segments_hold_their_rows_and_little_else(counts: list[int]) -> None:
     lengths = onednn.level(counts, ALIKE)

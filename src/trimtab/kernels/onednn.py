@@ -121,7 +121,10 @@ def _turn_each(matrices: Tensor, out: Tensor) -> None:
         for matrix, target in zip(matrices, out, strict=True):
             _turn_each(matrix, target)
     elif torch.get_num_threads() == 1:
-        out.copy_(matrices.t())  # of dense matrices, one thread's fast way
+        wide = matrices.shape[1]
+        step = 64 if wide >= 4096 else 32 if wide >= 1024 else len(matrices)  # as many lines are written at once
+        for part, target in zip(torch.split(matrices, step), torch.split(out, step, 1), strict=True):
+            target.copy_(part.t())
     else:
         columns = max(64, -(-GRAIN // max(matrices.shape[1], 1)))
         for part, target in zip(torch.split(matrices, columns), torch.split(out, columns, 1), strict=True):
