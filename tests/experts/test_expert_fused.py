@@ -349,6 +349,29 @@ def test_a_row_s_bits_depend_on_that_row_alone(dtype: torch.dtype, dim: int, hid
             assert torch.equal(part[name][at], everything[name][700]), f"{name} of row 700 among {len(rows)}"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_small_number_of_rows_has_the_bits_of_many(dtype: torch.dtype, transposed: bool) -> None:
+    torch.manual_seed(0)
+    up, down = torch.randn(1, 128, 416).to(dtype), torch.randn(1, 416, 64).to(dtype)
+    weights = [t.mT.contiguous() if transposed else t for t in (up, down)]
+    x, w, dy = torch.randn(200, 416).to(dtype), torch.rand(200, 1), torch.randn(200, 416).to(dtype)
+
+    def results(rows: int) -> list[Tensor]:
+        leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
+        y = expert_mlp(
+            *leaves, plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 1),
+            ExpertWeights(up=weights[0], down=weights[1], transposed=transposed), ExpertMath(),
+            get_kernels("compiled", CPU),
+        )  # fmt: skip
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy[:rows])]
+
+    many = results(200)
+    for rows in range(1, 70):
+        same = [torch.equal(few, all_[:rows]) for few, all_ in zip(results(rows), many, strict=True)]
+        assert same == [True] * 3, rows
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -153,7 +153,7 @@ def only(functions: dict[str, list[str]], start: str) -> list[str]:
 def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
     functions = assembly(march)
     tiles = [(f"tile<Dots, {rows}, true, 2>", 2 * rows, 0) for rows in range(1, 15)]
-    turned = [(f"turned_rows<Dots, {rows}>", 16 * rows, 4) for rows in range(1, 9)]
+    turned = [(f"swapped_rows<Dots, {rows}>", 16 * rows, 4) for rows in range(1, 9)]
     # Of a weight's rows two may lie on the stack meanwhile.
     for name, sums, moves in [*tiles, ("tile<Dots, 8, true, 1>", 8, 0), *turned]:
         loop = loop_around(only(functions, f"void {name}"), "vdpbf16ps")
@@ -168,8 +168,8 @@ def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
 def test_float_products_are_added_in_one_rounding_everywhere(march: str) -> None:
     """A compiler that makes two of one of them changes a row's bits with the number of rows."""
     functions = assembly(march)
-    found = {name: lines for name, lines in functions.items() if re.match(r"void (tile|turned_rows)<Floats, ", name)}
-    assert {"tile", "turned_rows"} == {re.split(r"[ <]", name)[1] for name in found}
+    found = {name: lines for name, lines in functions.items() if re.match(r"void (tile|swapped_rows)<Floats, ", name)}
+    assert {"tile", "swapped_rows"} == {re.split(r"[ <]", name)[1] for name in found}
     for name, lines in found.items():
         assert any("\tvfmadd" in line for line in lines), name
         assert not [line for line in lines if "\tvmulps" in line], name

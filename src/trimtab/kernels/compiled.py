@@ -197,8 +197,11 @@ class CompiledKernels(LoopKernels):
 
     @cached_property
     def sums_as_mkl(self) -> bool:
-        """Whether a float32 product has the same bits here and by `rows_mm`: one of several steps is compared."""
-        rows, dim, hidden = 17, 1024, 512
+        """Whether a float32 product has the same bits here and by `rows_mm`: some of several steps are compared."""
+        return all(self._sums_as_mkl(rows) for rows in (17, 80))  # by weights where they lie, and brought
+
+    def _sums_as_mkl(self, rows: int) -> bool:
+        dim, hidden = 1024, 512
         row_R = torch.arange(rows, device="cpu")
         x_RD = torch.arange(rows * dim, dtype=torch.float32, device="cpu").sin().view(rows, dim)
         up = torch.arange(hidden * dim, dtype=torch.float32, device="cpu").cos().view(1, hidden, dim)

@@ -18,8 +18,8 @@ K, E = 2, 4
 SMALL = (9, 40, 21)
 """M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
 FEW = (13, 160, 32)
-SOME = (37, 448, 64)
-"""Weights that are read where they lie, by up to eight rows and by more."""
+SOME = (97, 448, 64)
+"""For weights that are read where they lie: a handful of rows and a panel that is not full, and two panels."""
 DEEP = (70, 530, 23)
 MANY = (1060, 35, 9)
 """For instructions of their own: more rows than two tiles have, more values or rows than are brought at once."""

@@ -42,18 +42,18 @@ void gemm_by_rows(
 // `tall` rows of a weight, from `w` on and `ld` words apart, times the columns of a panel of K words, NR or VL if there
 // are no more: their sums, [tall, NR]. The steps are those of `multiply`, so an element has the same bits.
 template <class Op>
-void turned_strip(
+void swapped_strip(
     Op, long K, long columns, const typename Op::Word* w, long ld, const typename Op::Word* x, float* sums, Ahead ask
 ) {
     const Tile<typename Op::Word> run = columns > VL ? tile<Op, Op::tall, true, 2> : tile<Op, Op::tall, true, 1>;
     for (long k = 0; k < K; k += Op::deep) {
         const long kn = std::min(Op::deep, K - k);
         const Sums way = {k > 0 ? sums : nullptr, NR, sums, NR, NEAR};
-        run(kn, w + k, ld, x + k * NR, way, {ask.p + k * 4, ask.ld, ask.rows, kn * 4});
+        run(kn, w + k, ld, x + k * NR, way, {ask.rows ? ask.p + k * 4 : nullptr, ask.ld, ask.rows, kn * 4});
     }
 }
 #if defined(HAVE_AMX)
-inline void turned_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
+inline void swapped_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
     tile_block<true>(Amx::tall, K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
 }
 #endif
@@ -61,7 +61,7 @@ inline void turned_strip(Amx, long K, long, const uint32_t* w, long ld, const ui
 // VL rows of a weight times M rows of A, fewer than would fill a panel: [M, VL], in the same steps. The weight's values
 // are turned in registers.
 template <class Op, int M>
-void turned_rows(
+void swapped_rows(
     long K, const typename Op::Word* a, long lda, const typename Op::Word* w, long ldw, float* sums, long ld_sums,
     Ahead ask
 ) {
@@ -83,23 +83,23 @@ void turned_rows(
     UNROLL for (int m = 0; m < M; m++) store(sums + m * ld_sums, total[m]);
 }
 
-// That of so many rows; null where a panel is as fast: tiles take few rows in the time that memory takes for weights.
+// `swapped_rows` of m >= 1 rows; null where a panel is as fast, as in tiles: they wait for the weights either way.
 template <class Op, int... M>
 auto pick_rows(long m, std::integer_sequence<int, M...>) {
     using Word = typename Op::Word;
     using Run = void (*)(long, const Word*, long, const Word*, long, float*, long, Ahead);
     Run run = nullptr;
     if constexpr (Op::tall < NR) {
-        static constexpr Run all[] = {turned_rows<Op, M + 1>...};
+        static constexpr Run all[] = {swapped_rows<Op, M + 1>...};
         if (m <= HANDFUL) run = all[m - 1];
     }
     return run;
 }
 
-// Whether B's columns, of which `weight` says where they lie, are multiplied by `gemm_turned`: by few rows, or it takes
-// longer than to bring them.
+// Whether a product is made by `gemm_swapped`. `weight` says where B lies, column by column; with more rows, or many
+// columns of zeros in the last panel, bringing it takes less time.
 template <class Op>
-bool turns(long M, long N, long K, const Ahead& weight) {
+bool swaps(long M, long N, long K, const Ahead& weight) {
     const bool as_it_is = weight.bytes == K * (long)sizeof(typename Op::Value);  // not widened
     const bool whole = K > 0 && K % (2 * VL) == 0 && N % NR == 0;
     const bool few = M <= NR || (M <= 2 * NR && (M > NR + VL || Op::tall == NR));
@@ -109,7 +109,7 @@ bool turns(long M, long N, long K, const Ahead& weight) {
 // As `gemm`, for few rows of A and a B whose columns lie in memory one after the other: (B^T A^T)^T. B is the left
 // operand and stays where it is, A is brought once for all of it.
 template <class Op, class Weight, class Done>
-void gemm_turned(
+void gemm_swapped(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Weight weight,
     const Ahead& then, Done done
 ) {
@@ -124,7 +124,7 @@ void gemm_turned(
         for (int part = 0; part < parts; part++) {
             const Ahead w = weight(part);
             const auto row = [&](long n) { return (const Word*)(w.p + n * w.ld); };
-            const auto from = [&](long n, long rows) {  // what is read after the row before
+            const auto from = [&](long n, long rows) {  // a part's next rows, behind the last part what comes then
                 if (n < N) return Ahead{w.p + n * w.ld, w.ld, rows};
                 return part + 1 == parts && then.rows >= rows ? Ahead{then.p, then.ld, rows} : Ahead();
             };
@@ -139,7 +139,7 @@ void gemm_turned(
                     alignas(64) float sums[NR * NR];
                     for (long i = 0; i < NR; i += Op::tall) {
                         const Ahead ask = m ? Ahead() : from(n + i + Op::tall, Op::tall);
-                        turned_strip(Op(), words, M - m, row(n + i), w.ld / 4, b + m * words, sums + i * NR, ask);
+                        swapped_strip(Op(), words, M - m, row(n + i), w.ld / 4, b + m * words, sums + i * NR, ask);
                     }
                     for (long i = 0; i < NR; i += VL)
                         for (long j = 0; j < std::min<long>(NR, M - m); j += VL)
@@ -163,7 +163,7 @@ void gemm(
 ) {
     if (M <= FEW && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     const auto all = [&](int part) { return where(part, 0, K, 0, N); };
-    if (!by_rows && turns<Op>(M, N, K, all(0))) return gemm_turned<Op>(M, N, K, parts, a, b, c, all, then, done);
+    if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
     constexpr long depth = Op::depth;
     const bool asks = Op::asks || M <= FEW;
     const long width = Op::wide / parts;

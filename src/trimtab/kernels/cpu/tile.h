@@ -15,7 +15,7 @@ constexpr long NC = 256;            // columns of B that are brought at once, at
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
 constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
-constexpr int HANDFUL = 8;          // and up to which a weight's values are turned in registers
+constexpr int HANDFUL = VL / 2;     // and up to which a weight's values are turned in registers
 constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
 constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
@@ -43,7 +43,7 @@ struct Sums {
     }
 };
 
-// What a product asks for while it is made, since it is brought next: some rows of `bytes`, `ld` bytes apart.
+// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart. What is brought next is asked for meanwhile.
 struct Ahead {
     const char* p = nullptr;
     long ld = 0, rows = 0, bytes = 0;
