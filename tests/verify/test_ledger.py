@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from routing.router_truth import truth_losses
 from trimtab import oracle
@@ -17,7 +18,7 @@ from trimtab.errors import BackendError, ConfigError
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import DTYPES, Case, plan_cases
-from trimtab.verify.collect import Verdict
+from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
 from trimtab.verify.judge import compare
 from trimtab.verify.ledger import Ledger
 from trimtab.verify.local import run_local
@@ -202,6 +203,17 @@ def test_a_hang_and_a_death_cost_one_case_each() -> None:
     dead, good = judged("verify.broken_impls:DiesImpl")
     assert (dead.status, good.status) == ("error", "ok")
     assert "rank(s) 1 died" in dead.details[0]
+
+
+def test_who_has_died_is_told_from_who_still_waits_for_them() -> None:
+    (case, *_) = plan_cases("quick", 4, only=CASES)
+    with pytest.raises(Stalled) as caught:
+        list(collect([(0, case)], HashStore(), 30.0, 30.0, lambda: [1]))
+    assert stalled_verdict(case, caught.value, 30.0, "killed").details == ["rank(s) 1 died: killed"]
+    with pytest.raises(Stalled) as caught:
+        list(collect([(0, case)], HashStore(), 0.0, 0.0, list))
+    waited = ", ".join(map(str, range(case.topology.ranks)))
+    assert stalled_verdict(case, caught.value, 0.0, "").details == [f"rank(s) {waited}: no answer within 0 s"]
 
 
 def test_what_an_implementation_lacks_is_said_not_failed(tmp_path: Path) -> None:

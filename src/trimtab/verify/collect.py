@@ -33,7 +33,8 @@ class Verdict:
 
 
 class Stalled(Exception):
-    """A case's findings did not come in time, or a rank died. `index`: the case; `silent`: the ranks."""
+    """A case's findings did not come in time, or ranks died. `index`: the case; `silent`: those that died, if any did,
+    else those that are waited for."""
 
     def __init__(self, index: int, silent: list[int], dead: bool) -> None:
         super().__init__(index)
@@ -45,29 +46,31 @@ def collect(
     store: Store,
     deadline: float,
     start: float,
-    alive: Callable[[], bool],
+    died: Callable[[], list[int]],
 ) -> Iterator[tuple[int, Verdict]]:
     """Verdicts in order, as the findings come in.
 
     start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on.
-    alive: whether no rank has died. Raises Stalled where either is exceeded, or a rank that is waited for died.
+    died: the ranks that have died. Raises Stalled where either is exceeded, or one died while some are waited for.
     """
     for place, (index, case) in enumerate(cases):
         ranks = range(case.topology.ranks)
         if place == 0:
-            _wait_for(index, {rank: ready_key(rank) for rank in ranks}, store, start, alive)
-        _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, alive)
+            _wait_for(index, {rank: ready_key(rank) for rank in ranks}, store, start, died)
+        _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, died)
         findings = [Finding.from_json(store.get(key_of(index, rank)).decode()) for rank in ranks]
         yield index, judge_case(case, findings)
 
 
-def _wait_for(index: int, keys: dict[int, str], store: Store, deadline: float, alive: Callable[[], bool]) -> None:
+def _wait_for(
+    index: int, keys: dict[int, str], store: Store, deadline: float, died: Callable[[], list[int]]
+) -> None:  # fmt: skip
     end = time.monotonic() + deadline
-    dead = False
+    dead: list[int] = []
     while missing := sorted(rank for rank, key in keys.items() if not store.check([key])):
         if dead or time.monotonic() > end:
-            raise Stalled(index, missing, dead)
-        dead = not alive()  # looked at before the keys are read once more: a rank may have died behind its answer
+            raise Stalled(index, dead or missing, bool(dead))
+        dead = died()  # looked at before the keys are read once more: a rank may have died behind its answer
         if not dead:
             time.sleep(0.002)
 

@@ -43,9 +43,9 @@ def run_local(
             else:
                 yield Verdict(case=case, status="lacking", details=[reason])
         while asked:
-            with _pool(ranks, asked, implementation, repeat, mutant) as (store, alive, last_words):
+            with _pool(ranks, asked, implementation, repeat, mutant) as (store, died, last_words):
                 try:
-                    for _, verdict in collect(list(enumerate(asked)), store, deadline, START, alive):
+                    for _, verdict in collect(list(enumerate(asked)), store, deadline, START, died):
                         yield verdict
                     break
                 except Stalled as stalled:
@@ -56,8 +56,8 @@ def run_local(
 @contextlib.contextmanager
 def _pool(
     ranks: int, cases: Sequence[Case], implementation: str, repeat: int, mutant: str | None
-) -> Iterator[tuple[Store, Callable[[], bool], Callable[[list[int]], str]]]:
-    """`ranks` processes at work on `cases`: the store they answer in, whether all run or are done, what they said."""
+) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
+    """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.tensor", "trimtab.verify.local", home_of(implementation)[0]])
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -70,8 +70,8 @@ def _pool(
         for process in processes:
             process.start()
 
-        def alive() -> bool:
-            return all(process.exitcode in (None, 0) for process in processes)
+        def died() -> list[int]:
+            return [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
 
         def last_words(silent: list[int]) -> str:
             texts = [
@@ -81,11 +81,11 @@ def _pool(
 
         patience = 0.0  # for a caller that stops early
         try:
-            yield store, alive, last_words
+            yield store, died, last_words
             patience = 2.0
         finally:
             for process in processes:
-                process.join(patience if process.exitcode is None and alive() else 0.0)
+                process.join(patience if process.exitcode is None and not died() else 0.0)
                 process.kill()
                 process.join()
 
