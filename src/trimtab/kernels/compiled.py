@@ -13,7 +13,7 @@ over so many rows that MKL is slow go to cpu/wgrad.h.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`), sums are taken in float32, and an expert row's bits depend on no other row, on no thread and
-on no number of threads.
+on no number of threads. Where an expert has few rows its weights are read where they lie (cpu/gemm.h).
 
 TRIMTAB_COMPILED=0 in the environment switches them off.
 
