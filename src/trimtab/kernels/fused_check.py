@@ -17,9 +17,10 @@ from trimtab.kernels.compiled import TYPES, CompiledKernels
 K, E = 2, 4
 SMALL = (9, 40, 21)
 """M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
-FEW = (13, 160, 32)
-SOME = (97, 448, 64)
-"""For weights that are read where they lie: a handful of rows and a panel that is not full, and two panels."""
+FEW = (13, 448, 32)
+SOME = (97, 160, 32)
+"""For weights that are read where they lie: a handful of rows and a panel that is not full, both over more values than
+are added up in one go, and two panels."""
 DEEP = (70, 530, 23)
 MANY = (1060, 35, 9)
 """For instructions of their own: more rows than two tiles have, more values or rows than are brought at once."""
@@ -27,7 +28,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def first_fused_fault(kernels: CompiledKernels) -> str | None:
-    """What is wrong with them, None if nothing is. Takes some milliseconds."""
+    """What is wrong with them, None if nothing is. Takes some hundredths of a second."""
     with torch.no_grad():
         for dtype in BOUNDS:
             fault = _fault_in(kernels, dtype)

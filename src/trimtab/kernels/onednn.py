@@ -36,6 +36,8 @@ WIDE = 512
 """Columns of b from which turning a costs less than reading it by its columns."""
 GRAIN = 1 << 15
 """Values below which PyTorch leaves a copy to one thread."""
+AT_ONCE = ((4096, 64), (1024, 32))
+"""Of so many columns or more, rows that one thread turns at a time: whole, a matrix takes up to twice as long."""
 
 
 def native() -> bool:
@@ -121,8 +123,7 @@ def _turn_each(matrices: Tensor, out: Tensor) -> None:
         for matrix, target in zip(matrices, out, strict=True):
             _turn_each(matrix, target)
     elif torch.get_num_threads() == 1:
-        wide = matrices.shape[1]
-        step = 64 if wide >= 4096 else 32 if wide >= 1024 else len(matrices)  # as many lines are written at once
+        step = next((rows for wide, rows in AT_ONCE if matrices.shape[1] >= wide), len(matrices))
         for part, target in zip(torch.split(matrices, step), torch.split(out, step, 1), strict=True):
             target.copy_(part.t())
     else:
