@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +53,7 @@ _INTS = ("type", "products", "act", "threads", "folded", "transposed", "type_up"
 _SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
-    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "scratch",
+    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "sums", "scratch",
 )  # fmt: skip
 
 
@@ -132,6 +132,7 @@ class CompiledKernels(LoopKernels):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib = lib
+        self._found: list[str | None] = []
         self.instructions: str = lib.trimtab_isa().decode()
         self.bf16 = Bf16Products(lib.trimtab_lack, products)
 
@@ -195,6 +196,12 @@ class CompiledKernels(LoopKernels):
         self._lib.trimtab_place_slots(ctypes.byref(places))
         return result
 
+    def tested(self, find: Callable[[CompiledKernels], str | None]) -> str | None:
+        """What `find` says is wrong with them: found once for all layers that share them."""
+        if not self._found:
+            self._found.append(find(self))
+        return self._found[0]
+
     @cached_property
     def sums_as_mkl(self) -> bool:
         """Whether a float32 product has the same bits here and by `rows_mm`: some of several steps are compared."""
@@ -237,8 +244,11 @@ class CompiledKernels(LoopKernels):
         call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
+        # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
+        narrow = call.type != TYPES[torch.float32] and (call.y or call.dx)
+        sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.float32)
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
-        call.scratch = scratch.data_ptr()
+        call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
 
 

@@ -22,8 +22,9 @@ SOME = (97, 160, 32)
 """For weights that are read where they lie: a handful of rows and a panel that is not full, both over more values than
 are added up in one go, and two panels."""
 DEEP = (70, 530, 23)
-MANY = (1060, 35, 9)
-"""For instructions of their own: more rows than two tiles have, more values or rows than are brought at once."""
+MANY = (1303, 285, 9)
+"""For instructions of their own: more rows than two tiles have, more values or rows than are brought at once, and rows
+whose sums are done with before those of the next."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

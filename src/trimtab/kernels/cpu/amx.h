@@ -14,7 +14,7 @@ INLINE void shape_tiles() {
 }
 
 struct Amx : Pairs {
-    static constexpr long tall = 2 * TILE;
+    static constexpr long tall = 2 * TILE, chunk = 128, many = 320;
     struct Session {  // of a thread: tiles that nobody needs any more are not saved at its next pause
         Session() { shape_tiles(); }
         ~Session() { tile_release(); }
@@ -41,11 +41,47 @@ INLINE void store_tiles(float* to, long ld) {
     }
 }
 
+// What a block asks for with each step over k: the next line of each of some rows,
+struct EachRow {
+    using From = Ahead;
+    const char *soon, *end;
+    long step;
+    explicit EachRow(const Ahead& a) : soon(a.p), end(a.p + a.rows * a.ld), step(a.ld) {
+        asm("" : "+r"(step));  // in a register, not read again each time
+    }
+    INLINE void next() {
+        for (const char* line = soon; line != end; line += step) __builtin_prefetch(line, 0, 2);
+        soon += 64, end += 64;
+    }
+};
+// or some lines more of all that there are, row by row, and then those beside them.
+struct Lines {
+    const char* p;
+    long ld, across, rows, beside, at = 0, row = 0;
+    explicit Lines(const Ahead& a)
+        : p(a.p), ld(a.ld), across((a.bytes + 63) / 64), rows(across ? a.rows : 0), beside(a.beside) {}
+    long all() const { return rows * across * (beside ? 2 : 1); }
+    INLINE void ask() {
+        if (row == rows) return;
+        __builtin_prefetch(p + row * ld + at * 64, 0, 2);
+        if (++at < across) return;
+        at = 0;
+        if (++row == rows && beside) p += beside, row = beside = 0;
+    }
+};
+struct SomeLines {
+    using From = SomeLines;
+    Lines& lines;
+    long each;
+    INLINE void next() const {
+        for (long i = 0; i < each; i++) lines.ask();
+    }
+};
+
 // `rows` rows, more than 16 if `Two`, of 32 columns. Rows of A up to the end of the last tile are read, whatever they
-// hold, and so are near sums, which are also written there. With each step over k the next line of each row that is
-// asked for.
-template <bool Two>
-void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, Ahead ask) {
+// hold, and so are near sums, which are also written there.
+template <bool Two, class Ask>
+void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, typename Ask::From from) {
     constexpr long high = Two ? 2 * TILE : TILE;
     if (!c.from) {
         tile_zero<0>();
@@ -57,15 +93,12 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
     } else {
         load_tiles<Two>(c.from, c.ld_from);
     }
-    const char *soon = ask.p, *end = ask.p + ask.rows * ask.ld;
-    long step = ask.ld;
-    asm("" : "+r"(step));  // in a register, not read again each time
+    Ask ask(from);
     for (long k = 0; k < K; k += TILE, a += TILE, b += TILE * NR) {
         tile_load<4>(a, lda * 4);
         tile_load<6>(b, NR * 4);
         tile_dot<0, 4, 6>();
-        for (const char* line = soon; line != end; line += step) __builtin_prefetch(line, 0, 2);
-        soon += 64, end += 64;
+        ask.next();
         tile_load<7>(b + TILE, NR * 4);
         tile_dot<1, 4, 7>();
         if constexpr (Two) {
@@ -80,19 +113,27 @@ void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* 
     for (long i = 0; i < rows; i++) c.stream_row(i, load(part + i * NR), load(part + i * NR + VL));
 }
 
+// The blocks of a product, each with what `asks` gives it.
+template <class Ask, class Asks>
+INLINE void tile_blocks(
+    long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, const Sums& c, Asks asks
+) {
+    constexpr long high = 2 * TILE;
+    for (long n = 0; n < nn; n += NR) {
+        for (long m = 0; m < M; m += high) {
+            const long rows = std::min(high, M - m);
+            const auto block = rows > TILE ? tile_block<true, Ask> : tile_block<false, Ask>;
+            block(rows, kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), asks());
+        }
+    }
+}
+
 // As `multiply` of tile.h.
 __attribute__((noinline)) inline void multiply(
     Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {
-    constexpr long high = 2 * TILE;
-    const long calls = (nn + NR - 1) / NR * ((M + high - 1) / high);
-    for (long n = 0, call = 0; n < nn; n += NR) {
-        for (long m = 0; m < M; m += high, call++) {
-            const long rows = std::min(high, M - m);
-            const auto block = rows > TILE ? tile_block<true> : tile_block<false>;
-            const Ahead ask = ahead.share(call, calls);
-            block(rows, kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), ask);
-        }
-    }
+    const long calls = (nn + NR - 1) / NR * ((M + 2 * TILE - 1) / (2 * TILE));
+    long call = 0;
+    tile_blocks<EachRow>(M, nn, k0, kn, a, b, c, [&] { return ahead.share(call++, calls); });
 }
 #endif

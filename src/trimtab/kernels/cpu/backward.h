@@ -28,11 +28,13 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
 // As those of the forward.
 template <class T, class Op>
 Ahead first_back_of_down(const Call& c, long e) {
-    return down_of<T>(c, e).inputs_at(0, std::min(c.D, Op::depth), 0, std::min(c.F, Op::wide));
+    const auto [k, n] = brought<Op>(c.D, 1);
+    return down_of<T>(c, e).inputs_at(0, k, 0, std::min(c.F, n));
 }
 template <class T, class Op>
 Ahead first_back_of_up(const Call& c, long e, long from, long until) {
-    return up_of<T>(c, e).inputs_at(0, std::min(width(c), Op::depth), from, std::min(until - from, Op::wide));
+    const auto [k, n] = brought<Op>(width(c), 1);
+    return up_of<T>(c, e).inputs_at(0, k, from, std::min(until - from, n));
 }
 
 // Where rows are kept, as if all were: d_pre [R, I] and h * w [R, F], or null.
@@ -59,9 +61,9 @@ void hidden_gradients(
         [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
         [&](int, long k0, long kn, long n0, long nn) { return down.inputs_at(k0, kn, n0, nn); },
         next ? first_back_of_down<T, Op>(c, next->expert) : first_back_of_up<T, Op>(c, t.expert, 0, D),
-        [&](long n0, long nn, const float* dh) {
+        [&](long m0, long mn, long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
-            for (long i = 0; i < t.count; i++, dh += LDC) {
+            for (long i = m0; i < m0 + mn; i++, dh += LDC) {
                 const long r = t.start + i;
                 const T* pre = (const T*)c.pre + r * I + n0;
                 auto* to = d_pre + i * ldh + n0 * step;
@@ -116,8 +118,8 @@ void row_gradients(
         !next               ? Ahead()
         : c.threads == 1    ? first_back_of_down<T, Op>(c, next->expert)
                             : first_back_of_up<T, Op>(c, next->expert, first, dx.until),
-        [&](long n0, long nn, const float* got) {
-            for (long i = 0; i < t.count; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
+        [&](long m0, long mn, long n0, long nn, const float* got) {
+            for (long i = m0; i < m0 + mn; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
         });
 }
 
@@ -132,7 +134,7 @@ void backward(const Call& c) {
     {
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
-        const Combine<T> dx(c, ends, c.dx, shared, false);
+        const Combine<T> dx(c, ends, c.dx, false);
         const long I = width(c), ldh = Op::pitch(I);
         const auto kept = [&](const Wave& wave) {
             T* d_pre = c.d_pre ? (T*)c.d_pre : reads_operand(c) ? nullptr : (T*)shared.d_pre - wave.start * I;

@@ -18,11 +18,14 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
 template <class T, class Op>
 Ahead first_of_up(const Call& c, long e) {
     const int parts = gated(c) ? 2 : 1, step = interleaved(c) ? 2 : 1;
-    return up_of<T>(c, e).outputs_at(0, std::min(c.D, Op::depth), 0, std::min(c.F, Op::wide / parts), 0, step);
+    const auto [k, n] = brought<Op>(c.D, parts);
+    const auto part = [&](long first) { return up_of<T>(c, e).outputs_at(0, k, 0, std::min(c.F, n), first, step); };
+    return gated(c) ? part(0).and_beside(part(interleaved(c) ? 1 : c.F)) : part(0);
 }
 template <class T, class Op>
 Ahead first_of_down(const Call& c, long e, long from, long until) {
-    return down_of<T>(c, e).outputs_at(0, std::min(c.F, Op::depth), from, std::min(until - from, Op::wide), 0, 1);
+    const auto [k, n] = brought<Op>(c.F, 1);
+    return down_of<T>(c, e).outputs_at(0, k, from, std::min(until - from, n), 0, 1);
 }
 
 template <class T, class Op>
@@ -46,11 +49,11 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
             return up.outputs_at(k0, kn, n0, nn, part * second, step);
         },
         next ? first_of_up<T, Op>(c, next->expert) : first_of_down<T, Op>(c, t.expert, 0, D),
-        [&](long n0, long nn, float* got) {
+        [&](long m0, long mn, long n0, long nn, float* got) {
             float shift[2][NC + VL], beside[NC + VL];
             for (long n = 0; bias && n < nn; n++)
                 for (int part = 0; part < parts; part++) shift[part][n] = value(bias[part * second + (n0 + n) * step]);
-            for (long i = 0; i < t.count; i++, got += LDC) {
+            for (long i = m0; i < m0 + mn; i++, got += LDC) {
                 const long r = t.start + i;
                 T* pre = c.pre ? (T*)c.pre + r * I + n0 : nullptr;
                 if (pre && i + SOON < t.count)
@@ -87,9 +90,9 @@ void out_rows(
         !next               ? Ahead()
         : c.threads == 1    ? first_of_up<T, Op>(c, next->expert)
                             : first_of_down<T, Op>(c, next->expert, first, y.until),
-        [&](long n0, long nn, float* got) {
+        [&](long m0, long mn, long n0, long nn, float* got) {
             n0 += first;
-            for (long i = 0; i < t.count; i++, got += LDC) {
+            for (long i = m0; i < m0 + mn; i++, got += LDC) {
                 const float w = c.folded ? weight_of(c, t.start + i) : 1.0f;
                 for (long n = 0; shift && n < nn; n += VL)
                     store(got + n, load(got + n) + load(shift + n0 + n, nn - n) * w);
@@ -109,7 +112,7 @@ void forward(const Call& c) {
     {
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
-        const Combine<T> y(c, ends, c.y, shared, !c.folded);
+        const Combine<T> y(c, ends, c.y, !c.folded);
         two_products(
             c, all, (Value*)shared.second, Op::pitch(c.F),
             [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, Op>(c, t, to, s, next); },

@@ -2,6 +2,19 @@
 #pragma once
 #include "amx.h"
 
+// How much of B a product of many rows brings at once: of K, and columns of each of `parts`.
+struct Brought {
+    long k, n;
+};
+template <class Op>
+Brought brought(long K, int parts) {
+    if constexpr (Op::chunk > 0) {
+        const long columns = CHUNKED / (std::max(1L, up_to(K, Op::depth)) * (long)sizeof(typename Op::Value));
+        if (columns >= Op::wide / 2) return {K, std::min(columns, Op::wide) / parts / NR * NR};
+    }
+    return {std::min(K, Op::depth), Op::wide / parts};
+}
+
 // B's block [k0 : k0 + kn, n0 : n0 + nn] is brought; its product with A goes to the sums.
 template <class Op>
 void add_product(
@@ -35,7 +48,7 @@ void gemm_by_rows(
             }
             k0 += depth;
         } while (k0 < K);
-        for (long n0 = from; n0 < until; n0 += width) done(n0, std::min(width, until - n0), sums(n0 - from));
+        for (long n0 = from; n0 < until; n0 += width) done(0, M, n0, std::min(width, until - n0), sums(n0 - from));
     }
 }
 
@@ -54,7 +67,7 @@ void swapped_strip(
 }
 #if defined(HAVE_AMX)
 inline void swapped_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
-    tile_block<true>(Amx::tall, K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
+    tile_block<true, EachRow>(Amx::tall, K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
 }
 #endif
 
@@ -147,15 +160,53 @@ void gemm_swapped(
                 }
             }
         }
-        done(n0, nn, c);
+        done(0, M, n0, nn, c);
     }
 }
 
+#if defined(HAVE_AMX)
+// As `gemm`, where all of K is brought at once: the sums of some rows are done with while they are near. Those of all
+// rows would leave no room in the second cache for the operands.
+template <class Load, class Where, class Done>
+void gemm_by_chunks(
+    long M, long N, long K, int parts, Left<uint32_t> a, uint32_t* b, float* c, Load load, Where where,
+    const Ahead& then, Done done
+) {
+    constexpr long depth = Amx::depth, chunk = Amx::chunk;
+    const long width = brought<Amx>(K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
+    for (long n0 = 0; n0 < N; n0 += width) {
+        const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
+        const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::deep; };
+        for (long k0 = 0; k0 < blocks * depth; k0 += depth)
+            for (int part = 0; part < parts; part++)
+                load(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
+        const auto next = [&](int part) { return where(part, 0, K, n0 + nn, after); };
+        Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
+        const long steps = (M + 2 * TILE - 1) / (2 * TILE) * (up_to(nn, NR) / NR) * parts * blocks * Amx::deep / TILE;
+        const long each = (lines.all() + steps - 1) / steps;
+        for (long m = 0; m < M; m += chunk) {
+            const long rows = std::min(chunk, M - m);
+            for (long k0 = 0; k0 < blocks * depth; k0 += depth) {
+                for (int part = 0; part < parts; part++) {
+                    float* sums = c + part * Amx::wide / parts;
+                    const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
+                    const long words = (std::min(depth, K - k0) + 1) / 2;
+                    tile_blocks<SomeLines>(
+                        rows, nn, k0 / 2, words, {a.at(0, m, 0), a.ld, true}, panels(k0, part), way,
+                        [&] { return SomeLines{lines, each}; });
+                }
+            }
+            done(m, rows, n0, nn, c);
+        }
+    }
+}
+#endif
+
 // load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
 // multiple of NR hold anything finite. by_rows: whether B's rows lie in memory one after the other, or its columns.
-// where(the same but for b) is what it will read, `then` what is read after all of B. done(n0, nn, c) takes the sums,
-// [M, nn] at c + part * Op::wide / parts, rows LDC apart. `c` has room for PIECES * PC rows or more, and A and sums for
-// M up to the next multiple of 2 VL, whatever lies there.
+// where(the same but for b) is what it will read, `then` what is read after all of B. done(m0, mn, n0, nn, c) takes the
+// sums of rows m0 : m0 + mn, [mn, nn] at c + part * Op::wide / parts, rows LDC apart. `c` has room for PIECES * PC rows
+// or more, and A and sums for M up to the next multiple of 2 VL, whatever lies there.
 template <class Op, class Load, class Where, class Done>
 void gemm(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,
@@ -164,6 +215,11 @@ void gemm(
     if (M <= FEW && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     const auto all = [&](int part) { return where(part, 0, K, 0, N); };
     if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
+#if defined(HAVE_AMX)
+    if constexpr (Op::chunk > 0)
+        if (M >= Op::many && brought<Op>(K, parts).k == K)
+            return gemm_by_chunks(M, N, K, parts, a, b, c, load, where, then, done);
+#endif
     constexpr long depth = Op::depth;
     const bool asks = Op::asks || M <= FEW;
     const long width = Op::wide / parts;
@@ -183,6 +239,6 @@ void gemm(
             }
             k0 = k1;
         } while (k0 < K);
-        done(n0, nn, c);
+        done(0, M, n0, nn, c);
     }
 }

@@ -20,6 +20,7 @@ struct Pairs {
     static constexpr long depth = deep * values;
     static constexpr bool by_row = true;
     static constexpr bool asks = true;
+    static constexpr long chunk = 0;
     static constexpr long pitch(long n) { return up_to(n, 2 * TILE) + 2 * TILE; }
     struct Session {};
 };

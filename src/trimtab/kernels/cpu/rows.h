@@ -99,9 +99,9 @@ inline bool reads_operand(const Call& c) { return c.dy && !c.d_pre && (c.type ==
 inline bool by_wave(const Call& c) { return c.threads > 1 || reads_operand(c); }
 
 // What the threads share: left operands of the second product; a wave's gradients of pre-activations, if they lie apart
-// from these, and hidden rows; and sums by token.
+// from these, and hidden rows.
 struct Shared {
-    float *second, *d_pre, *hidden, *sums, *end;
+    float *second, *d_pre, *hidden, *end;
     Shared(const Call& c, const std::vector<Wave>& waves) {
         const bool products = c.y || c.dw;
         const long most = wave_rows(waves), piece = products ? largest(c, waves) : 0, size = c.type == FLOAT ? 4 : 2;
@@ -109,8 +109,7 @@ struct Shared {
         const long rows = products ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
         d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);
         hidden = d_pre + (c.dy && !c.d_pre && !reads_operand(c) ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
-        sums = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
-        end = sums + ((c.y || c.dx) && c.type != FLOAT ? c.M * c.D : 0);
+        end = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
     }
 };
 
@@ -186,10 +185,10 @@ struct Combine {
     float* sums;  // while they grow, `to` itself if that is float
     const bool weighted;
     long from, until;  // this thread's columns
-    Combine(const Call& c, const Ends& ends, void* to, const Shared& shared, bool weighted)
+    Combine(const Call& c, const Ends& ends, void* to, bool weighted)
         : c(c), ends(ends), to((T*)to), weighted(weighted) {
         const long D = to ? c.D : 0, blocks = (D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
-        sums = sizeof(T) == sizeof(float) ? (float*)to : shared.sums;
+        sums = sizeof(T) == sizeof(float) ? (float*)to : c.sums;
         from = std::min<long>(D, i * blocks / n * NR);
         until = std::min<long>(D, (i + 1) * blocks / n * NR);
         for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));

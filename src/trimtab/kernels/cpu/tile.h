@@ -15,6 +15,7 @@ constexpr long NC = 256;            // columns of B that are brought at once, at
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
 constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
+constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
 constexpr int HANDFUL = VL / 2;     // and up to which a weight's values are turned in registers
 constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
@@ -43,10 +44,12 @@ struct Sums {
     }
 };
 
-// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart. What is brought next is asked for meanwhile.
+// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart; and as many `beside` bytes behind them, if
+// that is not 0. What is brought next is asked for meanwhile.
 struct Ahead {
     const char* p = nullptr;
-    long ld = 0, rows = 0, bytes = 0;
+    long ld = 0, rows = 0, bytes = 0, beside = 0;
+    Ahead and_beside(const Ahead& other) const { return {p, ld, rows, bytes, other.p - p}; }
     // Of `calls` that ask for all of it in turn.
     Ahead share(long call, long calls) const {
         const long from = call * rows / calls;
@@ -65,6 +68,7 @@ struct Floats {
     static constexpr long depth = deep * values;
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr bool asks = false;    // whether asking for the next block pays however many rows there are
+    static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
