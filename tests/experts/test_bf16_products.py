@@ -82,6 +82,12 @@ CASES = (
     Case(rows=700, D=37, F=21, hot=True, transposed=True, threads=2, bias=True),
     Case(rows=1100, D=32, F=16, hot=True, threads=2, main=torch.bfloat16),
     Case(rows=700, D=64, F=96, hot=True),
+    Case(rows=330, D=300, F=290, hot=True),
+    Case(rows=330, D=290, F=270, activation="clamped_swiglu", hot=True, transposed=True, bias=True),
+    Case(rows=330, D=600, F=200, hot=True),
+    Case(rows=330, D=1024, F=150, activation="clamped_swiglu", hot=True, transposed=True),
+    Case(rows=330, D=1030, F=70, hot=True, bias=True),
+    Case(rows=1000, D=520, F=34, activation="gelu", hot=True, transposed=True, threads=2, weights="combine"),
     Case(rows=4, D=64, F=96),
     Case(rows=12, D=320, F=288, activation="clamped_swiglu", main=torch.bfloat16),
     Case(rows=60, D=288, F=64, transposed=True, threads=2, bias=True),
@@ -185,7 +191,7 @@ def test_however_the_tokens_fall(variant: str) -> None:
         grid.check("compiled", torch.bfloat16, "random", variant, True, False, tokens=tokens, alignment=8)
 
 
-@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (40, 1100)])
+@pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (40, 1100), (300, 260)])
 @pytest.mark.usefixtures("kernels")
 def test_a_row_s_bits_depend_on_that_row_alone(dim: int, hidden: int) -> None:
     fused.test_a_row_s_bits_depend_on_that_row_alone(torch.bfloat16, dim, hidden)

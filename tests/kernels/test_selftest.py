@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
+from trimtab.kernels import selftest
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
 from trimtab.kernels.selftest import KernelChoice, self_test
 
@@ -112,6 +114,16 @@ def test_another_is_taken_only_where_it_was_allowed_and_not_in_silence(broken: t
         warnings.simplefilter("error")
         assert choice.on(CPU, torch.float32).name == "loop"  # said once
     assert [r.kernels for r in choice.reports] == [broken.name, "loop"]
+
+
+@pytest.mark.parametrize("fault", [None, "a fault"])
+def test_kernels_that_layers_share_are_tested_once(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[CompiledKernels] = []
+    monkeypatch.setattr(selftest, "first_fused_fault", lambda kernels: (seen.append(kernels), fault)[1])
+    one, other = CompiledKernels(), CompiledKernels()
+    for kernels in (one, one, other):
+        assert self_test(kernels, CPU, torch.bfloat16).fault == fault
+    assert [k is one for k in seen] == [True, False]
 
 
 def test_all_refused_names_all() -> None:

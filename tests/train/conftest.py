@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def signals_heard() -> Iterator[None]:
+    """As where a terminal starts the tests: a job in the background ignores SIGINT, one under nohup SIGHUP."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    yield
+    for number, handler in before.items():
+        if handler is not None:  # else it was none of Python's
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

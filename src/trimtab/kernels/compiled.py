@@ -196,8 +196,9 @@ class CompiledKernels(LoopKernels):
         self._lib.trimtab_place_slots(ctypes.byref(places))
         return result
 
-    def tested(self, find: Callable[[CompiledKernels], str | None]) -> str | None:
-        """What `find` says is wrong with them: found once for all layers that share them."""
+    def fault_by(self, find: Callable[[CompiledKernels], str | None]) -> str | None:
+        """What `find` says is wrong with them. It is asked once for all layers that share them, whatever changes later:
+        a model of many layers would wait for the same answer many times."""
         if not self._found:
             self._found.append(find(self))
         return self._found[0]
@@ -245,7 +246,7 @@ class CompiledKernels(LoopKernels):
         for field, value in fields.items():
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
-        narrow = call.type != TYPES[torch.float32] and (call.y or call.dx)
+        narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
         sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.float32)
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()

@@ -23,8 +23,8 @@ SOME = (97, 160, 32)
 are added up in one go, and two panels."""
 DEEP = (70, 530, 23)
 MANY = (1303, 285, 9)
-"""For instructions of their own: more rows than two tiles have, more values or rows than are brought at once, and rows
-whose sums are done with before those of the next."""
+"""For instructions of their own: more rows than two tiles have; more values or rows than are brought at once, and on
+one thread pieces of so many rows that the sums of some are done with before those of the others."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -78,6 +78,7 @@ def _fault(
         "type": TYPES[dtype], "act": 0, "folded": 1, "transposed": int(transposed),
         "type_up": TYPES[dtype], "type_down": TYPES[dtype],
         "M": M, "R": rows, "E": E, "D": D, "F": F,
+        "threads": 1 if sizes == MANY and not later else torch.get_num_threads(),
         "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets,
         "w": w, "x": x, "up": given[0], "down": given[1], "dy": dy, **made, **results,
     }  # fmt: skip

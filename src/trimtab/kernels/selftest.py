@@ -93,7 +93,7 @@ def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Sel
     start = time.perf_counter()
     fault = None if device.type == "meta" else _first_fault(kernels, device, dtype)
     if fault is None and isinstance(kernels, CompiledKernels):
-        fault = kernels.tested(first_fused_fault)
+        fault = kernels.fault_by(first_fused_fault)
     if fault is None and device.type != "meta" and kernels.name == "triton":  # there is Triton then
         from trimtab.kernels.triton.check import first_fault
 

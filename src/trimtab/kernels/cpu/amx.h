@@ -81,7 +81,9 @@ struct SomeLines {
 // `rows` rows, more than 16 if `Two`, of 32 columns. Rows of A up to the end of the last tile are read, whatever they
 // hold, and so are near sums, which are also written there.
 template <bool Two, class Ask>
-void tile_block(long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, typename Ask::From from) {
+void tile_block(
+    long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, typename Ask::From from
+) {
     constexpr long high = Two ? 2 * TILE : TILE;
     if (!c.from) {
         tile_zero<0>();

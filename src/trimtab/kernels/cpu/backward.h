@@ -27,14 +27,14 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
 
 // As those of the forward.
 template <class T, class Op>
-Ahead first_back_of_down(const Call& c, long e) {
-    const auto [k, n] = brought<Op>(c.D, 1);
-    return down_of<T>(c, e).inputs_at(0, k, 0, std::min(c.F, n));
+Ahead first_back_of_down(const Call& c, const Rows& t) {
+    const Brought b = brought<Op>(t.count, c.D, 1);
+    return down_of<T>(c, t.expert).inputs_at(0, b.k, 0, std::min(c.F, b.n));
 }
 template <class T, class Op>
-Ahead first_back_of_up(const Call& c, long e, long from, long until) {
-    const auto [k, n] = brought<Op>(width(c), 1);
-    return up_of<T>(c, e).inputs_at(0, k, from, std::min(until - from, n));
+Ahead first_back_of_up(const Call& c, const Rows& t, long from, long until) {
+    const Brought b = brought<Op>(t.count, width(c), 1);
+    return up_of<T>(c, t.expert).inputs_at(0, b.k, from, std::min(until - from, b.n));
 }
 
 // Where rows are kept, as if all were: d_pre [R, I] and h * w [R, F], or null.
@@ -60,7 +60,7 @@ void hidden_gradients(
         c.transposed == 0,
         [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
         [&](int, long k0, long kn, long n0, long nn) { return down.inputs_at(k0, kn, n0, nn); },
-        next ? first_back_of_down<T, Op>(c, next->expert) : first_back_of_up<T, Op>(c, t.expert, 0, D),
+        next ? first_back_of_down<T, Op>(c, *next) : first_back_of_up<T, Op>(c, t, 0, D),
         [&](long m0, long mn, long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
             for (long i = m0; i < m0 + mn; i++, dh += LDC) {
@@ -116,8 +116,8 @@ void row_gradients(
         [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, first + n0, nn); },
         [&](int, long k0, long kn, long n0, long nn) { return up.inputs_at(k0, kn, first + n0, nn); },
         !next               ? Ahead()
-        : c.threads == 1    ? first_back_of_down<T, Op>(c, next->expert)
-                            : first_back_of_up<T, Op>(c, next->expert, first, dx.until),
+        : c.threads == 1    ? first_back_of_down<T, Op>(c, *next)
+                            : first_back_of_up<T, Op>(c, *next, first, dx.until),
         [&](long m0, long mn, long n0, long nn, const float* got) {
             for (long i = m0; i < m0 + mn; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
         });

@@ -16,16 +16,17 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
 
 // The first blocks of weights that an expert's products bring.
 template <class T, class Op>
-Ahead first_of_up(const Call& c, long e) {
+Ahead first_of_up(const Call& c, const Rows& t) {
     const int parts = gated(c) ? 2 : 1, step = interleaved(c) ? 2 : 1;
-    const auto [k, n] = brought<Op>(c.D, parts);
-    const auto part = [&](long first) { return up_of<T>(c, e).outputs_at(0, k, 0, std::min(c.F, n), first, step); };
+    const Brought b = brought<Op>(t.count, c.D, parts);
+    const Weight<T> up = up_of<T>(c, t.expert);
+    const auto part = [&](long first) { return up.outputs_at(0, b.k, 0, std::min(c.F, b.n), first, step); };
     return gated(c) ? part(0).and_beside(part(interleaved(c) ? 1 : c.F)) : part(0);
 }
 template <class T, class Op>
-Ahead first_of_down(const Call& c, long e, long from, long until) {
-    const auto [k, n] = brought<Op>(c.F, 1);
-    return down_of<T>(c, e).outputs_at(0, k, from, std::min(until - from, n), 0, 1);
+Ahead first_of_down(const Call& c, const Rows& t, long from, long until) {
+    const Brought b = brought<Op>(t.count, c.F, 1);
+    return down_of<T>(c, t.expert).outputs_at(0, b.k, from, std::min(until - from, b.n), 0, 1);
 }
 
 template <class T, class Op>
@@ -48,7 +49,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
         [&](int part, long k0, long kn, long n0, long nn) {
             return up.outputs_at(k0, kn, n0, nn, part * second, step);
         },
-        next ? first_of_up<T, Op>(c, next->expert) : first_of_down<T, Op>(c, t.expert, 0, D),
+        next ? first_of_up<T, Op>(c, *next) : first_of_down<T, Op>(c, t, 0, D),
         [&](long m0, long mn, long n0, long nn, float* got) {
             float shift[2][NC + VL], beside[NC + VL];
             for (long n = 0; bias && n < nn; n++)
@@ -88,8 +89,8 @@ void out_rows(
         },
         [&](int, long k0, long kn, long n0, long nn) { return down.outputs_at(k0, kn, first + n0, nn, 0, 1); },
         !next               ? Ahead()
-        : c.threads == 1    ? first_of_up<T, Op>(c, next->expert)
-                            : first_of_down<T, Op>(c, next->expert, first, y.until),
+        : c.threads == 1    ? first_of_up<T, Op>(c, *next)
+                            : first_of_down<T, Op>(c, *next, first, y.until),
         [&](long m0, long mn, long n0, long nn, float* got) {
             n0 += first;
             for (long i = m0; i < m0 + mn; i++, got += LDC) {

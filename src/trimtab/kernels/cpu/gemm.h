@@ -2,17 +2,19 @@
 #pragma once
 #include "amx.h"
 
-// How much of B a product of many rows brings at once: of K, and columns of each of `parts`.
+// How much of B a product brings at once that is made block by block: of K, and columns of each of `parts`; and
+// whether `gemm_by_chunks` makes it.
 struct Brought {
     long k, n;
+    bool chunks;
 };
 template <class Op>
-Brought brought(long K, int parts) {
+Brought brought(long M, long K, int parts) {
     if constexpr (Op::chunk > 0) {
         const long columns = CHUNKED / (std::max(1L, up_to(K, Op::depth)) * (long)sizeof(typename Op::Value));
-        if (columns >= Op::wide / 2) return {K, std::min(columns, Op::wide) / parts / NR * NR};
+        if (M >= Op::many && columns >= Op::wide / 2) return {K, std::min(columns, Op::wide) / parts / NR * NR, true};
     }
-    return {std::min(K, Op::depth), Op::wide / parts};
+    return {std::min(K, Op::depth), Op::wide / parts, false};
 }
 
 // B's block [k0 : k0 + kn, n0 : n0 + nn] is brought; its product with A goes to the sums.
@@ -173,7 +175,8 @@ void gemm_by_chunks(
     const Ahead& then, Done done
 ) {
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
-    const long width = brought<Amx>(K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
+    static_assert(chunk % (2 * TILE) == 0 && CHUNKED <= KC * QC * (long)sizeof(uint32_t));
+    const long width = brought<Amx>(M, K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
         const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::deep; };
@@ -182,7 +185,8 @@ void gemm_by_chunks(
                 load(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
         const auto next = [&](int part) { return where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
-        const long steps = (M + 2 * TILE - 1) / (2 * TILE) * (up_to(nn, NR) / NR) * parts * blocks * Amx::deep / TILE;
+        const long tiles = up_to(M, 2 * TILE) / (2 * TILE) * (up_to(nn, NR) / NR) * parts;
+        const long steps = tiles * std::max(1L, up_to(K, 2 * TILE) / (2 * TILE));
         const long each = (lines.all() + steps - 1) / steps;
         for (long m = 0; m < M; m += chunk) {
             const long rows = std::min(chunk, M - m);
@@ -217,7 +221,7 @@ void gemm(
     if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
 #if defined(HAVE_AMX)
     if constexpr (Op::chunk > 0)
-        if (M >= Op::many && brought<Op>(K, parts).k == K)
+        if (brought<Op>(M, K, parts).chunks)
             return gemm_by_chunks(M, N, K, parts, a, b, c, load, where, then, done);
 #endif
     constexpr long depth = Op::depth;

@@ -12,10 +12,10 @@ constexpr long KC = 384;            // floats of K that are brought at once: as 
 constexpr long MC = 512;            // rows of A that a task takes at most
 constexpr long RC = 256;            // rows that are brought at once for a gradient
 constexpr long NC = 256;            // columns of B that are brought at once, at most
+constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
 constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
-constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
 constexpr int HANDFUL = VL / 2;     // and up to which a weight's values are turned in registers
 constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
@@ -45,11 +45,13 @@ struct Sums {
 };
 
 // Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart; and as many `beside` bytes behind them, if
-// that is not 0. What is brought next is asked for meanwhile.
+// they are others. What is brought next is asked for meanwhile.
 struct Ahead {
     const char* p = nullptr;
     long ld = 0, rows = 0, bytes = 0, beside = 0;
-    Ahead and_beside(const Ahead& other) const { return {p, ld, rows, bytes, other.p - p}; }
+    Ahead and_beside(const Ahead& other) const {  // of columns in turn the bytes are the same
+        return {p, ld, rows, bytes, other.p - p < bytes ? 0 : other.p - p};
+    }
     // Of `calls` that ask for all of it in turn.
     Ahead share(long call, long calls) const {
         const long from = call * rows / calls;
