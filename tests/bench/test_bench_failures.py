@@ -131,7 +131,7 @@ def test_pages_and_tables_say_who_failed(tmp_path: Path) -> None:
     write_records([weighed, dataclasses.replace(peer, case=peer.case | {"tokens": 8192})], tmp_path / "one.json")
     assert write_page([tmp_path / "one.json"], out, tmp_path / "x.png")
     text = out.read_text()
-    assert f"| **failed**: trimtab auto: {WRONG} | 2 | A, bf16, 2048 tokens, 1 thread, {BOTH} | **no** |" in text
+    assert f"| **failed**: trimtab auto: {WRONG} |  | 2 | A, bf16, 2048 tokens, 1 thread, {BOTH} | **no** |" in text
     assert "| failed | grouped_mm | 1500 ms | 1200 ms | 3.75 | 0.00 | **failed** |" in text
     assert "| grouped_mm | 1500 ms |  | 3.75 |  | **failed** |" in text
     assert "| **failed**: died |" in text

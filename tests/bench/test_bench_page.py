@@ -70,6 +70,7 @@ def test_bars_take_the_worst_case() -> None:
     assert (speed.met, limit.met, speed.cases) == (False, False, 2)
     assert limit.found == pytest.approx(0.9 / 0.4)
     assert "8192 tokens" in limit.at
+    assert (speed.limit, limit.limit) == (pytest.approx(1.2 / 0.45), None), "of the worse malloc"
     memory, without = judge_bars([good])[-2:]
     assert (memory.found, memory.met) == (0.6, True), "the worse of resident and tensors"
     assert without.found == pytest.approx(50 / 90), "10 bytes of gradients left out on both sides"

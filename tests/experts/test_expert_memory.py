@@ -36,7 +36,7 @@ def promised(activation: str, weights: str, rows: int, busiest: int, stock: bool
     """ExpertMLP's formulas."""
     gated, clamped = BY_NAME[activation]().gated, activation == "clamped_swiglu"
     width = 2 * F if gated else F
-    a = 3 if clamped else 2 if weights == "experts" else 1
+    a = 3 if clamped else 2 if weights == "experts" and stock else 1
     b = 6 if clamped else 4 if gated else 2
     base = rows * (width + D)
     copied = busiest * (F + D) if stock else 0

@@ -12,7 +12,7 @@ from comparing import assert_close
 from trimtab import oracle
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.main_grad import MODES
-from trimtab.experts.module import ExpertMLP
+from trimtab.experts.module import WEIGHTS, ExpertMLP
 
 T, D, F, E, K = 13, 16, 24, 6, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -116,6 +116,13 @@ def test_both_sides_of_the_weights_agree(activation: str) -> None:
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, w, *mlp.parameters()])])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("kernels", "same"), [("loop", True), ("stock", False)])
+def test_the_loop_weighs_rows_as_it_sums_them(kernels: str, same: bool) -> None:
+    x, w = torch.randn(T, D), torch.rand(T, K)
+    each = [experts("swiglu", weights=weights, kernels=kernels)(x, slots("random"), w) for weights in WEIGHTS]
+    assert torch.equal(*each) == same
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -48,6 +48,13 @@ class Finding:
         return None if self.peer_failed else smallest(self.speed_ups.values())
 
     @property
+    def limit_speed_up(self) -> float | None:
+        """What would be quoted for a layer that took as long as the limit; None where either is not known."""
+        both = self.speed_ups.keys() & self.over_limits.keys()
+        known = not (self.failed or self.peer_failed or self.limit_failed)
+        return smallest(self.speed_ups[m] * self.over_limits[m] for m in both) if known else None
+
+    @property
     def over_limit(self) -> float | None:
         """The one to quote: infinite where ours failed, None without a limit or where a part of it failed."""
         if self.failed:

@@ -22,18 +22,20 @@ PEER = "grouped_mm"
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """What one case says of a bar. failed: why its number says nothing."""
+    """What one case says of a bar, and would say of the limit. failed: why its number says nothing."""
 
     number: float | None
     at: str
     failed: str = ""
+    limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
     """A bar and what was found: the worst case and how many there are.
 
-    found: None where nothing was measured or something failed. failed: what, and why.
+    found: None where nothing was measured or something failed. failed: what, and why. limit: what would be found of a
+    layer that took as long as the limit in every case, None where that says nothing.
     """
 
     where: str
@@ -43,6 +45,7 @@ class Judged:
     cases: int
     met: bool
     failed: str = ""
+    limit: float | None = None
 
 
 def judge_bars(records: Sequence[Record]) -> list[Judged]:
@@ -69,7 +72,7 @@ def _judged(bar: Bar, found: Sequence[Finding]) -> Judged:
         number = f.over_limit if limited else f.speed_up
         failed = f.failed or (f.limit_failed if limited else f.peer_failed)
         if failed or number is not None:
-            values.append(Value(number=number, at=_at(f), failed=failed))
+            values.append(Value(number=number, at=_at(f), failed=failed, limit=None if limited else f.limit_speed_up))
     if limited:
         return _verdict(values, where=bar.where, most=bar.asked, of="the limit")
     return _verdict(values, where=bar.where, least=bar.asked, of="the fastest peer", mean=mean)
@@ -89,9 +92,13 @@ def _verdict(
         return Judged(where=where, asked=asked, found=None, at="", cases=0, met=False)
     found = min(known) if least else max(known)
     at = known[found]
+    limits = [v.limit for v in values if v.limit is not None]
+    limit = min(limits) if len(limits) == len(values) else None
     if mean:
         found, at = math.exp(sum(math.log(v.number) for v in values if v.number is not None) / len(values)), ""
-    return Judged(where=where, asked=asked, found=found, at=at, cases=len(values), met=least <= found <= most)
+        limit = math.exp(sum(map(math.log, limits)) / len(limits)) if limit is not None else None
+    met = least <= found <= most
+    return Judged(where=where, asked=asked, found=found, at=at, cases=len(values), met=met, limit=limit)
 
 
 def _imbalance(found: Sequence[Finding]) -> Judged:

@@ -7,7 +7,8 @@
     out = h W_down + w b_down             h W_down + b_down   one row per kept (row, expert)
     y   = sum of a row's outs             sum of w * out
 
-Both are the same function, so they share one backward: the gradient of w is sum(activation * dh), without the outs.
+Both are the same function, so kernels that weigh rows as they sum them, at no cost, may take the second way for the
+first. They share one backward: the gradient of w is sum(activation * dh), without the outs.
 With a norm behind the experts the weight cannot be folded in, y = sum of w * norm(out), and out is saved too.
 
 Saved for the backward: the rows, the weights, and the pre-activations [R, I] in the rows' dtype (also the norm's
@@ -135,6 +136,7 @@ class _ExpertMLP(Function):
         dtype = kernels.compute_dtype(x.dtype)
         direct = dtype == x.dtype and math.post_norm is None
         w_R1 = slot_weights(w_MK, plan).to(dtype)
+        folded = math.folded and not (direct and kernels.weighs_sums)
         number = number_of(math.activation)
         out_RD = kernels.empty_rows(plan.row_R.shape[0], down_t.shape[2], x.dtype, plan.offsets_e)
         saved: list[Tensor] = []
@@ -148,13 +150,13 @@ class _ExpertMLP(Function):
                 call.pre[r] = pre
             elif call.keep:
                 saved.append(pre)
-            h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if math.folded else None)
+            h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if folded else None)
             del pre
             out = kernels.grouped_mm(h, down_t[e], block, out_RD[r] if direct else None)
             del h
             if down_bias is not None:
                 bias = kernels.expand(down_bias[e].to(dtype), block)
-                out += bias * w_R1[r] if math.folded else bias
+                out += bias * w_R1[r] if folded else bias
             if math.post_norm is not None:
                 mid = out.to(x.dtype)
                 if call.keep:
@@ -164,7 +166,7 @@ class _ExpertMLP(Function):
                 out_RD[r] = out
         ctx.call = call
         ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *saved)
-        return combine_rows(out_RD, _bags(call), None if math.folded else w_R1[:, 0].to(x.dtype))
+        return combine_rows(out_RD, _bags(call), None if folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
     @once_differentiable

@@ -114,6 +114,7 @@ class CompiledKernels(LoopKernels):
     """
 
     name = "compiled"
+    weighs_sums = False  # a block has the bits that it would have in C++
 
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():

@@ -42,6 +42,8 @@ class Kernels(Protocol):
     """What grouped layers and expert MLPs need. The results belong to the caller, who may change them in place."""
 
     name: str
+    weighs_sums: bool
+    """Whether weights are to be taken into the combine rather than into hidden rows."""
 
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
@@ -104,6 +106,7 @@ class StockKernels(HiddenKernels):
     """PyTorch's own grouped GEMM over all experts at once, sizes on the device."""
 
     name = "stock"
+    weighs_sums = False
 
     def empty_like(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
