@@ -91,6 +91,17 @@ def test_a_mean_with_a_failure_is_not_met() -> None:
     assert (got.met, got.failed) == (False, f"trimtab loop: {WRONG}")
 
 
+def test_a_mean_is_over_all_cases_alike_or_not() -> None:
+    cases = []
+    for tokens, threads, ours, limit in ((2048, 1, 0.5, 0.3), (2048, 2, 0.5, 0.3), (8192, 1, 0.25, 0.15)):
+        entries = [entry("trimtab loop", "ours", ours), entry("grouped_mm", "peer", 1.5), entry("gemm", "limit", limit)]
+        one = record(tokens=tokens, threads=threads)
+        cases.append(dataclasses.replace(one, races=[Race(malloc="default", entries=entries)], memory={}))
+    got = bar(cases, ">= 1.4x the fastest peer, geometric mean")
+    assert (got.found, got.limit) == (pytest.approx((3 * 3 * 6) ** (1 / 3)), pytest.approx((5 * 5 * 10) ** (1 / 3)))
+    assert (got.at, got.cases, got.met) == ("", 3, True)
+
+
 def test_one_transport_that_fails_fails_the_case() -> None:
     entries = [entry(f"trimtab {name}", "ours", s) for name, s in (("alltoall", 0.4), ("shared_memory", 0.2))]
     races = [Race(malloc="default", entries=[*entries, entry("raw", "limit", 0.3)])]

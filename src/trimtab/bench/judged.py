@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from trimtab.bench.bars import BARS, Bar
 from trimtab.bench.finding import Finding, findings, plain, times
@@ -87,16 +88,13 @@ def _verdict(
     for v in values:
         if v.failed:
             return Judged(where=where, asked=asked, found=None, at=v.at, cases=len(values), met=False, failed=v.failed)
-    known = {v.number: v.at for v in values if v.number is not None}
-    if not known:
-        return Judged(where=where, asked=asked, found=None, at="", cases=0, met=False)
-    found = min(known) if least else max(known)
-    at = known[found]
+    numbers = [v.number for v in values if v.number is not None]
     limits = [v.limit for v in values if v.limit is not None]
-    limit = min(limits) if len(limits) == len(values) else None
-    if mean:
-        found, at = math.exp(sum(math.log(v.number) for v in values if v.number is not None) / len(values)), ""
-        limit = math.exp(sum(map(math.log, limits)) / len(limits)) if limit is not None else None
+    if not numbers:
+        return Judged(where=where, asked=asked, found=None, at="", cases=0, met=False)
+    all_of = geometric_mean if mean else min if least else max
+    found, limit = all_of(numbers), all_of(limits) if len(limits) == len(numbers) else None
+    at = "" if mean else next(v.at for v in values if v.number == found)
     met = least <= found <= most
     return Judged(where=where, asked=asked, found=found, at=at, cases=len(values), met=met, limit=limit)
 

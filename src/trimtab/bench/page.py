@@ -28,8 +28,8 @@ ranks the raw exchange of the same rows is added to the GEMMs. The shapes D, F, 
 512, 32, 4; C is 1024, 2816, 8, 2. Tokens are per rank."""
 
 LIMIT = """\
-*at the limit*: what would be found, in the worst case too, of a layer that took exactly as long as the limit; its worst
-case may be another one. Where it is below what is asked, the fastest peer is too near to the limit for the bar."""
+*at the limit*: what would be found of a layer that took exactly as long as the limit in every case; its worst case may
+be another one. Where that is less than what is asked, the fastest peer is too near to the limit for the bar."""
 
 OTHERS = """\
 Of transformers' other implementations, measured apart from this page, `eager` takes 10 to 150 times the limit in

@@ -136,6 +136,7 @@ class _ExpertMLP(Function):
         dtype = kernels.compute_dtype(x.dtype)
         direct = dtype == x.dtype and math.post_norm is None
         w_R1 = slot_weights(w_MK, plan).to(dtype)
+        # `combine_rows` takes weights in the rows' dtype: where that is narrower than the products', they stay here.
         folded = math.folded and not (direct and kernels.weighs_sums)
         number = number_of(math.activation)
         out_RD = kernels.empty_rows(plan.row_R.shape[0], down_t.shape[2], x.dtype, plan.offsets_e)

@@ -35,7 +35,7 @@ class ExpertMLP(GroupedModule):
         peak of the forward     s (R (I + D) + max(M D, r D, a r F))
         peak of the backward    s (R (I + D) + max(M D, r (3 F + D), b r F))
 
-        a = 3 for clamped_swiglu, else 1, but 2 with weights="experts" on kernels "stock"
+        a = 3 for clamped_swiglu, else 1, on kernels "stock" 2 with weights="experts"
         b = 6 for clamped_swiglu, 4 for the other gates, 2 without a gate
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
@@ -71,7 +71,7 @@ class ExpertMLP(GroupedModule):
         bias: whether up and down have biases.
         weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
             they are summed). The same numbers up to rounding; "experts" moves less where F < D. On kernels "loop" they
-            are applied to the outputs either way, which costs nothing there.
+            are applied to the outputs either way, which costs nothing there, in a dtype that the machine computes in.
         main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`.
         delay_wgrad: the parameters' gradients are computed by `backward_dw()`, not by the backward. The gradients of
             the pre-activations and of y are kept until then: s (2 R I + 2 M D) in all, with x and the pre-activations.
