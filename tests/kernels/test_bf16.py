@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -178,14 +179,14 @@ def test_float_products_are_added_in_one_rounding_everywhere(march: str) -> None
 
 def test_tiles_keep_their_sums_in_registers() -> None:
     functions = assembly("sapphirerapids")
-    blocks = [(of, asks) for of in (("true", 4, 4), ("false", 2, 3)) for asks in ("EachRow", "SomeLines")]
-    for (two, products, loads), asks in blocks:
-        loop = loop_around(only(functions, f"void tile_block<{two}, {asks}>"), "tdpbf16ps")
+    beside = ("EachRow>", "SomeLines>", "SomeRows<float>", "SomeRows<bf16>")
+    for (two, products, loads), what in product([("true", 4, 4), ("false", 2, 3)], beside):
+        loop = loop_around(only(functions, f"void tile_block<{two}, {what}"), "tdpbf16ps")
         assert sum("\ttdpbf16ps" in line for line in loop) == products
         assert sum("\ttileloadd" in line for line in loop) == loads
         assert not [line for line in loop if "tilestored" in line]
-        if asks == "EachRow":  # a cursor over lines has more to remember than there are registers
-            assert not [line for line in loop if "%rsp" in line or "%rbp" in line]
+        if what == "EachRow>":  # a cursor over lines has more to remember than there are registers
+            assert not [line for line in loop if "(%rsp" in line or "(%rbp" in line]
     assert not [line for line in only(functions, "multiply(Amx") if "\tldtilecfg" in line]
     for instruction in ("ldtilecfg", "tilerelease"):  # once for all products of a thread
         where = [name for name, lines in functions.items() if any(f"\t{instruction}" in line for line in lines)]

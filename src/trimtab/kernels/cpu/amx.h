@@ -6,6 +6,8 @@
 #include "pairs.h"
 
 #if defined(HAVE_AMX)
+constexpr long BLOCK_ROWS = 2 * TILE;
+
 // Tiles 0 to 3 hold sums, two rows of them; 4 and 5 rows of A, 6 and 7 columns of B. All are whole.
 INLINE void shape_tiles() {
     TileConfig c = {1, 0, {}, {}, {}};
@@ -14,7 +16,7 @@ INLINE void shape_tiles() {
 }
 
 struct Amx : Pairs {
-    static constexpr long tall = 2 * TILE, chunk = 128, many = 320;
+    static constexpr long tall = BLOCK_ROWS, chunk = 128, many = 320;
     struct Session {  // of a thread: tiles that nobody needs any more are not saved at its next pause
         Session() { shape_tiles(); }
         ~Session() { tile_release(); }
@@ -41,7 +43,7 @@ INLINE void store_tiles(float* to, long ld) {
     }
 }
 
-// What a block asks for with each step over k: the next line of each of some rows,
+// What a block does beside each step over k. It asks for the next line of each of some rows,
 struct EachRow {
     using From = Ahead;
     const char *soon, *end;
@@ -54,7 +56,7 @@ struct EachRow {
         soon += 64, end += 64;
     }
 };
-// or some lines more of all that there are, row by row, and then those beside them.
+// or for some lines more of all that there are, row by row, and then those beside them;
 struct Lines {
     const char* p;
     long ld, across, rows, beside, at = 0, row = 0;
@@ -78,14 +80,26 @@ struct SomeLines {
     }
 };
 
-// `rows` rows, more than 16 if `Two`, of 32 columns. Rows of A up to the end of the last tile are read, whatever they
-// hold, and so are near sums, which are also written there.
-template <bool Two, class Ask>
+// or it sends some rows of the block before past the caches: all at once, they would keep its operands waiting.
+template <class T>
+struct SomeRows {
+    using From = SomeRows;
+    const float* from;
+    T* to;
+    long ld, left, each;
+    INLINE void next() {
+        for (const long until = std::max(0L, left - each); left > until; left--, from += NR, to += ld)
+            stream(to, load(from), load(from + VL));
+    }
+};
+
+// 32 rows, or 16 if not `Two`, of 32 columns, whatever rows of A behind the last one hold.
+template <bool Two, class Beside>
 void tile_block(
-    long rows, long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, typename Ask::From from
+    long K, const uint32_t* a, long lda, const uint32_t* b, const float* from, long ld_from, float* to, long ld,
+    typename Beside::From what
 ) {
-    constexpr long high = Two ? 2 * TILE : TILE;
-    if (!c.from) {
+    if (!from) {
         tile_zero<0>();
         tile_zero<1>();
         if constexpr (Two) {
@@ -93,14 +107,14 @@ void tile_block(
             tile_zero<3>();
         }
     } else {
-        load_tiles<Two>(c.from, c.ld_from);
+        load_tiles<Two>(from, ld_from);
     }
-    Ask ask(from);
+    Beside beside(what);
     for (long k = 0; k < K; k += TILE, a += TILE, b += TILE * NR) {
         tile_load<4>(a, lda * 4);
         tile_load<6>(b, NR * 4);
         tile_dot<0, 4, 6>();
-        ask.next();
+        beside.next();
         tile_load<7>(b + TILE, NR * 4);
         tile_dot<1, 4, 7>();
         if constexpr (Two) {
@@ -109,32 +123,51 @@ void tile_block(
             tile_dot<3, 5, 7>();
         }
     }
-    if (c.end == NEAR) return store_tiles<Two>(c.row(0), c.ld);
-    alignas(64) float part[high * NR];
-    store_tiles<Two>(part, NR);
-    for (long i = 0; i < rows; i++) c.stream_row(i, load(part + i * NR), load(part + i * NR + VL));
+    store_tiles<Two>(to, ld);
 }
 
-// The blocks of a product, each with what `asks` gives it.
-template <class Ask, class Asks>
+// The blocks of a product whose sums stay near, each with what `what` gives it. Sums are written up to the end of the
+// last tile.
+template <class Beside, class What>
 INLINE void tile_blocks(
-    long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, const Sums& c, Asks asks
+    long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, const Sums& c, What what
 ) {
-    constexpr long high = 2 * TILE;
     for (long n = 0; n < nn; n += NR) {
-        for (long m = 0; m < M; m += high) {
-            const long rows = std::min(high, M - m);
-            const auto block = rows > TILE ? tile_block<true, Ask> : tile_block<false, Ask>;
-            block(rows, kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), asks());
+        for (long m = 0; m < M; m += BLOCK_ROWS) {
+            const auto block = M - m > TILE ? tile_block<true, Beside> : tile_block<false, Beside>;
+            const Sums at = c.at(m, n);
+            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, at.from, at.ld_from, at.row(0), at.ld, what());
         }
     }
+}
+
+// And past the caches.
+template <class T>
+void streamed_blocks(long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, const Sums& c) {
+    alignas(64) float sums[BLOCK_ROWS * NR];
+    const long steps = std::max(1L, (kn + TILE - 1) / TILE), each = (BLOCK_ROWS + steps - 1) / steps;
+    SomeRows<T> before = {sums, nullptr, c.ld, 0, each};
+    for (long n = 0; n < nn; n += NR) {
+        for (long m = 0; m < M; m += BLOCK_ROWS) {
+            const long rows = std::min(BLOCK_ROWS, M - m);
+            const auto block = rows > TILE ? tile_block<true, SomeRows<T>> : tile_block<false, SomeRows<T>>;
+            const Sums at = c.at(m, n);
+            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, at.from, at.ld_from, sums, NR, before);
+            before = {sums, (T*)at.to, c.ld, rows, each};
+            if (kn == 0) before.next();  // the next block takes no step
+        }
+    }
+    before.each = before.left;
+    before.next();
 }
 
 // As `multiply` of tile.h.
 __attribute__((noinline)) inline void multiply(
     Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {
-    const long calls = (nn + NR - 1) / NR * ((M + 2 * TILE - 1) / (2 * TILE));
+    if (c.end == PAST) return streamed_blocks<float>(M, nn, k0, kn, a, b, c);
+    if (c.end == PAST_NARROW) return streamed_blocks<bf16>(M, nn, k0, kn, a, b, c);
+    const long calls = (nn + NR - 1) / NR * ((M + BLOCK_ROWS - 1) / BLOCK_ROWS);
     long call = 0;
     tile_blocks<EachRow>(M, nn, k0, kn, a, b, c, [&] { return ahead.share(call++, calls); });
 }

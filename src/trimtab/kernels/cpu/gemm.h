@@ -69,7 +69,7 @@ void swapped_strip(
 }
 #if defined(HAVE_AMX)
 inline void swapped_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
-    tile_block<true, EachRow>(Amx::tall, K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
+    tile_block<true, EachRow>(K, w, ld, x, nullptr, 0, sums, NR, ask);
 }
 #endif
 
@@ -216,7 +216,7 @@ void gemm(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,
     Load load, Where where, const Ahead& then, Done done
 ) {
-    if (M <= FEW && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
+    if (M <= Op::few && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     const auto all = [&](int part) { return where(part, 0, K, 0, N); };
     if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
 #if defined(HAVE_AMX)
@@ -225,7 +225,6 @@ void gemm(
             return gemm_by_chunks(M, N, K, parts, a, b, c, load, where, then, done);
 #endif
     constexpr long depth = Op::depth;
-    const bool asks = Op::asks || M <= FEW;
     const long width = Op::wide / parts;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
@@ -239,7 +238,7 @@ void gemm(
                     : k1 < K ? where(0, k1, std::min(depth, K - k1), n0, nn)
                     : n0 + width < N ? where(0, 0, std::min(depth, K), n0 + width, std::min(width, N - n0 - width))
                     : then;
-                add_product<Op>(M, nn, k0, kn, a, panels, c + part * width, asks ? next : Ahead());
+                add_product<Op>(M, nn, k0, kn, a, panels, c + part * width, M <= Op::asks ? next : Ahead());
             }
             k0 = k1;
         } while (k0 < K);

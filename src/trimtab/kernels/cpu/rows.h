@@ -17,8 +17,8 @@ struct Wave {
     long first, last, start, end;
 };
 
-// Blocks of gradients from operands of pairs: rows that are brought at once, a block's columns if an expert has no more
-// rows, and its rows and columns if it has.
+// Blocks of gradients from operands of pairs: rows that are brought at once at most, a block's columns if an expert has
+// no more rows, and its rows and columns if it has.
 constexpr long PAIRED_ROWS = 512, PAIRED_COLUMNS = 1024, PAIRED_BLOCK = 512;
 
 inline bool paired(const Call& c) { return c.type != FLOAT && c.products != WIDENED; }

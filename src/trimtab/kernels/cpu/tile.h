@@ -15,8 +15,7 @@ constexpr long NC = 256;            // columns of B that are brought at once, at
 constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
 constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
 constexpr long PIECES = 2;          // and how many such rows share one block of B
-constexpr long FEW = 128;           // rows of A up to which bringing B takes as long as the product
-constexpr int HANDFUL = VL / 2;     // and up to which a weight's values are turned in registers
+constexpr int HANDFUL = VL / 2;     // rows of A up to which a weight's values are turned in registers
 constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
 constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
@@ -52,10 +51,10 @@ struct Ahead {
     Ahead and_beside(const Ahead& other) const {  // of columns in turn the bytes are the same
         return {p, ld, rows, bytes, other.p - p < bytes ? 0 : other.p - p};
     }
-    // Of `calls` that ask for all of it in turn.
+    // Of `calls` that ask for all of it in turn. Rows far from each other: lines of several pages come sooner than as
+    // many of one.
     Ahead share(long call, long calls) const {
-        const long from = call * rows / calls;
-        return {p + from * ld, ld, (call + 1) * rows / calls - from, bytes};
+        return {p + call * ld, ld * calls, (rows - call + calls - 1) / calls, bytes};
     }
 };
 
@@ -69,7 +68,8 @@ struct Floats {
     static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (gemm.h)
     static constexpr long depth = deep * values;
     static constexpr bool by_row = false;  // whether left operands always are
-    static constexpr bool asks = false;    // whether asking for the next block pays however many rows there are
+    static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
+    static constexpr long few = 128;       // and up to which B is brought row by row, if its rows are contiguous
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one

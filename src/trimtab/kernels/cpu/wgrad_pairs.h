@@ -38,11 +38,12 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
     const Gradient g(o.c, t);
     const bool several = g.rows > PAIRED_ROWS, direct = g.direct(t.qn) && !g.add;
     const long ld = several ? pitch(PAIRED_BLOCK) : LDC, each = Op::deep * up_to(t.qn, NR);  // words of a step
+    const long at_once = several ? depth : PAIRED_ROWS;  // few beside many sums, for the second cache's sake
     uint32_t *right = (uint32_t*)s.b, *left = (uint32_t*)s.x;
     long k0 = 0;
     do {
-        const long kn = std::min(PAIRED_ROWS, g.rows - k0), steps = std::max(1L, (kn + depth - 1) / depth);
-        const bool last = k0 + PAIRED_ROWS >= g.rows;
+        const long kn = std::min(at_once, g.rows - k0), steps = std::max(1L, (kn + depth - 1) / depth);
+        const bool last = k0 + at_once >= g.rows;
         for (long i = 0; i < steps; i++) {
             const long n = std::min(depth, kn - i * depth);
             for (long q = 0; q < t.qn; q += QC) {
@@ -68,7 +69,7 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
                 if (last && !direct) g.put(sums, ld, p, pn, q, qn);
             }
         }
-        k0 += PAIRED_ROWS;
+        k0 += at_once;
     } while (k0 < g.rows);
 }
 #endif
