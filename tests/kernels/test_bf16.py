@@ -185,7 +185,7 @@ def test_tiles_keep_their_sums_in_registers() -> None:
         assert sum("\ttdpbf16ps" in line for line in loop) == products
         assert sum("\ttileloadd" in line for line in loop) == loads
         assert not [line for line in loop if "tilestored" in line]
-        if what == "EachRow>":  # a cursor over lines has more to remember than there are registers
+        if what == "EachRow>":  # the others have more to remember than there are registers
             assert not [line for line in loop if "(%rsp" in line or "(%rbp" in line]
     assert not [line for line in only(functions, "multiply(Amx") if "\tldtilecfg" in line]
     for instruction in ("ldtilecfg", "tilerelease"):  # once for all products of a thread

@@ -161,7 +161,7 @@ void streamed_blocks(long M, long nn, long k0, long kn, Left<uint32_t> a, const 
     before.next();
 }
 
-// As `multiply` of tile.h.
+// As `multiply` of tile.h, but nothing is asked for beside sums that go past the caches.
 __attribute__((noinline)) inline void multiply(
     Amx, long M, long nn, long k0, long kn, Left<uint32_t> a, const uint32_t* b, Sums c, const Ahead& ahead = {}
 ) {

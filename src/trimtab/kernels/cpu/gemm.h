@@ -175,7 +175,7 @@ void gemm_by_chunks(
     const Ahead& then, Done done
 ) {
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
-    static_assert(chunk % (2 * TILE) == 0 && CHUNKED <= KC * QC * (long)sizeof(uint32_t));
+    static_assert(chunk % BLOCK_ROWS == 0 && CHUNKED <= KC * QC * (long)sizeof(uint32_t));
     const long width = brought<Amx>(M, K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
@@ -185,7 +185,7 @@ void gemm_by_chunks(
                 load(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
         const auto next = [&](int part) { return where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
-        const long tiles = up_to(M, 2 * TILE) / (2 * TILE) * (up_to(nn, NR) / NR) * parts;
+        const long tiles = up_to(M, BLOCK_ROWS) / BLOCK_ROWS * (up_to(nn, NR) / NR) * parts;
         const long steps = tiles * std::max(1L, up_to(K, 2 * TILE) / (2 * TILE));
         const long each = (lines.all() + steps - 1) / steps;
         for (long m = 0; m < M; m += chunk) {

@@ -19,7 +19,7 @@ struct Pairs {
     static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide stay in the nearest cache
     static constexpr long depth = deep * values;
     static constexpr bool by_row = true;
-    static constexpr long asks = MC;
+    static constexpr long asks = MC;  // always
     static constexpr long few = 2 * NR;
     static constexpr long chunk = 0;
     static constexpr long pitch(long n) { return up_to(n, 2 * TILE) + 2 * TILE; }
