@@ -43,18 +43,19 @@ INLINE void store_tiles(float* to, long ld) {
     }
 }
 
-// What a block does beside each step over k. It asks for the next line of each of some rows,
+// What a block does beside each step over k, and at the end. It asks for the next line of each of some rows,
 struct EachRow {
     using From = Ahead;
-    const char *soon, *end;
+    const char *soon, *until;
     long step;
-    explicit EachRow(const Ahead& a) : soon(a.p), end(a.p + a.rows * a.ld), step(a.ld) {
+    explicit EachRow(const Ahead& a) : soon(a.p), until(a.p + a.rows * a.ld), step(a.ld) {
         asm("" : "+r"(step));  // in a register, not read again each time
     }
     INLINE void next() {
-        for (const char* line = soon; line != end; line += step) __builtin_prefetch(line, 0, 2);
-        soon += 64, end += 64;
+        for (const char* line = soon; line != until; line += step) __builtin_prefetch(line, 0, 2);
+        soon += 64, until += 64;
     }
+    INLINE void end() const {}
 };
 // or for some lines more of all that there are, row by row, and then those beside them;
 struct Lines {
@@ -78,6 +79,7 @@ struct SomeLines {
     INLINE void next() const {
         for (long i = 0; i < each; i++) lines.ask();
     }
+    INLINE void end() const {}
 };
 
 // or it sends some rows of the block before past the caches: all at once, they would keep its operands waiting.
@@ -87,19 +89,20 @@ struct SomeRows {
     const float* from;
     T* to;
     long ld, left, each;
-    INLINE void next() {
-        for (const long until = std::max(0L, left - each); left > until; left--, from += NR, to += ld)
+    INLINE void send(long n) {
+        for (const long until = std::max(0L, left - n); left > until; left--, from += NR, to += ld)
             stream(to, load(from), load(from + VL));
     }
+    INLINE void next() { send(each); }
+    INLINE void end() { send(left); }
 };
 
-// 32 rows, or 16 if not `Two`, of 32 columns, whatever rows of A behind the last one hold.
+// 32 rows, or 16 if not `Two`, of 32 columns, whatever rows of A behind the last one hold. Sums stay near.
 template <bool Two, class Beside>
 void tile_block(
-    long K, const uint32_t* a, long lda, const uint32_t* b, const float* from, long ld_from, float* to, long ld,
-    typename Beside::From what
+    long K, const uint32_t* a, long lda, const uint32_t* b, const Sums& c, typename Beside::From what
 ) {
-    if (!from) {
+    if (!c.from) {
         tile_zero<0>();
         tile_zero<1>();
         if constexpr (Two) {
@@ -107,7 +110,7 @@ void tile_block(
             tile_zero<3>();
         }
     } else {
-        load_tiles<Two>(from, ld_from);
+        load_tiles<Two>(c.from, c.ld_from);
     }
     Beside beside(what);
     for (long k = 0; k < K; k += TILE, a += TILE, b += TILE * NR) {
@@ -123,7 +126,8 @@ void tile_block(
             tile_dot<3, 5, 7>();
         }
     }
-    store_tiles<Two>(to, ld);
+    beside.end();
+    store_tiles<Two>(c.row(0), c.ld);
 }
 
 // The blocks of a product whose sums stay near, each with what `what` gives it. Sums are written up to the end of the
@@ -135,8 +139,7 @@ INLINE void tile_blocks(
     for (long n = 0; n < nn; n += NR) {
         for (long m = 0; m < M; m += BLOCK_ROWS) {
             const auto block = M - m > TILE ? tile_block<true, Beside> : tile_block<false, Beside>;
-            const Sums at = c.at(m, n);
-            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, at.from, at.ld_from, at.row(0), at.ld, what());
+            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), what());
         }
     }
 }
@@ -152,13 +155,12 @@ void streamed_blocks(long M, long nn, long k0, long kn, Left<uint32_t> a, const 
             const long rows = std::min(BLOCK_ROWS, M - m);
             const auto block = rows > TILE ? tile_block<true, SomeRows<T>> : tile_block<false, SomeRows<T>>;
             const Sums at = c.at(m, n);
-            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, at.from, at.ld_from, sums, NR, before);
+            const Sums here = {at.from, at.ld_from, sums, NR, NEAR};
+            block(kn, a.at(0, m, k0), a.ld, b + n * Pairs::deep, here, before);
             before = {sums, (T*)at.to, c.ld, rows, each};
-            if (kn == 0) before.next();  // the next block takes no step
         }
     }
-    before.each = before.left;
-    before.next();
+    before.end();
 }
 
 // As `multiply` of tile.h, but nothing is asked for beside sums that go past the caches.

@@ -69,7 +69,7 @@ void swapped_strip(
 }
 #if defined(HAVE_AMX)
 inline void swapped_strip(Amx, long K, long, const uint32_t* w, long ld, const uint32_t* x, float* sums, Ahead ask) {
-    tile_block<true, EachRow>(K, w, ld, x, nullptr, 0, sums, NR, ask);
+    tile_block<true, EachRow>(K, w, ld, x, {nullptr, 0, sums, NR, NEAR}, ask);
 }
 #endif
 
