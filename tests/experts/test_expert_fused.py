@@ -51,7 +51,16 @@ BUILT_IN = {
 }  # fmt: skip
 
 
-known = pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512")
+known = pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512 on Intel's processors")
+one_order = pytest.mark.skipif(
+    not mkl._measured() and not mkl.slower_than_compiled(), reason="large experts are left to a GEMM of unknown order"
+)
+
+
+def go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts in float32 go block by block, whatever their size and on any machine."""
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    monkeypatch.setattr(mlp_fused, "slower_than_compiled", lambda: False)
 
 
 def go(fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
@@ -97,7 +106,7 @@ def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bia
 def test_large_experts_equal_oracle_block_by_block(
     routing: str, variant: str, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    go_by_blocks(monkeypatch)
     assert function_of(a_call(variant)) is mlp._ExpertMLP
     grid.check("compiled", torch.float32, routing, variant, bias, transposed)
 
@@ -165,6 +174,15 @@ def test_either_way_has_the_same_bits(
             assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD", ""])
+def test_large_experts_are_left_to_the_machine_s_gemm_where_it_may_be_the_faster(
+    vendor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    monkeypatch.setattr(mkl, "_vendor", lambda: vendor)
+    assert function_of(a_call()) is (FusedMLP if vendor == "AuthenticAMD" else mlp._ExpertMLP)
+
+
 def test_each_pass_goes_the_way_that_is_the_faster() -> None:
     def ways(rows: int, threads: int) -> tuple[bool, bool]:
         plan = plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 2)
@@ -179,7 +197,7 @@ def test_each_pass_goes_the_way_that_is_the_faster() -> None:
     assert ways(2 * forward + 1, 1) == ways(2 * more + 1, 2) == (False, False)
 
 
-@known
+@one_order
 def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
     """Where the hidden width is small for MKL, and an expert has more rows than its gradients have one order for."""
     torch.manual_seed(0)
@@ -211,7 +229,7 @@ def test_there_is_one_way_where_the_bits_would_differ(why: str, monkeypatch: pyt
         else:
             monkeypatch.setattr(kernels, "sums_as_mkl", False)
         assert function_of(a_call()) is FusedMLP
-        monkeypatch.setattr(mlp_fused, "LARGE", 0)
+        go_by_blocks(monkeypatch)
         assert function_of(a_call()) is mlp._ExpertMLP
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -244,7 +262,7 @@ def test_what_lies_between_the_products_takes_one_pass(
     together: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of large experts, in as many calls as there are blocks: experts of few rows may share one."""
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    go_by_blocks(monkeypatch)
     monkeypatch.setattr(expert_call, "TOGETHER", together)
     module = ExpertMLP(3, 32, 16, kernels="compiled", dtype=torch.float32)
     x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
@@ -265,7 +283,7 @@ def test_what_lies_between_the_products_takes_one_pass(
 def test_gradients_of_large_experts_are_the_loop_s_also_if_delayed(
     weights: Literal["experts", "combine"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
+    go_by_blocks(monkeypatch)
     torch.manual_seed(0)
     made = [
         ExpertMLP(4, 24, 20, bias=True, weights=weights, kernels=kernels, dtype=torch.float32, delay_wgrad=delay)
@@ -416,7 +434,7 @@ def test_no_bit_depends_on_the_number_of_threads(dtype: torch.dtype) -> None:
         assert all(torch.equal(one[name], many[name]) for name in one)
 
 
-@known
+@one_order
 def test_a_row_s_bits_in_large_experts_depend_on_neither_the_other_rows_nor_the_threads() -> None:
     dim, hidden = 1024, 1040
     assert dim * hidden >= mlp_fused.LARGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
         return real(c, a, b, beta=beta, out=out)
 
     monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(mkl, "_measured", lambda: True)
     pages = Pages()
     for _ in range(2):  # the second time in memory that was used
         big = pages.empty(4096, 48, dtype=torch.float32).fill_(float("nan"))
@@ -64,7 +66,7 @@ def test_rows_that_fill_up_a_register_are_numbers(monkeypatch: pytest.MonkeyPatc
     assert all((b[:, 37:] == 0).all() for b in seen)
 
 
-@pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL on AVX-512")
+@pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL's kernels for AVX-512")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("as_compiled", [False, True])
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
         assert torch.equal(truth[1], truth[2])
 
 
-@pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL on AVX-512")
+@pytest.mark.skipif(not mkl._measured(), reason="the forms are for MKL's kernels for AVX-512")
 @pytest.mark.parametrize(
     ("threads", "a", "b"),
     [(1, 8192, 64), (2, 4096, 256), (2, 2816, 1024), (3, 1024, 1024), (8, 2816, 1024), (16, 1536, 2048)],
@@ -101,6 +103,17 @@ def test_many_threads_and_narrow_products_have_the_bits_of_one_thread_s_steps(th
         for rows, as_compiled in itertools.product((16, 40, 63, 70), (False, True)):
             got = rows_mm(x[:rows], w, torch.empty(rows, b), Pages(), as_compiled=as_compiled)
             assert torch.equal(got, truth[:rows]), f"{rows} rows"
+
+
+def test_the_forms_are_for_processors_on_which_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Path("/proc/cpuinfo")
+    if told.exists():
+        assert mkl._vendor() in told.read_text()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for vendor, measured, slower in (("GenuineIntel", True, False), ("AuthenticAMD", False, True), ("", False, False)):
+        monkeypatch.setattr(mkl, "_vendor", lambda vendor=vendor: vendor)
+        assert mkl._measured() == (measured and torch._C.has_mkl)
+        assert mkl.slower_than_compiled() == slower
 
 
 def test_each_form_is_taken_where_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
 from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 from trimtab.kernels.grouped import put
-from trimtab.kernels.mkl import same_bits
+from trimtab.kernels.mkl import same_bits, slower_than_compiled
 
 Fields = dict[str, Any]
 
@@ -67,8 +67,9 @@ def either(call: ExpertCall) -> bool:
 
 
 def by_blocks(call: ExpertCall) -> bool:
-    """Whether these are others in float32 so large that they go block by block, whatever the number of rows."""
-    return _sized(call, LARGE)
+    """Whether these are others in float32 so large that they go block by block, whatever the number of rows: where the
+    machine's own GEMM may be the faster."""
+    return _sized(call, LARGE) and not slower_than_compiled()
 
 
 def _sized(call: ExpertCall, least: int) -> bool:
