@@ -54,9 +54,9 @@ class ExpertMLP(GroupedModule):
         for sums of tokens        4 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.52 MB, and 1.0 MB, but 2.2 MB for gradients where v = 2
 
-    Large experts in float32, D F >= 2^20, are as on "loop", but on AMD's processors (`trimtab.kernels.mkl`). On Intel's
-    with AVX-512 they need 1.6 MB more for each thread where they have 48 to 199 rows, and those without biases, already
-    from 2^19 on, take either way (`trimtab.experts.mlp_fused.fused_is_faster`).
+    Large experts in float32, D F >= 2^20, are as on "loop", except on AMD's processors (`trimtab.kernels.mkl`). On
+    Intel's with AVX-512 they need 1.6 MB more for each thread where they have 48 to 199 rows, and those without biases,
+    already from 2^19 on, take either way (`trimtab.experts.mlp_fused.fused_is_faster`).
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 
