@@ -111,7 +111,6 @@ def test_large_experts_equal_oracle_block_by_block(
     grid.check("compiled", torch.float32, routing, variant, bias, transposed)
 
 
-@known
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("routing", grid.ROUTINGS)
 @pytest.mark.parametrize("variant", [name for name in BUILT_IN if name != "clamped_swiglu"])
@@ -120,7 +119,10 @@ def test_large_experts_equal_oracle_block_by_block(
 def test_experts_that_may_go_either_way_equal_oracle(
     routing: str, variant: str, transposed: bool, fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Numbers are right on any machine, also where the bits would differ."""
     taken = go(fused, monkeypatch)
+    monkeypatch.setattr(mkl, "_measured", lambda: True)
+    monkeypatch.setattr(compiled_kernels(), "sums_as_mkl", True)
     monkeypatch.setattr(mlp_fused, "EITHER", 0)
     monkeypatch.setattr(mkl, "NARROW", 0)
     assert function_of(a_call(variant)) is mlp._EitherMLP
