@@ -28,6 +28,8 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.compiled import CompiledKernels
 
 E, K = 4, 2
+START = 16.0
+"""In a main_grad: of the gradients' size, or its loss would not be seen."""
 
 
 @cache
@@ -118,7 +120,7 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
     for p in given:
         p.requires_grad_()
         if c.main is not None:
-            p.main_grad = fenced(torch.full(p.shape, 0.5, dtype=c.main))
+            p.main_grad = fenced(torch.full(p.shape, START, dtype=c.main))
     leaves: list[Any] = [t for t in (x, w, *given, up_bias, down_bias) if t is not None]
     with torch_threads(c.threads):
         y = expert_mlp(
@@ -132,7 +134,7 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
     grads = [t.grad for t in leaves]
     if c.main is not None:
         for i in (2, 3):
-            grads[i] = leaves[i].main_grad.double() - 0.5
+            grads[i] = leaves[i].main_grad.double() - START
             assert fences(leaves[i].main_grad).isnan().all()
 
     def rounded(pre: Tensor) -> Tensor:
@@ -151,6 +153,41 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
 def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
     for name, (ours, truth) in run(kernels, case).items():
         assert_close(ours, truth, 3e-2, name)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("D", "F"), [(64, 96), (40, 24), (320, 288)])
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_to_every_element(
+    kernels: CompiledKernels, dtype: torch.dtype, main: torch.dtype, D: int, F: int, transposed: bool, threads: int
+) -> None:
+    """Element by element: each against the gradient that is written where nothing is added."""
+    g = torch.Generator().manual_seed(D)
+    ids = torch.tensor([0, 0, 0, 1, 3, -1])[torch.randint(0, 6, (600, 1), generator=g)]
+    x, w = torch.randn(600, D, generator=g).to(dtype), torch.rand(600, 1, generator=g)
+    shapes = [(E, D, 2 * F), (E, F, D)] if transposed else [(E, 2 * F, D), (E, D, F)]
+    up, down = ((torch.randn(s, generator=g) * D**-0.5).to(dtype).requires_grad_() for s in shapes)
+    found: list[list[Tensor]] = []
+    starts = [fenced(torch.randn(s, generator=g).mul(START).to(main)) for s in shapes]
+    for mode in ("off", "accumulate"):
+        up.main_grad, down.main_grad = (fenced(start) for start in starts)  # type: ignore[attr-defined]
+        with torch_threads(threads):
+            y = expert_mlp(
+                x, w, plan_experts(ids, E), ExpertWeights(up=up, down=down, transposed=transposed), ExpertMath(),
+                kernels, main_grad=mode,  # type: ignore[arg-type]
+            )  # fmt: skip
+            assert isinstance(y.grad_fn, FusedMLP._backward_cls)
+            y.sum().backward()
+        found.append([p.grad if mode == "off" else p.main_grad for p in (up, down)])  # type: ignore[attr-defined]
+        up.grad = down.grad = None
+    for start, written, added in zip(starts, *found, strict=True):
+        assert fences(added).isnan().all()
+        expected = start.double() + written.double()
+        rounding = 2**-8 * expected.abs() * (main == torch.bfloat16) + 2**-8 * written.abs() * (dtype == torch.bfloat16)
+        assert ((added.double() - expected).abs() <= rounding + 1e-6 * (expected.abs() + 1)).all()
+        assert written.abs().max() > 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

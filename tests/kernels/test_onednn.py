@@ -18,7 +18,7 @@ from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels import onednn
-from trimtab.kernels.loop import ALIKE, LoopKernels
+from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.pages import Pages
 from trimtab.kernels.rows import combine_rows
 
@@ -29,6 +29,14 @@ BFLOAT16 = torch.bfloat16
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "native", lambda: True)
+
+
+@pytest.fixture(params=[onednn.TILES, onednn.VECTORS], ids=["tiles", "vectors"])
+def pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> onednn.Pays:
+    """As on a CPU with either kind of instructions."""
+    monkeypatch.setattr(onednn, "pays", lambda: request.param)
+    found: onednn.Pays = request.param
+    return found
 
 
 @pytest.fixture(params=[1, 2])
@@ -45,10 +53,10 @@ def poison(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-@pytest.mark.usefixtures("threads", "poisoned")
+@pytest.mark.usefixtures("pays", "threads", "poisoned")
 @pytest.mark.parametrize("columns_as_rows", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("a", "b"), [(700, 40), (24, 600), (1, 1)])
+@pytest.mark.parametrize(("a", "b"), [(700, 40), (1024, 512), (24, 600), (1, 1)])
 def test_rows_times_weights(a: int, b: int, sizes: tuple[int, ...], columns_as_rows: bool) -> None:
     e, rows = len(sizes), sum(sizes)
     x, w = random(rows, a), random(e, b, a).mT if columns_as_rows else random(e, a, b)
@@ -60,10 +68,10 @@ def test_rows_times_weights(a: int, b: int, sizes: tuple[int, ...], columns_as_r
     assert torch.isnan(wide[:, b:]).all()
 
 
-@pytest.mark.usefixtures("threads", "poisoned")
+@pytest.mark.usefixtures("pays", "threads", "poisoned")
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("a", "b"), [(40, onednn.WIDE), (700, onednn.WIDE - 1), (1, 1)])
+@pytest.mark.parametrize(("a", "b"), [(40, 512), (700, 511), (1, 1)])
 def test_weight_gradients(a: int, b: int, sizes: tuple[int, ...], add: bool) -> None:
     e, rows = len(sizes), sum(sizes)
     left, right = random(rows, a), random(rows, b)
@@ -87,7 +95,7 @@ def test_matrices_are_turned_exactly(shape: tuple[int, ...]) -> None:
 
 @given(st.lists(st.one_of(st.integers(0, 80), st.integers(0, 3000)), max_size=40))
 def test_segments_hold_their_rows_and_little_else(counts: list[int]) -> None:
-    lengths = onednn.level(counts, ALIKE)
+    lengths = onednn.level(counts)
     assert len(lengths) == len(counts)
     if sum(counts) < onednn.SCARCE * sum(count > 0 for count in counts):
         assert lengths == counts
@@ -96,13 +104,13 @@ def test_segments_hold_their_rows_and_little_else(counts: list[int]) -> None:
         assert length >= count
         assert length % onednn.STEP == 0
         assert (length == 0) == (count == 0)
-        assert length < count + onednn.STEP or length <= ALIKE // 3
+        assert length < count + onednn.STEP or length <= onednn.EACH
     assert sum(lengths) <= 1.25 * sum(counts) + onednn.STEP * sum(count > 0 for count in counts)
 
 
 def test_neighbours_with_about_as_many_rows_get_as_many() -> None:
-    assert onednn.level([30, 20, 32, 0, 60, 70, 400, 390], ALIKE) == [32, 32, 32, 0, 96, 96, 416, 416]
-    assert onednn.level([250, 256, 260, 270, 255], ALIKE) == [288, 288, 288, 288, 256]
+    assert onednn.level([30, 20, 32, 0, 60, 70, 400, 390]) == [32, 32, 32, 0, 96, 96, 416, 416]
+    assert onednn.level([250, 256, 260, 270, 255]) == [288, 288, 288, 288, 256]
 
 
 def test_as_many_rows_share_a_larger_block() -> None:
@@ -112,10 +120,34 @@ def test_as_many_rows_share_a_larger_block() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_as_many_rows_share_a_larger_block_in_bfloat16() -> None:
+def test_as_many_rows_share_a_larger_block_in_bfloat16(pays: onednn.Pays) -> None:
     offsets = torch.tensor([0, 300, 600, 900, 1200, 1210, 1300])
     blocks = [b.experts for b in LoopKernels().blocks(offsets, 1300, 256, BFLOAT16)]
-    assert blocks == [slice(0, 3), slice(3, 4), slice(4, 6)]
+    shared = [slice(0, 3), slice(3, 4)] if pays is onednn.TILES else [slice(0, 4)]
+    assert blocks == [*shared, slice(4, 6)]
+    each = [b.experts for b in LoopKernels().blocks(torch.arange(4) * (onednn.EACH + 1), 1155, 256, BFLOAT16)]
+    assert each == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_the_result_is_turned_where_that_pays(pays: onednn.Pays, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned: list[tuple[int, ...]] = []
+    right = onednn._turn_each
+    monkeypatch.setattr(onednn, "_turn_each", lambda m, out: (turned.append(tuple(m.shape)), right(m, out)))
+    for rows, a, b in ((32, 512, 512), (64, 512, 512), (32, 1024, 1024), (96, 1024, 512)):
+        w = random(1, b, a).mT
+        onednn.rows_times(random(rows, a), w, [rows], torch.empty(rows, b, dtype=BFLOAT16), Pages())
+    assert turned == ([(512, 32), (512, 64), (1024, 32), (512, 96)] if pays is onednn.TILES else [(1024, 32)])
+    turned.clear()
+    left, right_rows = random(64, 40), random(64, 512)
+    onednn.weight_gradients(left, right_rows, [64], torch.empty(1, 40, 512, dtype=BFLOAT16), Pages())
+    assert turned == ([(64, 40)] if pays is onednn.TILES else [])
+
+
+def test_products_of_tiles_have_their_own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tiles, expected in ((True, onednn.TILES), (False, onednn.VECTORS)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert onednn.pays() is expected
 
 
 @pytest.mark.usefixtures("native", "poisoned")
@@ -123,7 +155,7 @@ def test_a_plan_of_filled_segments_has_every_slot_once() -> None:
     ids = torch.randint(-1, 6, (50, 3), generator=torch.Generator().manual_seed(1))
     ids[ids == 2] = 4
     plan, plain = plan_experts(ids, 5, kernels=LoopKernels(), level=BFLOAT16), plan_experts(ids, 5)
-    assert plan.offsets_e.diff().tolist() == onednn.level(plain.counts_e.tolist(), ALIKE)
+    assert plan.offsets_e.diff().tolist() == onednn.level(plain.counts_e.tolist())
     assert torch.equal(plan.slot_R[plan.slot_R >= 0], plain.slot_R)
     x = random(50, 8)
     rows = LoopKernels().gather(x, plan.row_R)

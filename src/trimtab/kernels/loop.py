@@ -21,10 +21,6 @@ from trimtab.kernels.mkl import rows_mm
 from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
-ALIKE = 1152
-"""Rows in all of the experts that may share a block if they have as many each, a third of these at most: one call
-multiplies them."""
-
 
 class LoopKernels(HiddenKernels):
     """A block is one expert, several of few rows, or several of as many rows each. For the CPU."""
@@ -44,11 +40,11 @@ class LoopKernels(HiddenKernels):
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[Block]:
-        cuts, first, alike, many = offsets_e.tolist(), 0, True, ALIKE if self._levels(dtype) else 0
+        cuts, first, alike, many = offsets_e.tolist(), 0, True, onednn.pays().alike if self._levels(dtype) else 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
             alike = alike and i + 1 < len(sizes) and sizes[i + 1] == sizes[first]
-            limit = max(together, many) if alike and sizes[first] <= many // 3 else together
+            limit = max(together, many) if alike and sizes[first] <= onednn.EACH else together
             if not together or after - cuts[first] > limit:
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
@@ -58,7 +54,7 @@ class LoopKernels(HiddenKernels):
         """Rows of each expert's segment, `counts_e` or more, with which experts in `dtype` are the fastest: [e]."""
         if not self._levels(dtype):
             return counts_e
-        return torch.tensor(onednn.level(counts_e.tolist(), ALIKE), dtype=counts_e.dtype)
+        return torch.tensor(onednn.level(counts_e.tolist()), dtype=counts_e.dtype)
 
     def _levels(self, dtype: torch.dtype | None) -> bool:
         return dtype == torch.bfloat16 and self.compute_dtype(torch.bfloat16) == dtype

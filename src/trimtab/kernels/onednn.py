@@ -7,7 +7,11 @@ each call. So
                 experts to itself
     turned      w^T x^T, turned back, where few rows meet a weight whose columns lie in memory as rows: only the rows
                 are brought into order
-    a^T b       a is turned first, where b is wide: oneDNN takes twice the time to read a left operand by its columns
+    a^T b       a is turned first, where b is wide and products are made of tiles: they take twice the time to read a
+                left operand by its columns
+
+Products of tiles (AMX) cost so little that bringing operands costs as much again; those of vectors (AVX512-BF16) cost
+several times as much, so the same forms pay elsewhere: `Pays`.
 
 A kernel is made for each number of rows that was not met before, in milliseconds, so segments are filled up to few
 different ones: `level`.
@@ -19,25 +23,51 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trimtab.kernels.pages import Pages
 
-DEEP, FEW = 5, 128
-"""Contracted values a row from which turning the result costs less than bringing the weight into order; up to so many
-rows."""
+FEW = 128
+"""Rows up to which a result may be turned."""
 STEP = 32
-"""Rows to which a segment is filled up: with other numbers a kernel runs at 0.7 to 0.9 of the speed."""
+"""Rows to which a segment is filled up: with other numbers tiles run at 0.7 to 0.9 of the speed, and each number has a
+kernel of its own."""
 SCARCE = 4
 """Rows an expert below which filling up costs more than it saves."""
-WIDE = 512
-"""Columns of b from which turning a costs less than reading it by its columns."""
+TOGETHER, EACH = 1152, 384
+"""Rows in all of neighbours that are filled up to the same number, and of each."""
 GRAIN = 1 << 15
 """Values below which PyTorch leaves a copy to one thread."""
 AT_ONCE = ((4096, 64), (1024, 32))
 """Of so many columns or more, rows that one thread turns at a time: whole, a matrix takes up to twice as long."""
+
+
+@dataclass(frozen=True)
+class Pays:
+    """From where a form pays.
+
+    deep, values: contracted values a row, and values of the weight, from which turning the result costs less than
+        bringing the weight into order.
+    wide: columns of b from which turning a costs less than reading it by its columns; None for never.
+    alike: rows in all of experts with as many each, `EACH` at most, that one call may multiply.
+    """
+
+    deep: int
+    values: int
+    wide: int | None
+    alike: int
+
+
+TILES = Pays(deep=5, values=0, wide=512, alike=1152)
+VECTORS = Pays(deep=16, values=1 << 19, wide=None, alike=4608)
+
+
+def pays() -> Pays:
+    """What pays on this CPU."""
+    return TILES if torch.cpu._is_amx_tile_supported() else VECTORS
 
 
 def native() -> bool:
@@ -45,12 +75,12 @@ def native() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def level(counts: Sequence[int], together: int) -> list[int]:
+def level(counts: Sequence[int]) -> list[int]:
     """Rows of each expert's segment: `counts` filled up to a step, and to the same for neighbours.
 
-    Neighbours share a number if that makes `together` rows at most, a third of them for each, and about a quarter of
-    them are filling at most. An expert without rows has none, for its weights would be read. Nothing is filled up where
-    there are few rows an expert: their products are short, whatever their shape.
+    Neighbours share a number if that makes `TOGETHER` rows at most, `EACH` for each, and about a quarter of them are
+    filling at most. An expert without rows has none, for its weights would be read. Nothing is filled up where there
+    are few rows an expert: their products are short, whatever their shape.
 
     How far a segment is filled up, and so the order in which its sums are taken, depends on the neighbours.
     """
@@ -61,7 +91,7 @@ def level(counts: Sequence[int], together: int) -> list[int]:
     for i, count in enumerate(counts):
         own = -(-count // STEP) * STEP
         n, top, total = i + 1 - first, max(most, own), real + count
-        apart = min(own, most) == 0 or top > together // 3 or n * top > min(together, total * 5 // 4 + n * STEP)
+        apart = min(own, most) == 0 or top > EACH or n * top > min(TOGETHER, total * 5 // 4 + n * STEP)
         if i > first and apart:
             lengths += [most] * (i - first)
             first, top, total = i, own, count
@@ -71,8 +101,10 @@ def level(counts: Sequence[int], together: int) -> list[int]:
 
 def rows_times(x_RA: Tensor, w_eAB: Tensor, sizes: Sequence[int], out_RB: Tensor, pages: Pages) -> Tensor:
     """x w for each expert's rows into `out`."""
+    form = pays()
     for x, w, y in _products(x_RA, w_eAB, out_RB, sizes):
-        if w.stride(-2) == 1 and x.shape[-2] <= min(x.shape[-1] // DEEP, FEW):
+        few = x.shape[-2] <= min(x.shape[-1] // form.deep, FEW)
+        if w.stride(-2) == 1 and few and w.shape[-2:].numel() >= form.values:
             turned = pages.empty(*y.mT.shape, dtype=y.dtype)
             torch.matmul(w.mT, x.mT, out=turned)
             _turn_each(turned, y)
@@ -85,9 +117,10 @@ def weight_gradients(
     a_RA: Tensor, b_RB: Tensor, sizes: Sequence[int], out_eAB: Tensor, pages: Pages, *, add: bool = False
 ) -> None:  # fmt: skip
     """a^T b of each expert's rows into `out` of their dtype, whatever it held; with `add` on top of it."""
+    wide = pays().wide
     for a, out, b in _products(a_RA, out_eAB, b_RB, sizes):
         left = a.mT
-        if b.shape[-1] >= WIDE:
+        if wide is not None and b.shape[-1] >= wide:
             left = pages.empty(*left.shape, dtype=a.dtype)
             _turn_each(a, left)
         if add:

@@ -27,6 +27,17 @@ void add_product(
     multiply(Op(), M, nn, k0 / Op::values, (kn + Op::values - 1) / Op::values, a, b, way, next);
 }
 
+// Whether `gemm_by_rows` pays. On AMD's processors it does not: asking for the next block hides more of memory.
+inline bool by_rows_pays() {
+#if defined(TRIMTAB_BY_ROWS)
+    return TRIMTAB_BY_ROWS;
+#elif defined(__x86_64__)
+    return !__builtin_cpu_is("amd");
+#else
+    return true;
+#endif
+}
+
 // As `gemm`, for few rows of A and a B whose rows lie in memory one after the other. It is brought row by row, not
 // block of columns by block of columns, and the sums of more columns wait: memory is read at its full speed.
 template <class Op, class Load, class Done>
@@ -216,7 +227,7 @@ void gemm(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,
     Load load, Where where, const Ahead& then, Done done
 ) {
-    if (M <= Op::few && by_rows) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
+    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     const auto all = [&](int part) { return where(part, 0, K, 0, N); };
     if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
 #if defined(HAVE_AMX)

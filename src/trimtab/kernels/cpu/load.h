@@ -26,11 +26,6 @@ INLINE void expect(const T* row, long n) {
 }
 
 template <class T>
-INLINE void expect_writes(const T* row, long n) {
-    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 1);
-}
-
-template <class T>
 INLINE void widen_row(const T* from, float* to, long n) {
     long i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL) {

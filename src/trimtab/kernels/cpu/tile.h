@@ -20,26 +20,40 @@ constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are bro
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
 constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
 
-// Whether sums stay near or go past the caches, as float or as bf16.
-enum End { NEAR, PAST, PAST_NARROW };
+// Whether sums stay near, go past the caches or are added to what is there; as float or as bf16.
+enum End { NEAR, PAST, PAST_NARROW, ADD, ADD_NARROW };
+
+template <class T>
+INLINE void expect_writes(const T* row, long n) {
+    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 1);
+}
 
 // Where a block's sums go: to `to`, with `from` added if there is one.
 struct Sums {
     const float* from;
     long ld_from;
-    void* to;  // bf16 if PAST_NARROW, else float
+    void* to;  // bf16 if narrow(), else float
     long ld;
     End end;
+    bool narrow() const { return end == PAST_NARROW || end == ADD_NARROW; }
+    bool adds() const { return end == ADD || end == ADD_NARROW; }
     float* row(long m) const { return (float*)to + m * ld; }
+    bf16* narrow_row(long m) const { return (bf16*)to + m * ld; }
     Sums at(long m, long n) const {
-        const long at = m * ld + n;
-        void* there = end == PAST_NARROW ? (void*)((bf16*)to + at) : (void*)((float*)to + at);
+        void* there = narrow() ? (void*)(narrow_row(m) + n) : (void*)(row(m) + n);
         return {from ? from + m * ld_from + n : nullptr, ld_from, there, ld, end};
     }
-    // A row of NR sums past the caches.
-    INLINE void stream_row(long m, vf a, vf b) const {
+    // A row of NR sums that does not stay near.
+    INLINE void end_row(long m, vf a, vf b) const {
         if (end == PAST) stream(row(m), a, b);
-        else stream((bf16*)to + m * ld, a, b);
+        else if (end == PAST_NARROW) stream(narrow_row(m), a, b);
+        else if (end == ADD) add_row(row(m), a, b);
+        else add_row(narrow_row(m), a, b);
+    }
+    template <class G>
+    static INLINE void add_row(G* p, vf a, vf b) {
+        store(p, load(p) + a);
+        store(p + VL, load(p + VL) + b);
     }
 };
 
@@ -69,7 +83,7 @@ struct Floats {
     static constexpr long depth = deep * values;
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
-    static constexpr long few = 128;       // and up to which B is brought row by row, if its rows are contiguous
+    static constexpr long few = 128;       // and up to which B is brought row by row, where that pays (gemm.h)
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
@@ -90,6 +104,13 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
         if (!c.from) break;
         UNROLL for (int j = 0; j < Wide; j++) __builtin_prefetch(c.from + i * c.ld_from + j * VL);
     }
+    if (Wide == 2 && c.adds()) {
+        UNROLL for (int i = 0; i < M; i++) {
+            if (c.narrow()) expect_writes(c.narrow_row(i), NR);
+            else expect_writes(c.row(i), NR);
+        }
+    }
+    asm volatile("" ::: "memory");  // where sums go is read again behind the loop, which needs the registers
     long k = 0;
     const auto steps = [&](long until) __attribute__((always_inline)) {
         for (; k < until; k++, b += NR) {
@@ -112,7 +133,7 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
             UNROLL for (int j = 0; j < Wide; j++) acc[i][j] += load(c.from + i * c.ld_from + j * VL);
         if (Wide == 1 || c.end == NEAR)
             UNROLL for (int j = 0; j < Wide; j++) store(c.row(i) + j * VL, acc[i][j]);
-        else c.stream_row(i, acc[i][0], acc[i][Wide - 1]);
+        else c.end_row(i, acc[i][0], acc[i][Wide - 1]);
     }
 }
 

@@ -107,7 +107,10 @@ struct Gradient {
     }
     // Whether sums can go straight from registers to where they belong: whole ones, from a boundary on.
     bool direct(long qn) const { return qn % NR == 0 && ((uintptr_t)to | Q * (wide ? 4 : 2)) % 64 == 0; }
-    End end() const { return wide ? PAST : PAST_NARROW; }
+    End end() const {
+        if (add) return wide ? ADD : ADD_NARROW;
+        return wide ? PAST : PAST_NARROW;
+    }
     void put(const float* got, long from, long p, long pn, long q, long qn) const {
         if (wide) ::put(got, from, pn, qn, (float*)at(p, q), Q, add);
         else ::put(got, from, pn, qn, (bf16*)at(p, q), Q, add);
@@ -120,7 +123,7 @@ inline std::pair<long, long> most_of_block(Floats, const Call&, const Wave&, lon
 template <class T>
 void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
     const Gradient g(o.c, t);
-    const bool direct = g.direct(t.qn) && (!g.add || (g.wide && g.rows <= RC));  // the sums once
+    const bool direct = g.direct(t.qn);
     const long parts = (t.pn + PC - 1) / PC;
     long k0 = 0;
     do {
@@ -134,7 +137,6 @@ void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
             void* to = g.at(p, 0);
             Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
             if (direct && last) way = {way.from, LDC, to, g.Q, g.end()};
-            if (direct && g.add) way = {(float*)to, g.Q, to, g.Q, NEAR};
             bring(o, g.left, g.start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
             multiply(Floats(), pn, t.qn, 0, kn, {s.x, VL, false}, panels.p, way);
             if (last && !direct) g.put(sums, LDC, p, pn, 0, t.qn);

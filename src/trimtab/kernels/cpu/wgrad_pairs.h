@@ -36,7 +36,7 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
     constexpr long ld_left = pitch(PAIRED_ROWS / 2), depth = Op::depth;
     static_assert(up_to(HIGH, VL) * ld_left <= KC * LDC && QC + NR <= BROUGHT && HIGH <= QC);
     const Gradient g(o.c, t);
-    const bool several = g.rows > PAIRED_ROWS, direct = g.direct(t.qn) && !g.add;
+    const bool several = g.rows > PAIRED_ROWS, direct = g.direct(t.qn) && (!g.add || Op::adds);
     const long ld = several ? pitch(PAIRED_BLOCK) : LDC, each = Op::deep * up_to(t.qn, NR);  // words of a step
     const long at_once = several ? depth : PAIRED_ROWS;  // few beside many sums, for the second cache's sake
     uint32_t *right = (uint32_t*)s.b, *left = (uint32_t*)s.x;
