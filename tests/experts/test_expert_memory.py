@@ -11,7 +11,6 @@ from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels import onednn
 from trimtab.kernels.compiled import compiled_kernels
-from trimtab.kernels.loop import ALIKE
 
 M, K, D, F, SIZE = 128, 4, 64, 96, 4
 INDICES = 48  # bytes per kept slot
@@ -64,9 +63,11 @@ def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routin
         assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
 
 
+@pytest.mark.parametrize("pays", [onednn.TILES, onednn.VECTORS], ids=["tiles", "vectors"])
 @pytest.mark.parametrize("routing", ["even", "ragged"])
-def test_peaks_of_the_loop_in_bfloat16(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_the_loop_in_bfloat16(routing: str, pays: onednn.Pays, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "native", lambda: True)
+    monkeypatch.setattr(onednn, "pays", lambda: pays)
     tokens, experts, dim, hidden, size = 1024, 16, 512, 256, 2
     ids = torch.arange(tokens * K).view(tokens, K) % experts
     if routing == "ragged":
@@ -81,10 +82,12 @@ def test_peaks_of_the_loop_in_bfloat16(routing: str, monkeypatch: pytest.MonkeyP
         forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
         y.backward(dy)
     counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
-    rows, width, together = sum(onednn.level(counts, ALIKE)), 2 * hidden, ALIKE
+    rows, width = sum(onednn.level(counts)), 2 * hidden
+    together = min(pays.alike, rows)
     assert rows <= tokens * K * 5 // 4 + 31 * experts
+    turned = together * max(width, dim) if pays.wide else 0
     pre, indices = size * rows * width, INDICES * rows
-    base = rows * (width + dim) + together * max(width, dim)
+    base = rows * (width + dim) + turned
     most = size * (base + max(tokens * dim, together * dim, 2 * together * hidden))
     assert pre <= kept <= pre + indices
     assert 0.7 * most <= forward <= most + indices

@@ -40,9 +40,10 @@ class ExpertMLP(GroupedModule):
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,
-    r = 1152 without biases, r max(I, D) comes on top, and R counts rows that fill up segments: up to 31 an expert, and
-    a quarter of all. Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the
-    forward's maximum. Gathered rows and activations are never kept.
+    R counts rows that fill up segments, up to 31 an expert and a quarter of all, and without biases r = 1152 and
+    r max(I, D) comes on top; without AMX r = 4608, and that comes on top for experts of up to 128 rows alone.
+    Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the forward's maximum.
+    Gathered rows and activations are never kept.
 
     Kernels "compiled" keep the same and work on n waves of experts, n = R / 512 with one thread, R / (2048 t) with t,
     within 1 and 16: W = R / n + r rows at most, which threads take in pieces of p <= 512. Beside s R I they need, with
