@@ -45,20 +45,21 @@ def _poisoned(kernels: CompiledKernels) -> CompiledKernels:
     return kernels
 
 
-def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """NaN, and so are `MARGIN` values before and behind it."""
-    count = math.prod(shape) + 2 * MARGIN
-    words = torch.full((-(-count * dtype.itemsize // 4),), NANS, dtype=torch.int32)
-    return words.view(dtype)[MARGIN : count - MARGIN].view(shape)
+def poisoned(*shape: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
+    """NaN, and so are `MARGIN` values and `offset` more before it, and `MARGIN` behind it."""
+    count, start = math.prod(shape), MARGIN + offset
+    words = torch.full((-(-(start + count + MARGIN) * dtype.itemsize // 4),), NANS, dtype=torch.int32)
+    return words.view(dtype)[start : start + count].view(shape)
 
 
-def fenced(values: Tensor) -> Tensor:
-    """A copy with NaN before and behind it."""
-    return poisoned(*values.shape, dtype=values.dtype).copy_(values)
+def fenced(values: Tensor, offset: int = 0) -> Tensor:
+    """A copy with NaN before and behind it, `offset` values from where a line of the cache begins."""
+    return poisoned(*values.shape, dtype=values.dtype, offset=offset).copy_(values)
 
 
 def fences(values: Tensor) -> Tensor:
     """What lies before and behind, of a `fenced` tensor."""
     whole = values.untyped_storage()
     flat = torch.empty(0, dtype=values.dtype).set_(whole)
-    return torch.cat((flat[:MARGIN], flat[MARGIN + values.numel() :]))
+    start = values.storage_offset()
+    return torch.cat((flat[:start], flat[start + values.numel() :]))

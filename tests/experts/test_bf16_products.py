@@ -158,21 +158,25 @@ def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, ca
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("D", "F"), [(64, 96), (40, 24), (320, 288)])
-@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("main", "offset"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_to_every_element(
-    kernels: CompiledKernels, dtype: torch.dtype, main: torch.dtype, D: int, F: int, transposed: bool, threads: int
-) -> None:
-    """Element by element: each against the gradient that is written where nothing is added."""
+    kernels: CompiledKernels, dtype: torch.dtype, main: torch.dtype, offset: int, D: int, F: int, transposed: bool,
+    threads: int,
+) -> None:  # fmt: skip
+    """Element by element: each against the gradient that is written where nothing is added.
+
+    offset: of a main_grad in a flat buffer, from where a line of the cache begins.
+    """
     g = torch.Generator().manual_seed(D)
     ids = torch.tensor([0, 0, 0, 1, 3, -1])[torch.randint(0, 6, (600, 1), generator=g)]
     x, w = torch.randn(600, D, generator=g).to(dtype), torch.rand(600, 1, generator=g)
     shapes = [(E, D, 2 * F), (E, F, D)] if transposed else [(E, 2 * F, D), (E, D, F)]
     up, down = ((torch.randn(s, generator=g) * D**-0.5).to(dtype).requires_grad_() for s in shapes)
     found: list[list[Tensor]] = []
-    starts = [fenced(torch.randn(s, generator=g).mul(START).to(main)) for s in shapes]
+    starts = [fenced(torch.randn(s, generator=g).mul(START).to(main), offset) for s in shapes]
     for mode in ("off", "accumulate"):
-        up.main_grad, down.main_grad = (fenced(start) for start in starts)  # type: ignore[attr-defined]
+        up.main_grad, down.main_grad = (fenced(start, offset) for start in starts)  # type: ignore[attr-defined]
         with torch_threads(threads):
             y = expert_mlp(
                 x, w, plan_experts(ids, E), ExpertWeights(up=up, down=down, transposed=transposed), ExpertMath(),

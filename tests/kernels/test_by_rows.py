@@ -8,16 +8,34 @@ from torch import Tensor
 
 from threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
+from trimtab.errors import BackendError
+from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 
+INSTRUCTIONS = PRODUCTS[1:]
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
 
 
-def bits(kernels: CompiledKernels, dtype: torch.dtype, dim: int, hidden: int, transposed: bool) -> list[Tensor]:
-    """Output and gradients."""
+def kernels_of(products: str, way: int) -> CompiledKernels:
+    defines = [f"TRIMTAB_BY_ROWS={way}"]
+    if products in INSTRUCTIONS:
+        return CompiledKernels(products=products, defines=[*defines, "TRIMTAB_EMULATE_BF16"])
+    return CompiledKernels(defines=defines)
+
+
+def test_the_way_is_the_one_that_was_asked_for() -> None:
+    with pytest.raises(BackendError, match="nowhere"):
+        CompiledKernels(defines=["TRIMTAB_BY_ROWS=nowhere"])
+
+
+def bits(
+    kernels: CompiledKernels, dtype: torch.dtype, dim: int, hidden: int, transposed: bool, plain: bool
+) -> list[Tensor]:
+    """Output and gradients. plain: SwiGLU without biases, else gate and up interleaved and biases."""
     g = torch.Generator().manual_seed(dim + hidden)
     ids = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
     ids = ids[torch.randperm(len(ids), generator=g)][:, None]
@@ -28,26 +46,30 @@ def bits(kernels: CompiledKernels, dtype: torch.dtype, dim: int, hidden: int, tr
     x, w = leaf(len(ids), dim, scale=1.0), torch.rand(len(ids), 1, generator=g).requires_grad_()
     up, down = (len(COUNTS), 2 * hidden, dim), (len(COUNTS), dim, hidden)
     given = [leaf(e, *((b, a) if transposed else (a, b)), scale=b**-0.5) for e, a, b in (up, down)]
-    weights = ExpertWeights(up=given[0], down=given[1], transposed=transposed)
-    y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, ExpertMath(), kernels)
+    if not plain:
+        given += [leaf(len(COUNTS), width, scale=1.0) for width in (2 * hidden, dim)]
+    names = ("up", "down", "up_bias", "down_bias")
+    weights = ExpertWeights(**dict(zip(names, given, strict=False)), transposed=transposed)
+    math = ExpertMath(activation=BY_NAME["swiglu" if plain else "clamped_swiglu"]())
+    y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, math, kernels)
     assert isinstance(y.grad_fn, FusedMLP._backward_cls)
     y.backward(torch.randn(y.shape, generator=g).to(dtype))
     grads = [t.grad for t in (x, w, *given)]
     return [y, *(grad for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("plain", "threads"), [(True, 1), (False, 2)], ids=["plain", "biased"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (700, 288)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (700, 288), (40, 1100), (2100, 40)])
+@pytest.mark.parametrize("products", ["float32", "own", *INSTRUCTIONS])
 def test_a_weight_brought_either_way_gives_the_same_bits(
-    dtype: torch.dtype, dim: int, hidden: int, transposed: bool, threads: int
+    products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int
 ) -> None:
+    """The largest widths have sums of several rounds. products: of bfloat16 the machine's own, or emulated ones."""
+    dtype = torch.float32 if products == "float32" else torch.bfloat16
     with torch_threads(threads):
-        blocks, rows = (
-            bits(CompiledKernels(defines=[f"TRIMTAB_BY_ROWS={way}"]), dtype, dim, hidden, transposed) for way in (0, 1)
-        )
-    assert len(rows) == 5
+        blocks, rows = (bits(kernels_of(products, way), dtype, dim, hidden, transposed, plain) for way in (0, 1))
+    assert len(rows) == (5 if plain else 7)
     for a, b in zip(blocks, rows, strict=True):
         assert torch.equal(a, b)
         assert torch.isfinite(a).all()

@@ -107,7 +107,8 @@ class CompiledKernels(LoopKernels):
 
     Args:
         products: of `trimtab.kernels.bf16.PRODUCTS` those alone instead of the fastest.
-        defines: macros for the compiler. TRIMTAB_EMULATE_BF16 gives any machine all products, slowly, for tests.
+        defines: macros for the compiler, for tests. TRIMTAB_EMULATE_BF16 gives any machine all products, slowly;
+            TRIMTAB_BY_ROWS is whether few rows bring a weight row by row, whatever the processor.
 
     Raises:
         BackendError: switched off, not compiled, or not for this machine.
