@@ -60,7 +60,7 @@ def bits(
 
 @pytest.mark.parametrize(("plain", "threads"), [(True, 1), (False, 2)], ids=["plain", "biased"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (700, 288), (40, 1100), (2100, 40)])
+@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (40, 1100), (2100, 40)])
 @pytest.mark.parametrize("products", ["float32", "own", *INSTRUCTIONS])
 def test_a_weight_brought_either_way_gives_the_same_bits(
     products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int
