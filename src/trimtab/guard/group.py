@@ -37,10 +37,12 @@ def store_host(store: Any, world: Sequence[int]) -> int | None:
     return list(world).index(0)
 
 
-def outlive(group: dist.ProcessGroup | None) -> None:
-    """Leave the group's C++ side behind for good.
+def outlive(left: object) -> None:
+    """Leave a group, or a collective of one, behind for good.
 
     A Gloo group that is destroyed waits for the collectives in flight, up to its own timeout, and it has no abort. A
-    process that has found out that they will never end must be able to end itself.
+    process that has found out that they will never end must be able to end itself. And who is the last to hold a
+    collective frees its tensors, for which it needs Python: a thread of Gloo's that does so while the interpreter ends
+    aborts the process.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))

@@ -108,6 +108,8 @@ class Guard:
                 if waited >= self.deadline:
                     raise self._judged(start, "")
         except BaseException:
+            if isinstance(work, dist.Work):
+                outlive(work)
             if not work.is_completed():
                 outlive(self._group)
             raise
