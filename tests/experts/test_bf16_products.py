@@ -8,15 +8,15 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal
 
-import emulated
 import pytest
 import test_expert_fused as fused
 import test_expert_mlp as grid
 import torch
-from emulated import INSTRUCTIONS, fenced, fences
 from torch import Tensor
 
+import emulated
 from comparing import assert_close
+from emulated import INSTRUCTIONS, fenced, fences
 from threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts

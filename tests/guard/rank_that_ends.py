@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-atexit.register(ctypes.PyDLL(None).usleep, 1_000_000)  # the first to be registered is the last to be called
+atexit.register(ctypes.PyDLL(None).usleep, 900_000)  # the first to be registered is the last to be called
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

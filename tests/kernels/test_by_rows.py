@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from emulated import INSTRUCTIONS, emulated
 from threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
@@ -13,18 +14,14 @@ from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
-from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 
-INSTRUCTIONS = PRODUCTS[1:]
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
 
 
 def kernels_of(products: str, way: int) -> CompiledKernels:
-    defines = [f"TRIMTAB_BY_ROWS={way}"]
-    if products in INSTRUCTIONS:
-        return CompiledKernels(products=products, defines=[*defines, "TRIMTAB_EMULATE_BF16"])
-    return CompiledKernels(defines=defines)
+    define = f"TRIMTAB_BY_ROWS={way}"
+    return emulated(products, define) if products in INSTRUCTIONS else CompiledKernels(defines=[define])
 
 
 def test_the_way_is_the_one_that_was_asked_for() -> None:

@@ -108,7 +108,7 @@ class Guard:
                 if waited >= self.deadline:
                     raise self._judged(start, "")
         except BaseException:
-            if isinstance(work, dist.Work):
+            if isinstance(work, dist.Work):  # what waits in shared memory has no thread behind it
                 outlive(work)
             if not work.is_completed():
                 outlive(self._group)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
+from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.pages import Pages
 
-INSTRUCTIONS = ("avx512-bf16", "amx-bf16")
+INSTRUCTIONS = PRODUCTS[1:]
 NANS = 0x7FC07FC0
 MARGIN = 64
 
@@ -27,9 +28,9 @@ class PoisonedPages(Pages):
         return self.empty(*like.shape, dtype=like.dtype)
 
 
-def emulated(products: str) -> CompiledKernels:
-    """Any machine's, compiled once and kept like the others. `products` alone."""
-    return _poisoned(CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16"]))
+def emulated(products: str, *defines: str) -> CompiledKernels:
+    """Any machine's, compiled once and kept like the others. `products` alone. defines: further macros."""
+    return _poisoned(CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16", *defines]))
 
 
 def own(products: str) -> CompiledKernels:
