@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comparing import assert_close
+from cut import cut
 from routing.router_truth import truth_losses, truth_weights
 from trimtab import oracle
 from trimtab.layer import MoE, MoEConfig, MoEOutput
@@ -21,7 +22,7 @@ SHAPES = [(b, n) for b in (1, 3) for n in (1, 3, 8, 17)] + [(17,), (0,), (3, 0),
 
 
 def clamped_swiglu(pre: Tensor) -> Tensor:
-    gate, up = pre[..., ::2].clamp(max=7.0), pre[..., 1::2].clamp(-7.0, 7.0)
+    gate, up = cut(pre[..., ::2], 7.0), cut(pre[..., 1::2], 7.0, -7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

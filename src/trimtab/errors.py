@@ -30,7 +30,8 @@ class TrimtabError(Exception):
         places = [part for part in (who, f"phase {phase}" if phase is not None else "") if part]
         if layer:
             places.insert(0, f"layer {layer}")
-        super().__init__(f"[{', '.join(places)}] {message}" if places else message)
+        # As Exception.__init__ does; the compiler of torch 2.11 loses an error that calls it.
+        self.args = (f"[{', '.join(places)}] {message}" if places else message,)
 
 
 class InputError(TrimtabError, ValueError):

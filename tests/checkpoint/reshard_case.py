@@ -1,6 +1,6 @@
 """A MoE layer with everything that has state, trained for a step under one layout and loaded under others.
 
-Whole values are taken by `full_tensor`, which shares no code with what is tested.
+Whole values are taken by torch alone, which shares no code with what is tested.
 
 Legend: B batch, L positions, D model dim, E experts, F expert hidden dim.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from full_value import full_value
 from trimtab.checkpoint import load, save
 from trimtab.checkpoint.loading import Loaded
 from trimtab.errors import ConfigError
@@ -137,7 +138,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full_value(tensor).detach().clone()
 
 
 def differing(one: Whole, two: Whole) -> list[str]:

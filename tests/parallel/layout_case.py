@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from comparing import relative_error
+from full_value import full_value
 from parallel.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
 from trimtab.layout import SequenceLayout, shard_cuts
 from trimtab.parallel.clip import clip_grad_norm_
@@ -189,7 +190,7 @@ class Ranks:
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 dist.all_reduce(local, group=(self.experts["edp"] if ".experts." in name else self.flat).get_group())
                 local /= self.divisor
-            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            found[name] = full_value(grad)
         return found
 
     def _sync(self, last: bool) -> Any:

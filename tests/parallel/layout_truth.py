@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cut import cut
 from trimtab import oracle
 from trimtab.layer import MoEConfig
 from trimtab.routing.config import RouterConfig
@@ -199,7 +200,7 @@ def _balance(step: list[_Run], i: int, counts: Tensor, of_step: Tensor, tokens: 
 
 def clamped(pre: Tensor) -> Tensor:
     """gpt-oss: interleaved, clamped at 7, alpha 1.702."""
-    gate, up = pre[..., ::2].clamp(max=7), pre[..., 1::2].clamp(-7, 7)
+    gate, up = cut(pre[..., ::2], 7), cut(pre[..., 1::2], 7, -7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from comparing import relative_error
+from full_value import full_value
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
 from trimtab.layer import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
@@ -113,8 +113,7 @@ def run(recipe: Any, split: bool, data: str, delay: bool) -> dict[str, float]:
         assert grad is not None
         if data == "none" and ".experts." not in f".{name}":
             dist.all_reduce(grad)
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        errors[name] = relative_error(whole * (1 if data == "none" else ranks), grads[name])
+        errors[name] = relative_error(full_value(grad) * (1 if data == "none" else ranks), grads[name])
     assert model.moe.experts.recipe_way == "emulated"
     return errors
 
@@ -132,10 +131,10 @@ def histories() -> dict[str, float]:
             shown = model.state_dict()[key]
             assert shown.to_local().data_ptr() == model.get_buffer(key).data_ptr(), "the module's own memory"
             assert model.get_buffer(key).shape == (4, E // ranks)
-            errors[f"{key} loaded"] = relative_error(shown.full_tensor(), value)
+            errors[f"{key} loaded"] = relative_error(full_value(shown), value)
             model.get_buffer(key).add_(rank)
     model.load_state_dict(model.state_dict())
-    back = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    back = {k: full_value(v) for k, v in model.state_dict().items()}
     again = config(recipe=recipe).build()
     again.load_state_dict(back)
     for key, value in whole.state_dict().items():

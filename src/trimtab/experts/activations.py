@@ -105,7 +105,7 @@ class ClampedSwiGLU:
         gate.mul_(self.alpha).addcmul_(gate, sigmoid, value=-1).add_(1).mul_(sigmoid)
         torch.mul(gate, up.add_(1), out=d_gate).mul_(dh_nF)
         del gate, up, sigmoid
-        # What was cut has no slope; what lies at the limit has.
+        # What was cut has no slope; what lies at the limit has, as in torch's clamp before 2.15.
         d_gate.masked_fill_(pre_nI[..., ::2] > self.limit, 0)
         d_up.masked_fill_(pre_nI[..., 1::2].abs() > self.limit, 0)
         return d_pre, ()

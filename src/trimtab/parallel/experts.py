@@ -6,7 +6,8 @@
                 up cut alike
 
 Gate rows first and up rows after them are one dim of `up`: `_StridedShard(1, split_factor=2)` is torch's name for
-cutting both halves alike, so `full_tensor()` gives the rows back in their own order.
+cutting both halves alike, so `full_tensor()` gives the rows back in their own order (not on torch 2.11, which refuses
+it with a ValueError).
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim, I = 2F with a gate, else F.
 """

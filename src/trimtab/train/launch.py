@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -79,7 +80,7 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            shutdown_timeout=5,
+            **_grace(LaunchConfig),
             signals_to_handle="SIGQUIT",  # ours raise, and ranks then get SIGTERM: silent even while they import
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
@@ -91,6 +92,12 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
             raise TrimtabError(f"{cause}; {hint}" if hint else cause) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
+
+
+def _grace(config: type) -> dict[str, Any]:
+    """Seconds that ranks have to end before they are killed. torch 2.11 gives them 30, whatever one asks for."""
+    known = {field.name for field in dataclasses.fields(config)}
+    return {"shutdown_timeout": 5} if "shutdown_timeout" in known else {}
 
 
 def _log_places(out: Path, scratch: Path) -> Any:
