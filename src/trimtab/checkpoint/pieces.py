@@ -80,7 +80,7 @@ class Pieces:
 
 def _held(name: str, tensor: Tensor) -> list[Tensor] | None:
     """Per dim, the global indices that this rank holds, in its order; None outside of the tensor's mesh."""
-    held = [torch.arange(n) for n in tensor.shape]
+    held = [torch.arange(n, device="cpu") for n in tensor.shape]
     if not isinstance(tensor, DTensor):
         return held
     mesh = tensor.device_mesh

@@ -101,7 +101,7 @@ def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[
     wanted = list(found if keys is None else keys)
     if absent := [key for key in wanted if key not in found]:
         raise InputError(f"{folder}: holds no {', '.join(absent)}")
-    tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in wanted}
+    tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype, device="cpu") for key in wanted}
     read_dcp(folder, tensors, alone=True)
     return tensors
 

@@ -53,7 +53,7 @@ def _from_host(sizes: list[int], num_groups: int, rows: int) -> Tensor:
     offsets = segment_offsets(sizes)
     if offsets[-1] > rows:
         raise _bad(f"sum to {offsets[-1]}, but there are only {rows} rows")
-    return torch.tensor(offsets, dtype=torch.int64)
+    return torch.tensor(offsets, dtype=torch.int64, device="cpu")
 
 
 def _on_device(sizes_e: Tensor, num_groups: int, rows: int) -> Tensor:

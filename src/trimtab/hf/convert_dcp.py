@@ -64,7 +64,7 @@ class DcpFolder:
         return self._infos
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        tensors = {n: torch.empty(self._infos[n].shape, dtype=self._infos[n].dtype) for n in names}
+        tensors = {n: torch.empty(self._infos[n].shape, dtype=self._infos[n].dtype, device="cpu") for n in names}
         with errors_of(self.folder):
             load({MODEL + n: t for n, t in tensors.items()}, storage_reader=self._reader, no_dist=True)
         return tensors

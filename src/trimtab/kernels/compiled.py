@@ -215,11 +215,11 @@ class CompiledKernels(LoopKernels):
         row_R = torch.arange(rows, device="cpu")
         x_RD = torch.arange(rows * dim, dtype=torch.float32, device="cpu").sin().view(rows, dim)
         up = torch.arange(hidden * dim, dtype=torch.float32, device="cpu").cos().view(1, hidden, dim)
-        pre, y_RD = torch.empty(rows, hidden, device="cpu"), torch.empty_like(x_RD)
+        pre, y_RD = x_RD.new_empty(rows, hidden), torch.empty_like(x_RD)
         self.forward({
             "type": TYPES[x_RD.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": 1, "D": dim,
             "F": hidden, "row_R": row_R, "slot_R": row_R, "offsets": torch.tensor([0, rows], device="cpu"),
-            "w": torch.ones(rows, 1, device="cpu"), "x": x_RD, "up": up, "down": up.view(1, dim, hidden), "pre": pre,
+            "w": x_RD.new_ones(rows, 1), "x": x_RD, "up": up, "down": up.view(1, dim, hidden), "pre": pre,
             "y": y_RD,
         })  # fmt: skip
         return torch.equal(pre, rows_mm(x_RD, up[0].t(), torch.empty_like(pre), self.pages, as_compiled=True))
@@ -238,8 +238,9 @@ class CompiledKernels(LoopKernels):
 
     def between(self, name: str, number: int, *, h: Tensor, **others: Tensor | None) -> None:
         """Run cpu/elementwise.h, "forward" or "backward", on its fields: contiguous, in float32, or None."""
-        call = _Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1], h=h.data_ptr())
-        for field, value in others.items():
+        call = _Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1])
+        for field, value in (others | {"h": h}).items():
+            assert value is None or (value.dtype == torch.float32 and value.is_contiguous()), field
             setattr(call, field, None if value is None else value.data_ptr())
         getattr(self._lib, f"trimtab_between_{name}")(ctypes.byref(call))
 

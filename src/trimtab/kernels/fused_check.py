@@ -97,7 +97,9 @@ def _fault(
 def _one_pass_fault(kernels: CompiledKernels) -> str | None:
     M, _, F = SMALL
     pre, dh, w = (_wave(M, n, step=0.3 + n, dtype=torch.float32) for n in (2 * F, F, 1))
-    made = {name: torch.full((M, n), torch.nan) for name, n in (("h", F), ("d_pre", 2 * F), ("dw", 1))}
+    made = {
+        name: torch.full((M, n), torch.nan, dtype=torch.float32) for name, n in (("h", F), ("d_pre", 2 * F), ("dw", 1))
+    }
     again = dh.clone()
     kernels.between("forward", 0, pre=pre, w=w, h=made["h"])
     kernels.between("backward", 0, pre=pre, w=w, h=again, d_pre=made["d_pre"], dw=made["dw"])

@@ -54,7 +54,7 @@ class LoopKernels(HiddenKernels):
         """Rows of each expert's segment, `counts_e` or more, with which experts in `dtype` are the fastest: [e]."""
         if not self._levels(dtype):
             return counts_e
-        return torch.tensor(onednn.level(counts_e.tolist()), dtype=counts_e.dtype)
+        return torch.tensor(onednn.level(counts_e.tolist()), dtype=counts_e.dtype, device=counts_e.device)
 
     def _levels(self, dtype: torch.dtype | None) -> bool:
         return dtype == torch.bfloat16 and self.compute_dtype(torch.bfloat16) == dtype
@@ -99,7 +99,11 @@ class LoopKernels(HiddenKernels):
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return values_eA if len(values_eA) == 1 else values_eA.repeat_interleave(torch.tensor(_sizes(block)), 0)
+        return (
+            values_eA
+            if len(values_eA) == 1
+            else values_eA.repeat_interleave(torch.tensor(_sizes(block), device=values_eA.device), 0)
+        )
 
 
 def _sizes(block: Block) -> Sequence[int]:

@@ -49,7 +49,7 @@ class AmaxHistory(nn.Module):
         super().__init__()
         self.form, self.margin, self.algorithm = form, margin, algorithm
         for name in ("history_He", "basis_He", "first_He"):
-            self.register_buffer(name, torch.zeros(length, 0), persistent=name == "history_He")
+            self.register_buffer(name, torch.zeros(length, 0, dtype=torch.float32), persistent=name == "history_He")
 
     def reserve(self, num_groups: int) -> None:
         """Zeros for so many experts.
