@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimtab.kernels.row_major import row_major
 from trimtab.layout import align_up
 
 PART_ALIGNMENT = 8
@@ -31,7 +32,7 @@ def packed_already(tensors: Sequence[Tensor]) -> bool:
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
     if out is None and packed_already(tensors):
-        return tensors[0].detach().view(torch.uint8)
+        return row_major(tensors[0].detach()).view(torch.uint8)
     packed = _empty(tensors[0].shape[0], tensors) if out is None else out
     for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
         part.copy_(tensor.detach())

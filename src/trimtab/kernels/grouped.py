@@ -35,6 +35,7 @@ from trimtab.kernels.compiled import compiled_kernels, switched_off
 from trimtab.kernels.hidden import HiddenBack, HiddenKernels, RowFunction
 from trimtab.kernels.loop import LoopKernels as LoopKernels
 from trimtab.kernels.measured import faster
+from trimtab.kernels.row_major import row_major
 from trimtab.kernels.rows import Bags, combine_rows, gather_padded
 
 
@@ -128,14 +129,14 @@ class StockKernels(HiddenKernels):
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        y = torch.nn.functional.grouped_mm(x_RA.contiguous(), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
+        y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         offs = block.offsets_e[1:].int()
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        dw = torch.nn.functional.grouped_mm(a_RA.contiguous().t(), b_RB.contiguous(), offs=offs)
+        dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
         put(out_eAB, dw.masked_fill_(empty_e[:, None, None], 0), add)
 
