@@ -14,7 +14,7 @@ import trimtab
 
 ROOMS = (
     "cli", "bench", "train", "hf", "titan", "verify", "checkpoint", "parallel", "layer", "experts", "dispatch",
-    "routing", "guard", "kernels", "layout", "errors",
+    "routing", "guard", "kernels", "layout", "backward", "errors",
 )  # fmt: skip
 """From the top floor down. The oracle stands beside the house and imports nothing of it."""
 
@@ -51,3 +51,9 @@ def test_the_core_needs_torch_alone() -> None:
 def test_tests_of_a_group_stay_together(request: pytest.FixtureRequest) -> None:
     """Tests of many ranks would disturb each other, and an xdist that does not know its pytest says nothing."""
     assert request.node.nodeid.endswith("@house")
+
+
+def test_a_star_imports_the_public_names() -> None:
+    found: dict[str, object] = {}
+    exec("from trimtab import *", found)
+    assert set(trimtab._HOMES) <= set(found)

@@ -153,3 +153,36 @@ def test_on_two_ranks_and_what_one_of_them_cannot_route_raises_on_both() -> None
     for gaps in run_ranks(on_ranks, 2):
         assert all(gap < 1e-12 for gap in gaps.values()), gaps
         assert len(gaps) >= 50
+
+
+def test_training_after_a_first_call_in_inference_mode() -> None:
+    with torch.device("meta"):
+        moe = build(layer="moe")
+    moe.to_empty(device="cpu")
+    for module in moe.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x = torch.randn(5, D)
+    with torch.inference_mode():
+        moe.eval()(x)
+    moe.train()(x).y.sum().backward()
+    assert moe.router.take_loads().sum() == 5 * K
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts"), [(torch.uint8, 256), (torch.uint8, 8), (torch.int8, 128), (torch.int16, 8)]
+)
+def test_ids_of_any_integers(dtype: torch.dtype, experts: int) -> None:
+    dispatcher, ids = Dispatcher(experts, layer="moe"), torch.tensor([[0, experts - 1], [1, 2]], dtype=dtype)
+    x, w = torch.randn(2, D), torch.ones(2, 2)
+    rows = dispatcher.dispatch(x, ids, w)
+    assert rows.ids.tolist() == ids.tolist()
+    assert torch.equal(dispatcher.combine(rows.x, rows), x)
+    with pytest.raises(InputError, match=r"1 slot\(s\) with an expert id outside"):
+        Dispatcher(experts - 1, layer="moe").dispatch(x, ids, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_ids_that_are_no_integers(dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="expert ids must be int"):
+        Dispatcher(8, layer="moe").dispatch(torch.randn(2, D), torch.ones(2, 1).to(dtype), torch.ones(2, 1))

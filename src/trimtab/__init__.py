@@ -78,6 +78,9 @@ _HOMES = {
 }
 
 
+__all__ = list(_HOMES)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")

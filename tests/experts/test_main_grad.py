@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import ConfigError, InputError
+from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES, WeightGradient, check_mode
 from trimtab.kernels.grouped import put
 
@@ -90,3 +91,16 @@ def test_what_is_missing_is_said() -> None:
         WeightGradient(wrong, "overwrite").open()
     with pytest.raises(ConfigError, match="main_grad='add'"):
         check_mode("add")
+
+
+def test_the_dummy_is_no_nan_for_anomaly_detection() -> None:
+    layer = GroupedLinear(2, 4, 4, main_grad="accumulate")
+    layer.weight.main_grad = torch.zeros_like(layer.weight)  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills what is not set with NaN
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            layer(torch.randn(3, 4), [1, 2]).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert layer.weight.main_grad.any()  # type: ignore[attr-defined]

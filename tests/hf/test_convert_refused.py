@@ -339,3 +339,7 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "write_safetensors", write_and_flip)
     shutil.copytree(saved / "run", tmp_path / "run")
     refused(tmp_path / "run", "does not come back as it was", to="safetensors")
+
+
+def test_a_name_to_leave_behind_that_there_is_not(saved: Path) -> None:
+    refused(saved / "square", "--leave nomatch*: ", ConfigError, leave=["model.layers.1.*", "nomatch*"])

@@ -128,3 +128,16 @@ def test_kernels_are_chosen_for_the_shape_of_the_experts(name: str) -> None:
     config = call.module.config
     assert config.hidden_size != config.intermediate_size
     assert kernels.shape == (config.hidden_size, config.intermediate_size)
+
+
+def test_a_compiled_model_runs_its_experts_between_graphs() -> None:
+    model = build_model("qwen3_moe", 0, torch.float32)
+    model.set_experts_implementation(IMPL)
+    ids = torch.randint(0, model.config.vocab_size, (2, 160), generator=torch.Generator().manual_seed(0))
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)

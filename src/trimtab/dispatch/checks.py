@@ -20,13 +20,18 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
     problems = []
     if x.dim() != 2 or not x.is_floating_point():
         problems.append(f"tokens must be floating [T, D], got {x.dtype} {tuple(x.shape)}")
-    if ids.dim() != 2 or ids.is_floating_point() or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
+    if ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
         problems.append(f"expert ids must be int [{x.shape[0]}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
     if w.shape != ids.shape or not w.is_floating_point():
         problems.append(f"weights must be floating {tuple(ids.shape)} like the ids, got {w.dtype} {tuple(w.shape)}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
     return problems
+
+
+def holds_ids(t: Tensor) -> bool:
+    """Whether its dtype is one of integers."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def name_bytes(layer: str) -> Tensor:

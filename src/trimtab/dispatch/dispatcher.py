@@ -125,7 +125,7 @@ class Dispatcher:
             return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T))
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
-        ids = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
+        ids = ids_TK.long().clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
         if token_mask_T is not None:
             ids = ids.masked_fill(~token_mask_T[:, None], -1)
         w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))

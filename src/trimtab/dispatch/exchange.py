@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.route import Route
 from trimtab.kernels.rows import Bags, combine_rows, gather_rows
 

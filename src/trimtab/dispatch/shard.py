@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.allgather import gather_uneven
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout

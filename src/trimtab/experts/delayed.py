@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,28 +13,39 @@ from trimtab.errors import InputError
 WgradJob = Callable[[], tuple[list[Tensor], list[Tensor]]]
 """Gives the parameters that want a gradient, and what autograd gets for each."""
 
+Defer = Callable[[WgradJob, Sequence[Tensor]], None]
+"""Takes such a job, and the tensors of others that it will read."""
+
 
 class DelayedGradients:
     """The work of one module, oldest first."""
 
     def __init__(self) -> None:
-        self._jobs: deque[WgradJob] = deque()
+        self._jobs: deque[tuple[WgradJob, list[tuple[Tensor, int]]]] = deque()
 
-    def add(self, job: WgradJob) -> None:
-        """Called by a backward."""
-        self._jobs.append(job)
+    def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
+        """Called by a backward. reads: the tensors of others that the job will read."""
+        self._jobs.append((job, [(t, t._version) for t in reads]))
 
     def run(self) -> None:
         """The gradients of the oldest backward that has not had them yet; hooks fire now.
 
         Raises:
-            InputError: no backward is waiting.
+            InputError: no backward is waiting; or what it is to read was changed in place since.
         """
         if not self._jobs:
             raise InputError("backward_dw() without a backward before it", phase="experts")
+        job, reads = self._jobs.popleft()
+        changed = [tuple(t.shape) for t, version in reads if t._version != version]
+        if changed:
+            raise InputError(
+                f"a tensor {changed[0]} that backward_dw() needs was changed in place since the backward: hand the "
+                "layer a copy, or call backward_dw() before the buffer is used again",
+                phase="experts",
+            )
         with torch.no_grad():
-            params, gradients = self._jobs.popleft()()
-        torch.autograd.backward(params, gradients)
+            found = [(p, gradient) for p, gradient in zip(*job(), strict=True) if p.requires_grad]
+        torch.autograd.backward([p for p, _ in found], [gradient for _, gradient in found])
 
 
 def anchor(like: Tensor, wanted: bool) -> Tensor:

@@ -5,7 +5,7 @@ Legend: e local experts, D model dim, I width of the pre-activations, F expert h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import Activation, SwiGLU
-from trimtab.experts.delayed import WgradJob, anchor
+from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
 from trimtab.experts.products import Products
@@ -72,6 +72,7 @@ class ExpertCall:
     """What is not differentiated.
 
     keep: whether a backward may come. defer: takes delayed weight gradients. products: of a recipe, if there is one.
+    trained: where they are delayed, which parameters wanted a gradient when the call was made.
     pre: [at least R, I] in the parameters' dtype, into whose first R rows the forward puts the pre-activations that
         the backward reads, where they must lie in one tensor; None where each block may keep its own.
     as_compiled: whether blocks have the bits of the compiled kernels, which may make the other pass.
@@ -83,7 +84,8 @@ class ExpertCall:
     weights: ExpertWeights
     main_grad: MainGradMode
     keep: bool
-    defer: Callable[[WgradJob], None] | None = None
+    defer: Defer | None = None
+    trained: tuple[bool, ...] = ()
     products: TwoProducts | None = None
     pre: Tensor | None = None
     as_compiled: bool = False
@@ -100,12 +102,11 @@ class ExpertCall:
         """The parameters as autograd may meet them, and what stands in for those it may not."""
         if self.defer is None:
             return (*self.weights.each, None)
-        wanted = any(p is not None and p.requires_grad for p in self.weights.each)
-        return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, wanted))
+        return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, any(self.trained)))
 
     def wanted(self, needs: Sequence[bool]) -> Sequence[bool]:
         """Whether up, down and their biases get gradients: as autograd needs them, or all that may where delayed."""
-        return needs if self.defer is None else [p is not None and p.requires_grad for p in self.weights.each]
+        return needs if self.defer is None else self.trained
 
     def gradients(self, needs: Sequence[bool]) -> ExpertGradients:
         """For those that are wanted."""

@@ -87,18 +87,18 @@ class GroupedLinear(GroupedModule):
         self.reset_parameters()
 
     @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
+    def weights(self) -> tuple[Tensor, ...]:
         """[G, out, in], or G of [out, in]."""
         return self._params("weight")
 
     @property
-    def biases(self) -> tuple[nn.Parameter, ...]:
+    def biases(self) -> tuple[Tensor, ...]:
         """[G, out], or G of [out], or nothing."""
         return self._params("bias") if self.has_bias else ()
 
-    def _params(self, name: str) -> tuple[nn.Parameter, ...]:
+    def _params(self, name: str) -> tuple[Tensor, ...]:
         names = [name] if self.single_parameter else [f"{name}{i}" for i in range(self.num_groups)]
-        return tuple(self.get_parameter(n) for n in names)
+        return tuple(getattr(self, n) for n in names)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -119,7 +119,14 @@ class GroupedLinear(GroupedModule):
         Raises:
             InputError: x or group_sizes do not have the form above, or do not fit each other.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
+
+        Under `torch.compile` it runs eagerly, between two graphs.
         """
+        if torch.compiler.is_compiling():
+            from trimtab.dispatch.compiled import eagerly
+
+            y: Tensor = eagerly(self.forward, x_RD, group_sizes)
+            return y
         if x_RD.ndim != 2 or x_RD.shape[1] != self.in_features or not x_RD.is_floating_point():
             raise InputError(
                 f"x must be floating [R, {self.in_features}], got {x_RD.dtype} {tuple(x_RD.shape)}", phase="experts"
@@ -143,6 +150,7 @@ class GroupedLinear(GroupedModule):
             save_original_input=self.save_original_input,
             keep=torch.is_grad_enabled(),
             defer=self._delayed.add if self.delay_wgrad else None,
+            trained=tuple(p.requires_grad for p in (*params.weights, *params.biases)),
         )
         return grouped_linear(x_RD, call)
 

@@ -8,16 +8,16 @@ Legend: R rows as given, S rows as computed (R, or aligned), e groups, A in feat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
-from trimtab.experts.delayed import WgradJob, anchor
+from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
 from trimtab.experts.products import GroupWeights, Products, bias_gradients
@@ -33,6 +33,7 @@ class LinearCall:
     offsets_e: [e + 1] of the rows as computed. plan: how rows get there; None where they already lie so.
     keep: whether a backward may come.
     defer: takes the work of the weight gradients where they are delayed, else None.
+    trained: which weights and then biases wanted a gradient when the call was made; later they may not say so.
     """
 
     kernels: Kernels
@@ -43,15 +44,16 @@ class LinearCall:
     main_grad: MainGradMode
     save_original_input: bool
     keep: bool
-    defer: Callable[[WgradJob], None] | None
+    defer: Defer | None
+    trained: tuple[bool, ...]
 
     @property
     def wants_weights(self) -> bool:
-        return any(p.requires_grad for p in self.params.weights)
+        return any(self.trained[: len(self.params.weights)])
 
     @property
     def wants_biases(self) -> bool:
-        return any(p.requires_grad for p in self.params.biases)
+        return any(self.trained[len(self.params.weights) :])
 
     def saved(self, params: Any) -> GroupWeights:
         """The parameters as autograd saved them."""
@@ -118,7 +120,7 @@ class _GroupedLinear(Function):
             return _parameter_gradients(call, kept, columns, dy_SB)
 
         if call.defer is not None:
-            call.defer(job)
+            call.defer(job, [*kept, *columns, dy_SB])
             return (None, dx, *(None for _ in params))
         found = {id(p): gradient for p, gradient in zip(*job(), strict=True)}
         return (None, dx, *(found.get(id(p)) for p in (*call.params.weights, *call.params.biases)))
@@ -142,5 +144,6 @@ def _parameter_gradients(
         bias_gradients(call.kernels, call.offsets_e, dy_SB, db)
         params += own.biases
         found += db.close()
-    wanted = [i for i, p in enumerate(params) if p.requires_grad]
+    trained = {id(p) for p, wanted in zip((*own.weights, *own.biases), call.trained, strict=True) if wanted}
+    wanted = [i for i, p in enumerate(params) if id(p) in trained]
     return [params[i] for i in wanted], [found[i] for i in wanted]

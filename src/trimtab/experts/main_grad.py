@@ -15,6 +15,9 @@ on the parameter turns accumulate into overwrite for that parameter. These attri
 An expert without tokens is in no row of the table: the kernels write zeros for it, or add zeros.
 
 `accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use.
+Every backward through the layer writes, also one that asks for the gradient of the input alone, as
+`torch.autograd.grad(y, x)` does: nothing tells a function of Python which gradients are asked for. Freeze the
+parameters for such a forward. Delayed weight gradients likewise wait for a `backward_dw()` of their own.
 """
 
 from __future__ import annotations
@@ -87,8 +90,8 @@ class WeightGradient:
         if not self.fused:
             return buffer
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        dummy = torch.zeros_like if getattr(self.param, "zero_out_wgrad", False) else torch.empty_like
-        return dummy(self.param)
+        zeros = getattr(self.param, "zero_out_wgrad", False) or torch.is_anomaly_enabled()  # which looks for NaN
+        return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 
     def _main_grad(self) -> Tensor:
         main_grad = getattr(self.param, "main_grad", None)

@@ -21,17 +21,17 @@ F expert hidden dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
-from trimtab.experts.delayed import WgradJob
+from trimtab.experts.delayed import Defer
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
@@ -52,7 +52,7 @@ def expert_mlp(
     kernels: Kernels,
     *,
     main_grad: MainGradMode = "off",
-    defer: Callable[[WgradJob], None] | None = None,
+    defer: Defer | None = None,
     products: TwoProducts | None = None,
 ) -> Tensor:
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
@@ -80,7 +80,7 @@ def expert_mlp(
         )
     call = ExpertCall(
         plan=plan, math=math, kernels=kernels, weights=weights, main_grad=main_grad, keep=torch.is_grad_enabled(),
-        defer=defer, products=products,
+        defer=defer, products=products, trained=tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
     y: Tensor = function_of(call).apply(  # type: ignore[no-untyped-call]
         call,
@@ -229,7 +229,7 @@ class _ExpertMLP(Function):
         if grads is not None:
             return (None, d_x, d_w, *grads.close(), None, *d_own)
         assert call.defer is not None
-        call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres))
+        call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres), [x, dy])
         return (None, d_x, d_w, None, None, None, None, None, *d_own)
 
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
@@ -149,7 +150,7 @@ class FusedMLP(Function):
                     kernels.weight_gradients({**fields, **targets})
                 return gradients.deliver()
 
-            call.defer(job)
+            call.defer(job, [fields["x"], fields["dy"], fields["w"]])
         return (None, dx, d_w.to(w_MK.dtype) if need_w else None, *grads, None)
 
 

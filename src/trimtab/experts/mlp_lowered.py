@@ -20,8 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients
 from trimtab.experts.products import GroupWeights, bias_gradients
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
@@ -104,7 +105,7 @@ class LoweredMLP(Function):
             return grads
 
         if call.defer is not None:
-            call.defer(lambda: weight_gradients().deliver())
+            call.defer(lambda: weight_gradients().deliver(), ())  # it reads copies
             return (None, dx, d_w, None, None, None, None, None)
         return (None, dx, d_w, *weight_gradients().close(), None)
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertCall

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.dispatch.checks import holds_ids
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import BY_NAME
@@ -150,9 +151,10 @@ class ExpertMLP(GroupedModule):
             BackendError: the kernels fail their self-test, see `KernelChoice`.
         """
         legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
-        if not legal or x_MD.shape[1] != self.dim or ids_MK.is_floating_point() or not w_MK.is_floating_point():
+        legal = legal and x_MD.shape[1] == self.dim and x_MD.is_floating_point()
+        if not legal or not holds_ids(ids_MK) or not w_MK.is_floating_point():
             raise InputError(
-                f"expected x [M, {self.dim}], int ids [M, K] and floating weights [M, K], got {x_MD.dtype} "
+                f"expected floating x [M, {self.dim}], int ids [M, K] and floating weights [M, K], got {x_MD.dtype} "
                 f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
                 phase="experts",
             )

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
 

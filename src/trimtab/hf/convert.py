@@ -96,6 +96,9 @@ def convert(
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ConfigError(f"{dst}: not empty; name a folder that is not there yet")
     left = [name for name in source.store.infos if any(fnmatchcase(name, pattern) for pattern in leave)]
+    idle = [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in source.store.infos)]
+    if idle:
+        raise ConfigError(f"--leave {idle[0]}: {source.folder} has no tensor of that name")
     digested = Digested(without(source.store, left))
     way: Way
     if to == "dcp":

@@ -18,10 +18,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
 from trimtab.dispatch.shard import shard, unshard
 from trimtab.dispatch.transport import Transport

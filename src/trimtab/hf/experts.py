@@ -43,7 +43,15 @@ def experts_forward(
     Raises:
         ConfigError: the module lacks the weights that its flags promise.
         BackendError: the kernels fail their self-test on the device.
+
+    Under `torch.compile` they run eagerly, between two graphs.
     """
+    if torch.compiler.is_compiling():
+        from trimtab.dispatch.compiled import eagerly
+
+        rows = (module, hidden_states, top_k_index, top_k_weights)
+        y: Tensor = eagerly(experts_forward, *rows, kernels=kernels, num_slots=num_slots)
+        return y
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)

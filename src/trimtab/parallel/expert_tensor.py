@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.allgather import all_gather_tensor, gather_uneven
 from trimtab.dispatch.layer_frame import layer_frame
 from trimtab.dispatch.packing import pack, unpack

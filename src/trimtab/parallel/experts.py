@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.exchange import Collect, Spread
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
+
+from trimtab.backward import once_differentiable
 
 
 class _SumGradients(Function):

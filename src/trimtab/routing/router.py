@@ -202,9 +202,11 @@ class Router(nn.Module):
     def _bring(self, device: torch.device) -> None:
         """The step's counts follow the parameters; what was on the meta device begins at zero."""
         if self._loads.device != device:
-            self._loads, self._counts = (
-                torch.zeros_like(t, device=device) if t.is_meta else t.to(device) for t in (self._loads, self._counts)
-            )
+            with torch.inference_mode(False):  # training goes on with them
+                self._loads, self._counts = (
+                    torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
+                    for t in (self._loads, self._counts)
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.expert_bias

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.routing.config import RouterConfig, Score
 
 _LOWEST = -80.0

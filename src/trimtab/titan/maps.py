@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded

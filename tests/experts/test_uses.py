@@ -1,0 +1,120 @@
+"""Expert layers used as any module of torch may be: parameters swapped, frozen in between, buffers used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import InputError
+from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.module import ExpertMLP
+
+SIZES = [3, 0, 5]
+
+
+def linear(**options: Any) -> tuple[Any, Callable[[Any, Tensor], Tensor]]:
+    return GroupedLinear(3, 8, 8, **options), lambda layer, x: layer(x, SIZES)
+
+
+def experts(**options: Any) -> tuple[Any, Callable[[Any, Tensor], Tensor]]:
+    ids = torch.arange(16).view(8, 2) % 3
+    return ExpertMLP(4, 8, 8, bias=True, **options), lambda layer, x: layer(x, ids, torch.ones(8, 2))
+
+
+BOTH = pytest.mark.parametrize("make", [linear, experts])
+
+
+@BOTH
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+def test_other_tensors_take_the_parameters_place(make: Callable[..., Any], kernels: str) -> None:
+    layer, run = make(kernels=kernels)
+    x = torch.randn(8, 8)
+    other = {name: torch.randn_like(p).requires_grad_() for name, p in layer.named_parameters()}
+    call = nn.Module()
+    call.layer, call.forward = layer, lambda x: run(layer, x)
+    y = torch.func.functional_call(call, {f"layer.{name}": t for name, t in other.items()}, (x,))
+    found = torch.autograd.grad(y.square().sum(), list(other.values()))
+    layer.load_state_dict({name: t.detach() for name, t in other.items()})
+    wanted = run(layer, x)
+    assert torch.equal(y, wanted)
+    for got, true in zip(found, torch.autograd.grad(wanted.square().sum(), list(layer.parameters())), strict=True):
+        assert torch.equal(got, true)
+
+
+@BOTH
+def test_a_parametrized_weight(make: Callable[..., Any]) -> None:
+    layer, run = make()
+    x = torch.randn(8, 8)
+    plain = run(layer, x)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight" if make is linear else "up")
+    y = run(layer, x)
+    torch.testing.assert_close(y, plain)
+    y.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@BOTH
+@pytest.mark.parametrize("delayed", [False, True])
+def test_what_was_frozen_in_the_forward_gets_no_gradient(make: Callable[..., Any], delayed: bool) -> None:
+    layer, run = make(delay_wgrad=delayed)
+    x = torch.randn(8, 8, requires_grad=True)
+    layer.requires_grad_(False)
+    y = run(layer, x)
+    layer.requires_grad_(True)
+    y.square().sum().backward()
+    layer.backward_dw()
+    assert x.grad is not None
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@BOTH
+def test_what_is_frozen_after_the_backward_gets_no_delayed_gradient(make: Callable[..., Any]) -> None:
+    layer, run = make(delay_wgrad=True)
+    run(layer, torch.randn(8, 8)).square().sum().backward()
+    first, *others = layer.parameters()
+    first.requires_grad_(False)
+    layer.backward_dw()
+    assert first.grad is None
+    assert all(p.grad is not None for p in others)
+
+
+@BOTH
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+def test_a_buffer_that_is_used_again_too_early_is_named(make: Callable[..., Any], kernels: str) -> None:
+    layer, run = make(delay_wgrad=True, kernels=kernels)
+    buffer = torch.randn(8, 8)
+    for early in (False, True):
+        run(layer, buffer).square().sum().backward()
+        if early:
+            buffer.zero_()
+            with pytest.raises(InputError, match=r"\(8, 8\).*changed in place"):
+                layer.backward_dw()
+        else:
+            layer.backward_dw()
+            buffer.zero_()
+
+
+def test_compiled_linear_runs_between_two_graphs() -> None:
+    layer, x = GroupedLinear(4, 256, 512), torch.randn(900, 256, requires_grad=True)
+    sizes = [200, 300, 0, 400]
+    true = torch.autograd.grad((2 * layer(x, sizes)).square().sum(), [x, *layer.parameters()])
+    run = torch.compile(lambda x: 2 * layer(x + 0, sizes), backend="aot_eager")
+    for got, want in zip(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]), true, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_rows_that_are_not_floating_are_refused(dtype: torch.dtype) -> None:
+    ids, w = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(InputError, match="expected floating x"):
+        ExpertMLP(2, 4, 4)(torch.ones(2, 4).to(dtype), ids, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_ids_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="int ids"):
+        ExpertMLP(2, 4, 4)(torch.ones(2, 4), torch.zeros(2, 1).to(dtype), torch.ones(2, 1))
