@@ -10,7 +10,7 @@ from comparing import assert_close
 from trimtab.dispatch.plan import plan_experts
 from trimtab.kernels import reference
 from trimtab.kernels.grouped import Kernels, get_kernels
-from trimtab.kernels.rows import Bags, combine_rows, gather_rows
+from trimtab.kernels.rows import REST, Bags, combine_rows, cut_rest, gather_rows
 
 CPU = torch.device("cpu")
 A, B, E = 16, 24, 5
@@ -145,6 +145,19 @@ def test_bags_in_the_order_of_their_rows(tail: int) -> None:
     assert bags.ascending().offsets is bags.offsets
     none = Bags(index=bags.index[:0], offsets=torch.zeros(3, dtype=torch.int64))
     assert none.ascending().index.shape == (0,)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 255, 1000])
+def test_what_no_bag_names_is_shared_among_many(tail: int) -> None:
+    bags, rows = Bags(index=torch.arange(5 + tail), offsets=torch.tensor([0, 0, 2, 2, 5])), torch.randn(5 + tail, 3)
+    cuts = cut_rest(bags)
+    sizes = torch.cat((cuts, torch.tensor([5 + tail]))).diff()
+    assert torch.equal(cuts[:5], bags.offsets)
+    assert sizes.min() >= 0
+    assert sizes[4:].sum() == tail
+    assert sizes[4:].max() <= -(-tail // REST)
+    summed = torch.nn.functional.embedding_bag(bags.index, rows, cuts, mode="sum")
+    assert torch.equal(summed[:4], combine_rows(rows, bags))
 
 
 def test_many_small_values_are_not_lost_in_a_narrow_sum() -> None:

@@ -8,8 +8,9 @@ Four sets of kernels with these names:
 
     LoopKernels      one `mm` per expert or for some of them; counts are on the host anyway (CPU)
     CompiledKernels  the same, and whole expert MLPs in C++: see `trimtab.kernels.compiled`. Fastest on the CPU
-    StockKernels     `torch.nn.functional.grouped_mm`; offsets stay on the device. Safe against its traps: rows
-                     behind the last segment come out zero in both directions, gradients are made contiguous
+    StockKernels     `torch.nn.functional.grouped_mm`; offsets stay on the device, but torch itself reads them back for
+                     products of other dtypes than bfloat16. Safe against its traps: rows behind the last segment come
+                     out zero in both directions, gradients are made contiguous
     TritonKernels    grouped GEMMs of our own and whole SwiGLU experts, for CUDA: see `trimtab.kernels.triton.kernels`
 
 An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, or several of few
@@ -104,7 +105,7 @@ class Kernels(Protocol):
 
 
 class StockKernels(HiddenKernels):
-    """PyTorch's own grouped GEMM over all experts at once, sizes on the device."""
+    """PyTorch's own grouped GEMM over all experts at once, sizes on the device (in bfloat16: see above)."""
 
     name = "stock"
     weighs_sums = False

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+REST = 256
+"""Bags that share what lies behind the last one, where the host does not know how much that is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bags:
     """For each of n outputs the rows that are summed into it, in order (CSR).
 
-    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is never read).
+    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is in no sum).
     offsets: [n + 1] int64.
     """
 
@@ -52,5 +55,13 @@ def combine_rows(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -
     """
     each = None if weights_n is None else weights_n[bags.index]
     # The last offset opens one bag more, for what lies behind it; some kernels would add that to the last real bag.
-    summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, bags.offsets, mode="sum", per_sample_weights=each)
-    return summed[:-1]
+    offsets = bags.offsets if rows_nD.device.type == "cpu" else cut_rest(bags)
+    summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, offsets, mode="sum", per_sample_weights=each)
+    return summed[: bags.offsets.shape[0] - 1]
+
+
+def cut_rest(bags: Bags) -> Tensor:
+    """Offsets that share what lies behind the last bag among many: a GPU adds up one bag's rows one by one."""
+    last = bags.offsets[-1:]
+    part = torch.arange(1, REST, device=last.device)
+    return torch.cat((bags.offsets, last + (bags.index.shape[0] - last) * part // REST))
