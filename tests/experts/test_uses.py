@@ -118,3 +118,12 @@ def test_rows_that_are_not_floating_are_refused(dtype: torch.dtype) -> None:
 def test_ids_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(InputError, match="int ids"):
         ExpertMLP(2, 4, 4)(torch.ones(2, 4), torch.zeros(2, 1).to(dtype), torch.ones(2, 1))
+
+
+@BOTH
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
+def test_transforms_are_refused_by_name(make: Callable[..., Any], transform: Callable[..., Any]) -> None:
+    layer, run = make()
+    x = torch.randn(2, 8, 8) if transform is torch.func.vmap else torch.randn(8, 8)
+    with pytest.raises(InputError, match=r"torch\.func"):
+        transform(lambda x: run(layer, x).sum())(x)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from trimtab.errors import InputError
 from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
@@ -25,6 +26,17 @@ class GroupedModule(nn.Module):
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
         self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
         self._delayed = DelayedGradients()
+
+    def _refuse_transforms(self) -> None:
+        """Raises:
+        InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise InputError(
+                f"{type(self).__name__} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): "
+                "use torch.autograd.grad",
+                phase="experts",
+            )
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         """(in, out) features of each product."""

@@ -117,7 +117,7 @@ class GroupedLinear(GroupedModule):
                 read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
-            InputError: x or group_sizes do not have the form above, or do not fit each other.
+            InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
 
         Under `torch.compile` it runs eagerly, between two graphs.
@@ -127,6 +127,7 @@ class GroupedLinear(GroupedModule):
 
             y: Tensor = eagerly(self.forward, x_RD, group_sizes)
             return y
+        self._refuse_transforms()
         if x_RD.ndim != 2 or x_RD.shape[1] != self.in_features or not x_RD.is_floating_point():
             raise InputError(
                 f"x must be floating [R, {self.in_features}], got {x_RD.dtype} {tuple(x_RD.shape)}", phase="experts"

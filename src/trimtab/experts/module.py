@@ -147,7 +147,7 @@ class ExpertMLP(GroupedModule):
             num_slots: how many slots are kept, where it is known.
 
         Raises:
-            InputError: shapes or dtypes other than these.
+            InputError: shapes or dtypes other than these; under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
         """
         legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
@@ -162,6 +162,7 @@ class ExpertMLP(GroupedModule):
             from trimtab.experts.compiled import compiled_experts
 
             return compiled_experts(self, x_MD, ids_MK, w_MK, num_slots)
+        self._refuse_transforms()
         where, dtype = x_MD.device, self.up.dtype
         low, kernels = self._lowered(), self.kernels.on(where, dtype, (self.dim, self.hidden))
         weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
