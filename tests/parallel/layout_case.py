@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from comparing import relative_error
@@ -34,12 +35,15 @@ from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.bias import routers, set_totals, update_bias
 
+BOUNDS = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-2, "bfloat16": 5e-2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """W ranks as dense [dp, cp, tp] and experts [edp, etp, ep]. zigzag: the order of a cp rank's positions.
 
     data: "none" reduces gradients by hand; "hsdp2" has experts over two dims, too.
+    dtype: of the parameters and of what comes in. compute, reduce: FSDP2's mixed precision, "" where it is not asked.
     """
 
     ep: int = 1
@@ -55,6 +59,22 @@ class Layout:
     activation: str = "swiglu"
     delay_wgrad: bool = False
     main_grad: str = "off"
+    dtype: str = "float32"
+    compute: str = ""
+    reduce: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `fully_shard`."""
+        if not self.compute + self.reduce:
+            return {}
+        param, reduced = (getattr(torch, name) if name else None for name in (self.compute, self.reduce))
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduced)}
+
+    @property
+    def bound(self) -> float:
+        """How far anything may be from the truth: by the narrowest type that a value passes through."""
+        return max(BOUNDS[name] for name in (self.dtype, self.compute, self.reduce) if name)
 
     @property
     def truth(self) -> dict[str, Any]:
@@ -90,7 +110,8 @@ class Ranks:
         self.experts = meshes.get(edp=edp, etp=o.etp, ep=o.ep)
         self.d, self.c, self.t = self.dense.get_coordinate() or (0, 0, 0)
         self.divisor = self.dp * o.cp
-        model = build(torch.float32, **o.config)
+        self.dtype: torch.dtype = getattr(torch, o.dtype)
+        model = build(self.dtype, **o.config)
         style = ExpertParallel(
             transport=o.transport, tokens=o.tokens, combine=o.combine,  # type: ignore[arg-type]
             tp_mesh=self.dense["tp"] if o.tokens != "own" else None, cp_mesh=self.dense["cp"] if o.cp > 1 else None,
@@ -103,13 +124,12 @@ class Ranks:
         self.runner: Any = model
         if o.data == "fsdp":
             mesh = self.dense["dp", "cp"] if min(self.dp, o.cp) > 1 else flat
-            self.runner = fully_shard_moe(model, mesh, self.experts["edp"], blocks=["layers.*.moe"])
+            self.runner = fully_shard_moe(model, mesh, self.experts["edp"], blocks=["layers.*.moe"], **o.options)
         elif o.data in ("hsdp", "hsdp2"):
             dense = meshes.get(replicate=2, shard=self.divisor // 2, tp=o.tp)["replicate", "shard"]
             folded = meshes.get(replicated=2, sharded=edp // 2, etp=o.etp, ep=o.ep) if o.data == "hsdp2" else None
-            self.runner = fully_shard_moe(
-                model, dense, self.experts["edp"] if folded is None else folded["replicated", "sharded"]
-            )
+            edp_mesh = self.experts["edp"] if folded is None else folded["replicated", "sharded"]
+            self.runner = fully_shard_moe(model, dense, edp_mesh, **o.options)
         elif o.data == "ddp":
             self.runner = ddp(model, flat, self.experts["edp"])
         else:
@@ -143,14 +163,14 @@ class Ranks:
         for micro in range(case.micros):
             b, held = data_of(case, self.d, micro), self.mine(truth.y[micro][self.d].shape[1])
             with self._sync(not case.totals or micro == case.micros - 1):
-                ours = b.x[:, held].float().requires_grad_()
+                ours = b.x[:, held].to(self.dtype).requires_grad_()
                 y, losses = self.runner(ours, *_cut(b, held))
-                torch.autograd.backward([y, losses], [b.dy[:, held].float(), torch.ones(())])
+                torch.autograd.backward([y, losses], [b.dy[:, held].to(y.dtype), torch.ones_like(losses)])
             own, balance = truth.dx[micro][self.d]
             errors[f"y{micro}"] = relative_error(y, truth.y[micro][self.d][:, held])
             assert ours.grad is not None
             errors[f"dx{micro}"] = relative_error(ours.grad, (own + self.divisor * balance)[:, held])
-            errors[f"losses{micro}"] = relative_error(losses, torch.tensor(truth.losses[micro]))
+            errors[f"losses{micro}"] = relative_error(losses, torch.tensor(truth.losses[micro], dtype=torch.float64))
         held_back = [p for layer in self.model.layers for p in layer["moe"].experts.parameters()]
         assert not self.layout.delay_wgrad or all(p.grad is None for p in held_back), "not before backward_dw"
         for _ in range(case.micros if self.layout.delay_wgrad else 0):
@@ -223,15 +243,15 @@ def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:
     return buffer.getvalue()
 
 
-def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[str, float]:
+def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layout, dict[str, float]]:
     """Errors by layout, case and what; a model that serves several cases starts each with the same parameters."""
-    errors: dict[str, float] = {}
+    errors: dict[Layout, dict[str, float]] = {}
     meshes, solved = Meshes(), torch.load(io.BytesIO(truths), weights_only=False)
     for layout, cases in plan:
         ranks = Ranks(layout, meshes)
         for case in cases:
             truth = solved[case, ranks.dp, layout.bias, layout.activation]
             for name, error in ranks.step(case, truth).items():
-                errors[f"{layout} {case} {name}"] = error
+                errors.setdefault(layout, {})[f"{case} {name}"] = error
         check_replicated(ranks.runner)
     return errors

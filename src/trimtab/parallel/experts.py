@@ -107,7 +107,7 @@ class ParallelExperts(ExpertMLP):
     a recipe's state for its own experts only. `main_grad` is looked up on the parameter when the forward begins, a
     DTensor like the parameter or its local part; the flag `grad_added_to_main_grad` is set on the parameter.
 
-    `place`: where its experts are. `gradient_scale`: factor on its gradients, see `trimtab.parallel.ddp`.
+    `place`: where its experts are. `gradient_scale`: factor on its gradients, see `trimtab.parallel.ddp` and `.fsdp`.
     `etp`: the ranks that share F, None where it is whole. `reduce_delayed`: called behind delayed gradients.
     """
 

@@ -4,6 +4,11 @@
     experts             reduced over efsdp, divided by dp, not by efsdp       the exchange has summed the rest already
 
 dp is the number of ranks (or tensor-parallel groups) that have tokens of their own: DP x CP.
+
+With one rank to scatter to, FSDP2 (torch 2.11 to 2.15) divides by a module's factor as it copies; in any type but
+float32 and bfloat16 it divides by it once more around the copy. There an expert's gradient is scaled by efsdp / dp
+where it enters the layer and FSDP2 averages over efsdp, as `trimtab.parallel.ddp` does. Where a reduction in float32
+or bfloat16 is asked for, FSDP2's one division stays: the layer may compute in a type of smaller range.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -21,6 +27,9 @@ from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.plan import matches
+
+DIVIDED_ONCE = (torch.float32, torch.bfloat16)
+"""Types of a reduction in which FSDP2 divides once, whatever the mesh."""
 
 
 def fully_shard_moe(
@@ -45,7 +54,7 @@ def fully_shard_moe(
     reduced by the experts' `backward_dw()`.
 
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
-    With efsdp of size 1 use float32 or bfloat16 gradients: torch 2.13 divides float16 ones twice there.
+    Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes.
 
     Raises:
         ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, or experts
@@ -56,10 +65,13 @@ def fully_shard_moe(
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)
     for module in experts:
         sharded = fully_shard(module, mesh=efsdp_mesh, shard_placement_fn=_placement(module, efsdp_mesh), **options)
-        sharded.set_gradient_divide_factor(float(dp_mesh.size()))
-        # Without a real reduction FSDP2 divides in its copy, and a sum that is forced would divide once more.
-        if efsdp_mesh.size(efsdp_mesh.ndim - 1) > 1:
-            sharded.set_force_sum_reduction_for_comms(True)
+        scattered = efsdp_mesh.size(efsdp_mesh.ndim - 1) > 1
+        if scattered or getattr(options.get("mp_policy"), "reduce_dtype", None) in DIVIDED_ONCE:
+            sharded.set_gradient_divide_factor(float(dp_mesh.size()))
+            # Without a real reduction FSDP2 divides in its copy, and a sum that is forced would divide once more.
+            sharded.set_force_sum_reduction_for_comms(scattered)
+        else:
+            module.gradient_scale = efsdp_mesh.size() / dp_mesh.size()
         module.reduce_delayed = partial(_reduce_now, sharded)
     for pattern in blocks:
         found = [module for name, module in model.named_modules() if name and matches(name, pattern)]

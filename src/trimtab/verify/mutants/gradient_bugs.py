@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.parallel import ddp, fsdp, partial
@@ -20,14 +20,17 @@ from trimtab.verify.mutants.patching import Mutant, Patches
 
 
 def _default_divisor(p: Patches) -> None:
-    def shard(module: Any, **options: Any) -> Any:
-        sharded: Any = fully_shard(module, **options)
-        if isinstance(module, ParallelExperts):
-            sharded.set_gradient_divide_factor = lambda factor: None
-            sharded.set_force_sum_reduction_for_comms = lambda enable: None
-        return sharded
+    def wrap(model: nn.Module, dp_mesh: DeviceMesh, efsdp_mesh: DeviceMesh, **options: Any) -> FSDPModule:
+        made: FSDPModule = original(model, dp_mesh, efsdp_mesh, **options)
+        for module in model.modules():
+            if isinstance(module, ParallelExperts):
+                module.gradient_scale = 1.0
+                sharded: Any = module
+                sharded.set_gradient_divide_factor(float(efsdp_mesh.size()))
+        return made
 
-    p.put(fsdp, "fully_shard", shard)
+    original = fsdp.fully_shard_moe
+    p.put(trimtab_impl, "fully_shard_moe", wrap)
 
 
 def _unscaled(p: Patches) -> None:
