@@ -15,14 +15,10 @@ Legend: S rows in segments, e experts, C the contracted width, N, A and B output
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import torch
 from torch import Tensor
 
-triton: Any = import_module("triton")  # untyped, and not everywhere: not for a type checker to follow
-tl: Any = import_module("triton.language")
+from trimtab.kernels.triton.language import on_device_of, tl, triton
 
 BLOCK = 128
 
@@ -124,10 +120,11 @@ def blockwise_rows(
     experts, n, _ = w_eNC.shape
     y = x_SC.new_empty(rows, n, dtype=dtype)
     grid = (rows // BLOCK, n // BLOCK)
-    rows_kernel[grid](
-        x_SC, x_scale, w_eNC, w_scale, offsets_e, y, experts, n, c, EXPERTS=triton.next_power_of_2(experts),
-        BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3,
-    )  # fmt: skip
+    with on_device_of(x_SC):
+        rows_kernel[grid](
+            x_SC, x_scale, w_eNC, w_scale, offsets_e, y, experts, n, c, EXPERTS=triton.next_power_of_2(experts),
+            BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3,
+        )  # fmt: skip
     return y
 
 
@@ -146,7 +143,8 @@ def blockwise_groups(
     experts = offsets_e.shape[0] - 1
     dw = x_AS.new_empty(experts, a, b, dtype=dtype)
     grid = (experts, a // BLOCK, b // BLOCK)
-    groups_kernel[grid](
-        x_AS, x_scale, dy_BS, dy_scale, offsets_e, dw, a, b, rows, BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3
-    )
+    with on_device_of(x_AS):
+        groups_kernel[grid](
+            x_AS, x_scale, dy_BS, dy_scale, offsets_e, dw, a, b, rows, BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3
+        )
     return dw

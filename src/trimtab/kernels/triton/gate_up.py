@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
 
 
 def _gate_up(  # type: ignore[no-untyped-def]
@@ -98,8 +98,9 @@ def gate_up(
     """
     tiles, (experts, _, dim), (rows, hidden) = launch.gate_up, up_eID.shape, h_RF.shape
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
-    gate_up_kernel[launch.grid(x_nD.device, bound)](
-        x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden, *up_eID.stride(),
-        KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
-        EXPERTS=segments_power(experts), **tiles.options(),
-    )  # fmt: skip
+    with on_device_of(x_nD):
+        gate_up_kernel[launch.grid(x_nD.device, bound)](
+            x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden, *up_eID.stride(),
+            KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
+            EXPERTS=segments_power(experts), **tiles.options(),
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
 
 
 def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, f, hidden):  # type: ignore[no-untyped-def]
@@ -124,9 +124,10 @@ def hidden_grad(
     columns = triton.cdiv(hidden, tiles.n)
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)
-    hidden_grad_kernel[launch.grid(dy_nD.device, (triton.cdiv(rows, tiles.m) + experts) * columns)](
-        dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
-        *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
-        EXPERTS=segments_power(experts), **tiles.options(),
-    )  # fmt: skip
+    with on_device_of(dy_nD):
+        hidden_grad_kernel[launch.grid(dy_nD.device, (triton.cdiv(rows, tiles.m) + experts) * columns)](
+            dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
+            *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
+            EXPERTS=segments_power(experts), **tiles.options(),
+        )  # fmt: skip
     return d_pre, hw, dots

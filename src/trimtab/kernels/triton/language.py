@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.errors import BackendError
 
@@ -63,6 +64,11 @@ class Launch:
         """A grid for at most `tiles` tiles, at least one program."""
         most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count
         return (max(1, min(most, tiles)),)
+
+
+def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
+    """Within: launches go to `tensor`'s device; Triton launches on the current one. Does nothing on the CPU."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.rows import Bags
-from trimtab.kernels.triton.language import tl, triton
+from trimtab.kernels.triton.language import on_device_of, tl, triton
 
 BLOCK = 1024
 
@@ -48,7 +48,8 @@ def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
     out = x_nD.new_empty(rows, width)
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(rows, 1), triton.cdiv(width, block))  # a grid has a program at least
-    gather_kernel[grid](x_nD, index_R, out, rows, width, BLOCK=block, num_warps=4)
+    with on_device_of(x_nD):
+        gather_kernel[grid](x_nD, index_R, out, rows, width, BLOCK=block, num_warps=4)
     return out
 
 
@@ -58,5 +59,6 @@ def combine(rows_nD: Tensor, bags: Bags) -> Tensor:
     out = torch.empty(bag_count, width, dtype=rows_nD.dtype, device=rows_nD.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(bag_count, 1), triton.cdiv(width, block))
-    combine_kernel[grid](rows_nD, bags.index, bags.offsets, out, bag_count, width, BLOCK=block, num_warps=4)
+    with on_device_of(rows_nD):
+        combine_kernel[grid](rows_nD, bags.index, bags.offsets, out, bag_count, width, BLOCK=block, num_warps=4)
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
 
 
 def _rows(  # type: ignore[no-untyped-def]
@@ -97,10 +97,11 @@ def grouped_rows(
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
     tiles = launch.rows if w_eAB.stride(1) == 1 else launch.across
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
-    rows_kernel[launch.grid(x_nA.device, bound)](
-        x_nA, index_R, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
-        GATHER=index_R is not None, SCALE=scale_R is not None, TAIL=zero_tail,
-        EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, WIDE=launch.wide, EXPERTS=segments_power(experts),
-        **tiles.options(),
-    )  # fmt: skip
+    with on_device_of(x_nA):
+        rows_kernel[launch.grid(x_nA.device, bound)](
+            x_nA, index_R, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
+            GATHER=index_R is not None, SCALE=scale_R is not None, TAIL=zero_tail,
+            EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, WIDE=launch.wide, EXPERTS=segments_power(experts),
+            **tiles.options(),
+        )  # fmt: skip
     return out_RB

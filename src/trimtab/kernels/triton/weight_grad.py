@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, tl, triton
+from trimtab.kernels.triton.language import Launch, on_device_of, tl, triton
 
 
 def _weight_grad(  # type: ignore[no-untyped-def]
@@ -98,8 +98,9 @@ def weight_grad(
     """
     tiles, (experts, a_width, b_width) = launch.wgrad, out_eAB.shape
     count = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
-    weight_grad_kernel[launch.grid(a_nA.device, count)](
-        a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
-        GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
-        EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
-    )  # fmt: skip
+    with on_device_of(a_nA):
+        weight_grad_kernel[launch.grid(a_nA.device, count)](
+            a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
+            GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
+            EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
+        )  # fmt: skip
