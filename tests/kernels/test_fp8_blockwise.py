@@ -44,7 +44,8 @@ def test_hopper_code_uses_its_tensor_cores_and_spills_nothing(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     constants = {**constants, "BLOCK": BLOCK, "WIDE": False}
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in TYPES}
+    looked_at = [p for p in kernel.params if p.name in TYPES and not p.do_not_specialize]
+    aligned = {(p.num,): [["tt.divisibility", 16]] for p in looked_at}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     ptx = built.asm["ptx"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.triton.language import on_device_of, tl, triton
+from trimtab.kernels.triton.language import kernel, on_device_of, tl, triton
 
 BLOCK = 128
 
@@ -99,8 +99,8 @@ def _groups(  # type: ignore[no-untyped-def]
     tl.store(at, total.to(dw.dtype.element_ty))
 
 
-rows_kernel = triton.jit(_rows)
-groups_kernel = triton.jit(_groups)
+rows_kernel = kernel(_rows, "experts")
+groups_kernel = kernel(_groups)  # its rows are a stride, always a multiple of 128
 
 
 def blockwise_rows(

@@ -31,14 +31,14 @@ class Built:
 def build(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int], folder: Path
 ) -> Built:  # fmt: skip
-    """Compile for Hopper. types: of the arguments that are no constants; integers among them are multiples of 16."""
+    """Compile for Hopper, as a launch does.
+
+    types: of the arguments that are no constants. Those integers that a launch looks at are multiples of 16.
+    """
     known = set(types) | set(constants)
     assert known == set(kernel.arg_names), known ^ set(kernel.arg_names)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    unaligned = ("experts", "rows", "bags", "slots", "top_k", "total", "chunks", "alignment")
-    aligned = {
-        (i,): ALIGNED for i, name in enumerate(kernel.arg_names) if name in types and name not in unaligned
-    }  # fmt: skip
+    aligned = {(p.num,): ALIGNED for p in kernel.params if p.name in types and not p.do_not_specialize}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     cubin, reader = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

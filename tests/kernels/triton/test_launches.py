@@ -1,18 +1,22 @@
 """How the Triton kernels are launched, without a device: tensors that say they are on one, kernels that only record.
 
-Legend: n rows, R expert rows, e experts, D model dim, F expert hidden dim.
+Legend: n rows, K slots per row, R expert rows, e experts, D model dim, F expert hidden dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
 
 from trimtab.kernels import fp8_blockwise
 from trimtab.kernels.rows import Bags
@@ -20,8 +24,12 @@ from trimtab.kernels.triton import gate_up, hidden_grad, metadata, moves, rows_g
 from trimtab.kernels.triton.language import Launch
 
 MODULES = (gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad, fp8_blockwise)
+KERNELS = [(m, name) for m in MODULES for name in vars(m) if name.endswith("_kernel")]
 LAUNCH = Launch(programs=3)
-ROWS, EXPERTS, DIM, HIDDEN = 256, 3, 128, 256
+EXPERTS, DIM, HIDDEN = 3, 128, 256
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+COUNTS = {"experts", "rows", "bags", "slots", "top_k", "total", "chunks", "alignment"}
+"""Integers that follow the batch or the ranks."""
 
 
 class DeviceOf:
@@ -39,57 +47,84 @@ class DeviceOf:
         DeviceOf.current = self.before
 
 
-def kernels() -> dict[tuple[ModuleType, str], Any]:
-    """Every kernel by its module and name there."""
-    return {(m, name): kernel for m in MODULES for name, kernel in vars(m).items() if name.endswith("_kernel")}
+@dataclass(frozen=True)
+class Launched:
+    """One launch: what, with what, and which device was current."""
+
+    who: tuple[str, str]
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    device: int
+
+    def key(self) -> str:
+        """By this Triton finds a compiled kernel, or compiles one."""
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, BACKEND)
+        with unset_fake_temporarily():
+            args = [torch.empty(1, dtype=a.dtype) if isinstance(a, Tensor) else a for a in self.args]
+            return str(bind(*args, **self.options)[1:])
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]]]:
-    """(module, kernel, current device) of each launch."""
-    found: list[tuple[str, str, int]] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    found: list[Launched] = []
 
     class Recorder:
         def __init__(self, module: ModuleType, name: str) -> None:
-            self.who = (module.__name__, name)
+            self.what = ((module.__name__, name), getattr(module, name))
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **options: found.append((*self.who, DeviceOf.current))
+            return lambda *args, **options: found.append(Launched(*self.what, args, options, DeviceOf.current))
 
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    for module, name in kernels():
+    for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorder(module, name))
     with FakeTensorMode():
         yield found
 
 
-def call_all(device: str) -> None:
-    """Every function that launches a kernel."""
+def call_all(rows: int, top_k: int, alignment: int) -> None:
+    """Every function that launches a kernel, on the second device."""
 
     def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device="cuda:1")
 
     def integers(*shape: int) -> Tensor:
         return some(*shape, dtype=torch.int64)
 
-    x, pre, h, index, offsets = (
-        some(ROWS, DIM), some(ROWS, 2 * HIDDEN), some(ROWS, HIDDEN), integers(ROWS), integers(EXPERTS + 1),
-    )  # fmt: skip
-    up, down, weight = some(EXPERTS, 2 * HIDDEN, DIM), some(EXPERTS, DIM, HIDDEN), some(ROWS, dtype=torch.float32)
+    x, pre, h = some(rows, DIM), some(rows, 2 * HIDDEN), some(rows, HIDDEN)
+    up, down, weight = some(EXPERTS, 2 * HIDDEN, DIM), some(EXPERTS, DIM, HIDDEN), some(rows, dtype=torch.float32)
+    index, offsets = integers(rows), integers(EXPERTS + 1)
     gate_up.gate_up(x, index, up, offsets, pre, h, LAUNCH)
     hidden_grad.hidden_grad(x, index, down, weight, offsets, pre, LAUNCH)
     rows_gemm.grouped_rows(x, up.transpose(1, 2), offsets, pre, LAUNCH)
     weight_grad.weight_grad(x, h, offsets, down, LAUNCH)
     moves.gather(x, index)
-    moves.combine(x, Bags(index=index, offsets=integers(ROWS + 1)))
-    metadata.place_slots(integers(ROWS, 2), EXPERTS)
-    scale = some(ROWS, dtype=torch.float32)
-    fp8_blockwise.blockwise_rows(x, scale, up, scale, offsets)
-    fp8_blockwise.blockwise_groups(x, scale, x, scale, offsets)
+    moves.combine(x, Bags(index=index, offsets=integers(rows + 1)))
+    metadata.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
+    x, columns = some(128 * rows, DIM), some(DIM, 128 * rows)
+    fp8_blockwise.blockwise_rows(x, weight, up, weight, offsets)
+    fp8_blockwise.blockwise_groups(columns, weight, columns, weight, offsets)
 
 
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[tuple[str, str, int]]) -> None:
-    call_all("cuda:1")
-    assert {(module, name) for module, name, _ in launched} == {(m.__name__, name) for m, name in kernels()}
-    assert {device for *_, device in launched} == {1}
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[Launched]) -> None:
+    call_all(rows=256, top_k=2, alignment=1)
+    assert {launch.who for launch in launched} == {(m.__name__, name) for m, name in KERNELS}
+    assert {launch.device for launch in launched} == {1}
     assert DeviceOf.current == 0
+
+
+def test_one_kernel_serves_every_batch(launched: list[Launched]) -> None:
+    for batch in ((1, 1, 1), (16, 1, 16), (37, 2, 1), (4096, 8, 128)):
+        call_all(*batch)
+    keys = {(launch.who, launch.key()) for launch in launched}
+    assert len(keys) == len(KERNELS), sorted(keys)
+
+
+def test_nothing_but_counts_is_kept_from_the_compiler() -> None:
+    """A width that is a multiple of 16 makes loads wide; a count of experts is that of a layer, and of its ranks."""
+    for module, name in KERNELS:
+        kernel = getattr(module, name)
+        kept = {p.name for p in kernel.params if p.do_not_specialize}
+        assert kept <= COUNTS, (module.__name__, name)
+        assert "experts" not in set(kernel.arg_names) - kept, (module.__name__, name)

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import (
+    Launch,
+    kernel,
+    on_device_of,
+    segment_of,
+    segment_tiles,
+    segments_power,
+    tl,
+    triton,
+)
 
 
 def _gate_up(  # type: ignore[no-untyped-def]
@@ -77,7 +86,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(h + row * hidden + lane[:, None] * hidden + f[None, :], out.to(h.dtype.element_ty), mask=written)
 
 
-gate_up_kernel = triton.jit(_gate_up)
+gate_up_kernel = kernel(_gate_up, "experts", "rows")
 
 
 def gate_up(

@@ -15,7 +15,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import (
+    Launch,
+    kernel,
+    on_device_of,
+    segment_of,
+    segment_tiles,
+    segments_power,
+    tl,
+    triton,
+)
 
 
 def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, f, hidden):  # type: ignore[no-untyped-def]
@@ -100,7 +109,7 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
         tl.store(dots + (row + lane) * columns + tile % columns, dot, mask=here)
 
 
-hidden_grad_kernel = triton.jit(_hidden_grad)
+hidden_grad_kernel = kernel(_hidden_grad, "experts", "rows")
 
 
 def hidden_grad(

@@ -97,6 +97,15 @@ segment_tiles = triton.jit(_segment_tiles)
 segment_of = triton.jit(_segment)
 
 
+def kernel(function: Any, *counts: str) -> Any:
+    """`function` as a kernel that is compiled once for all values of its integers called `counts`.
+
+    Where any other integer is 1, or a multiple of 16, Triton compiles another kernel: so widths and strides make loads
+    wide. Counts follow the batch, and a step with another batch would wait for the compiler.
+    """
+    return triton.jit(function, do_not_specialize=counts)
+
+
 def segments_power(experts: int) -> int:
     """EXPERTS: the least power of two above e, so that there is a place behind the last segment."""
     power: int = triton.next_power_of_2(experts + 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.compiled import SlotPlaces
-from trimtab.kernels.triton.language import on_device_of, segments_power, tl, triton
+from trimtab.kernels.triton.language import kernel, on_device_of, segments_power, tl, triton
 
 CHUNK = 128
 STEP = 32
@@ -92,9 +92,9 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(bag_offsets + lane, tl.zeros((CHUNK,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
 
 
-count_kernel = triton.jit(_count)
-scan_kernel = triton.jit(_scan)
-place_kernel = triton.jit(_place)
+count_kernel = kernel(_count, "slots", "experts")
+scan_kernel = kernel(_scan, "chunks", "experts", "alignment")
+place_kernel = kernel(_place, "slots", "experts", "top_k", "total")
 
 
 def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> SlotPlaces:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.rows import Bags
-from trimtab.kernels.triton.language import on_device_of, tl, triton
+from trimtab.kernels.triton.language import kernel, on_device_of, tl, triton
 
 BLOCK = 1024
 
@@ -38,8 +38,8 @@ def _combine(rows, index, offsets, out, bags, width, BLOCK: tl.constexpr):  # ty
     tl.store(out + bag * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-gather_kernel = triton.jit(_gather)
-combine_kernel = triton.jit(_combine)
+gather_kernel = kernel(_gather, "rows")
+combine_kernel = kernel(_combine, "bags")
 
 
 def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, on_device_of, segment_of, segment_tiles, segments_power, tl, triton
+from trimtab.kernels.triton.language import (
+    Launch,
+    kernel,
+    on_device_of,
+    segment_of,
+    segment_tiles,
+    segments_power,
+    tl,
+    triton,
+)
 
 
 def _rows(  # type: ignore[no-untyped-def]
@@ -70,7 +79,7 @@ def _rows(  # type: ignore[no-untyped-def]
         tl.store(y_at, total_RB.to(y.dtype.element_ty), mask=here[:, None] & (b < width)[None, :])
 
 
-rows_kernel = triton.jit(_rows)
+rows_kernel = kernel(_rows, "experts", "rows")
 
 
 def grouped_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.triton.language import Launch, on_device_of, tl, triton
+from trimtab.kernels.triton.language import Launch, kernel, on_device_of, tl, triton
 
 
 def _weight_grad(  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-weight_grad_kernel = triton.jit(_weight_grad)
+weight_grad_kernel = kernel(_weight_grad, "experts")
 
 
 def weight_grad(
