@@ -83,10 +83,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         yield found
 
 
-def call_all(rows: int, top_k: int, alignment: int) -> None:
+def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Every function that launches a kernel, on the second device."""
 
-    def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def some(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda:1")
 
     def integers(*shape: int) -> Tensor:
@@ -119,6 +119,14 @@ def test_one_kernel_serves_every_batch(launched: list[Launched]) -> None:
         call_all(*batch)
     keys = {(launch.who, launch.key()) for launch in launched}
     assert len(keys) == len(KERNELS), sorted(keys)
+
+
+def test_gemms_of_float32_take_its_tiles(launched: list[Launched]) -> None:
+    call_all(256, 2, 1, torch.float32)
+    gemms = [launch for launch in launched if "BM" in launch.options]
+    assert len({launch.who for launch in gemms}) == 4
+    for launch in gemms:
+        assert launch.options.items() >= LAUNCH.float32.options().items(), launch.who
 
 
 def test_nothing_but_counts_is_kept_from_the_compiler() -> None:

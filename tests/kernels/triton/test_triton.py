@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu.triton_checks import FALLS
 from kernels.triton.ahead import Built, build
@@ -26,44 +27,44 @@ from trimtab.kernels.triton.weight_grad import weight_grad_kernel
 SHARED_LIMIT = 227 * 1024  # bytes a block can have on compute capability 9.0
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 GEMM = {"EVEN": True, "WIDE": False, "EXPERTS": 256}
+GEMMS = ("rows, weighted", "rows, back", "gate_up", "hidden_grad", "weight_grad")
+POINTERS = {torch.bfloat16: BF16, torch.float32: F32}
 LAUNCH = Launch()
 
 
-def tiles(t: Tiles) -> tuple[dict[str, Any], dict[str, int]]:
-    return {"BM": t.m, "BN": t.n, "BK": t.k}, {"num_warps": t.warps, "num_stages": t.stages}
-
-
 def gemm(kernel: Any, t: Tiles, types: dict[str, str], constants: dict[str, Any], folder: Path) -> Built:
-    shape, options = tiles(t)
+    shape, options = {"BM": t.m, "BN": t.n, "BK": t.k}, {"num_warps": t.warps, "num_stages": t.stages}
     return build(kernel, types, {**constants, **shape}, options, folder)
 
 
-def rows_types(**more: str) -> dict[str, str]:
-    types = {"x": BF16, "w": BF16, "offsets": I64, "y": BF16} | more
-    return types | dict.fromkeys(("experts", "rows", "contracted", "width", "w_e"), "i32")
-
-
-def build_named(name: str, folder: Path) -> Built:
-    """The kernels as the layer launches them on bfloat16, weights stored [e, out, in]."""
+def build_named(name: str, dtype: torch.dtype, folder: Path) -> Built:
+    """The kernels as the layer launches them on rows of `dtype`, weights stored [e, out, in]."""
+    X = POINTERS[dtype]
+    rows_types = {"x": X, "w": X, "offsets": I64, "y": X}
+    rows_types |= dict.fromkeys(("experts", "rows", "contracted", "width", "w_e"), "i32")
     if name == "rows, weighted":  # h W_down: the weight's contracted axis is contiguous
         constants = GEMM | {"GATHER": False, "SCALE": True, "TAIL": False, "index": None, "w_a": 1}
-        return gemm(rows_kernel, LAUNCH.rows, rows_types(scale=F32, w_b="i32"), constants, folder)
+        types = rows_types | {"scale": F32, "w_b": "i32"}
+        return gemm(rows_kernel, LAUNCH.tiles(LAUNCH.rows, dtype), types, constants, folder)
     if name == "rows, back":  # d_pre W_up: the weight's output axis is contiguous
         constants = GEMM | {"GATHER": False, "SCALE": False, "TAIL": True, "index": None, "scale": None, "w_b": 1}
-        return gemm(rows_kernel, LAUNCH.across, rows_types(w_a="i32"), constants, folder)
+        types = rows_types | {"w_a": "i32"}
+        return gemm(rows_kernel, LAUNCH.tiles(LAUNCH.across, dtype), types, constants, folder)
     if name == "gate_up":
-        types = {"x": BF16, "index": I64, "up": BF16, "offsets": I64, "pre": BF16, "h": BF16}
+        types = {"x": X, "index": I64, "up": X, "offsets": I64, "pre": X, "h": X}
         types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "up_e", "up_i"), "i32")
-        return gemm(gate_up_kernel, LAUNCH.gate_up, types, GEMM | {"KEEP": True, "up_d": 1}, folder)
+        tiles = LAUNCH.tiles(LAUNCH.gate_up, dtype)
+        return gemm(gate_up_kernel, tiles, types, GEMM | {"KEEP": True, "up_d": 1}, folder)
     if name == "hidden_grad":
-        types = {"dy": BF16, "index": I64, "down": BF16, "weight": F32, "offsets": I64, "pre": BF16}
-        types |= {"d_pre": BF16, "hw": BF16, "dots": F32}
+        types = {"dy": X, "index": I64, "down": X, "weight": F32, "offsets": I64, "pre": X}
+        types |= {"d_pre": X, "hw": X, "dots": F32}
         types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "down_e", "down_d"), "i32")
-        return gemm(hidden_grad_kernel, LAUNCH.dh, types, GEMM | {"down_f": 1}, folder)
-    types = {"a": BF16, "a_index": I64, "b": BF16, "offsets": I64, "out": F32}
+        return gemm(hidden_grad_kernel, LAUNCH.tiles(LAUNCH.dh, dtype), types, GEMM | {"down_f": 1}, folder)
+    types = {"a": X, "a_index": I64, "b": X, "offsets": I64, "out": F32}
     types |= dict.fromkeys(("experts", "a_width", "b_width", "out_e", "out_b"), "i32")
     constants = {"GATHER_A": True, "GATHER_B": False, "ADD": True, "EVEN": True, "WIDE": False}
-    return gemm(weight_grad_kernel, LAUNCH.wgrad, types, constants | {"b_index": None, "out_a": 1}, folder)
+    constants |= {"b_index": None, "out_a": 1}
+    return gemm(weight_grad_kernel, LAUNCH.tiles(LAUNCH.wgrad, dtype), types, constants, folder)
 
 
 @pytest.fixture
@@ -72,12 +73,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["rows, weighted", "rows, back", "gate_up", "hidden_grad", "weight_grad"])
+@pytest.mark.parametrize("name", GEMMS)
 def test_a_gemm_uses_hopper_s_tensor_cores_and_spills_nothing(name: str, folder: Path) -> None:
-    built = build_named(name, folder)
+    built = build_named(name, torch.bfloat16, folder)
     assert "wgmma.mma_async" in built.ptx
     assert "cp.async" in built.ptx  # tiles are fetched while others are multiplied
     assert (built.spilled, built.shared <= SHARED_LIMIT, built.registers <= 255) == (0, True, True), built.shared
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_a_gemm_of_float32_spills_nothing(name: str, folder: Path) -> None:
+    built = build_named(name, torch.float32, folder)
+    assert "fma.rn.f32" in built.ptx  # no tensor core rounds the operands
+    assert "mma." not in built.ptx
+    assert "cp.async" in built.ptx
+    assert (built.spilled, built.shared <= SHARED_LIMIT) == (0, True), built.shared
 
 
 def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:

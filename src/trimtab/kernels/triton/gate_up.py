@@ -105,7 +105,8 @@ def gate_up(
         up_eID: [e, 2F, D], gate first, any strides, x's dtype.
         offsets_e: [e + 1] int64.
     """
-    tiles, (experts, _, dim), (rows, hidden) = launch.gate_up, up_eID.shape, h_RF.shape
+    (experts, _, dim), (rows, hidden) = up_eID.shape, h_RF.shape
+    tiles = launch.tiles(launch.gate_up, x_nD.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
     with on_device_of(x_nD):
         gate_up_kernel[launch.grid(x_nD.device, bound)](

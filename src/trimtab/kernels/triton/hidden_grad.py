@@ -129,7 +129,8 @@ def hidden_grad(
         weight_R: float32 routing weights.
         offsets_e: [e + 1] int64. pre_RI: [R, 2F] contiguous, as the forward kept it.
     """
-    tiles, (experts, dim, hidden), rows = launch.dh, down_eDF.shape, pre_RI.shape[0]
+    (experts, dim, hidden), rows = down_eDF.shape, pre_RI.shape[0]
+    tiles = launch.tiles(launch.dh, dy_nD.dtype)
     columns = triton.cdiv(hidden, tiles.n)
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)

@@ -48,6 +48,7 @@ class Launch:
     wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
     rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
+    float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
 
     The tiles are those that compile for Hopper without spilling a register. They were not tuned on a device.
     """
@@ -59,6 +60,11 @@ class Launch:
     gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
     dh: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
     wgrad: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
+    float32: Tiles = Tiles(m=64, n=64, k=16, warps=8, stages=3)
+
+    def tiles(self, usual: Tiles, dtype: torch.dtype) -> Tiles:
+        """The tiles of a GEMM of `dtype`: `usual`, one of the above, or those of float32."""
+        return self.float32 if dtype is torch.float32 else usual
 
     def grid(self, device: torch.device, tiles: int) -> tuple[int]:
         """A grid for at most `tiles` tiles, at least one program."""

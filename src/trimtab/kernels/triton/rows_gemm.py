@@ -104,7 +104,7 @@ def grouped_rows(
         zero_tail: rows behind the last segment come out zero; without it they are left as they are.
     """
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
-    tiles = launch.rows if w_eAB.stride(1) == 1 else launch.across
+    tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_nA.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
     with on_device_of(x_nA):
         rows_kernel[launch.grid(x_nA.device, bound)](

@@ -96,7 +96,7 @@ def weight_grad(
         a_nA, b_nB: contiguous, one dtype; [R, *] themselves, or any rows that their index names (-1: zeros).
         offsets_e: [e + 1] int64. out_eAB: any strides and dtype.
     """
-    tiles, (experts, a_width, b_width) = launch.wgrad, out_eAB.shape
+    (experts, a_width, b_width), tiles = out_eAB.shape, launch.tiles(launch.wgrad, a_nA.dtype)
     count = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
     with on_device_of(a_nA):
         weight_grad_kernel[launch.grid(a_nA.device, count)](
