@@ -21,7 +21,9 @@ from trimtab.kernels.triton.language import Launch, Tiles
 from trimtab.kernels.triton.moves import combine, gather
 
 SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
-LAUNCH = Launch(programs=3, rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL, float32=SMALL)
+LAUNCH = Launch(
+    programs=3, rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL, wgrad_gathered=SMALL, float32=SMALL
+)  # fmt: skip
 BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3}
 CHOICE = KernelChoice(TritonKernels(LAUNCH))
 

@@ -99,6 +99,8 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
     hidden_grad.hidden_grad(x, index, down, weight, offsets, pre, LAUNCH)
     rows_gemm.grouped_rows(x, up.transpose(1, 2), offsets, pre, LAUNCH)
     weight_grad.weight_grad(x, h, offsets, down, LAUNCH)
+    weight_grad.weight_grad(h, x, offsets, down.transpose(1, 2), LAUNCH, b_index_R=index)
+    weight_grad.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
     moves.gather(x, index)
     moves.combine(x, Bags(index=index, offsets=integers(rows + 1)))
     metadata.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
@@ -115,10 +117,12 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[La
 
 
 def test_one_kernel_serves_every_batch(launched: list[Launched]) -> None:
+    keys = []
     for batch in ((1, 1, 1), (16, 1, 16), (37, 2, 1), (4096, 8, 128)):
         call_all(*batch)
-    keys = {(launch.who, launch.key()) for launch in launched}
-    assert len(keys) == len(KERNELS), sorted(keys)
+        keys.append([(launch.who, launch.key()) for launch in launched])
+        launched.clear()
+    assert all(k == keys[0] for k in keys)
 
 
 def test_gemms_of_float32_take_its_tiles(launched: list[Launched]) -> None:
@@ -127,6 +131,12 @@ def test_gemms_of_float32_take_its_tiles(launched: list[Launched]) -> None:
     assert len({launch.who for launch in gemms}) == 4
     for launch in gemms:
         assert launch.options.items() >= LAUNCH.float32.options().items(), launch.who
+
+
+def test_a_gathered_weight_gradient_takes_its_tiles(launched: list[Launched]) -> None:
+    call_all(256, 2, 1)
+    stages = [launch.options["num_stages"] for launch in launched if launch.who[1] == "weight_grad_kernel"]
+    assert stages == [LAUNCH.wgrad.stages, LAUNCH.wgrad_gathered.stages, LAUNCH.wgrad_gathered.stages]
 
 
 def test_nothing_but_counts_is_kept_from_the_compiler() -> None:

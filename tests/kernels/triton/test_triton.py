@@ -27,7 +27,8 @@ from trimtab.kernels.triton.weight_grad import weight_grad_kernel
 SHARED_LIMIT = 227 * 1024  # bytes a block can have on compute capability 9.0
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 GEMM = {"EVEN": True, "WIDE": False, "EXPERTS": 256}
-GEMMS = ("rows, weighted", "rows, back", "gate_up", "hidden_grad", "weight_grad")
+WGRADS = ("weight_grad", "weight_grad, x gathered", "weight_grad, dy gathered")
+GEMMS = ("rows, weighted", "rows, back", "gate_up", "hidden_grad", *WGRADS)
 POINTERS = {torch.bfloat16: BF16, torch.float32: F32}
 LAUNCH = Launch()
 
@@ -60,11 +61,15 @@ def build_named(name: str, dtype: torch.dtype, folder: Path) -> Built:
         types |= {"d_pre": X, "hw": X, "dots": F32}
         types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "down_e", "down_d"), "i32")
         return gemm(hidden_grad_kernel, LAUNCH.tiles(LAUNCH.dh, dtype), types, GEMM | {"down_f": 1}, folder)
-    types = {"a": X, "a_index": I64, "b": X, "offsets": I64, "out": F32}
+    types = {"a": X, "b": X, "offsets": I64, "out": F32}
     types |= dict.fromkeys(("experts", "a_width", "b_width", "out_e", "out_b"), "i32")
-    constants = {"GATHER_A": True, "GATHER_B": False, "ADD": True, "EVEN": True, "WIDE": False}
-    constants |= {"b_index": None, "out_a": 1}
-    return gemm(weight_grad_kernel, LAUNCH.tiles(LAUNCH.wgrad, dtype), types, constants, folder)
+    constants = {"ADD": True, "EVEN": True, "WIDE": False, "out_a": 1}
+    constants |= {"GATHER_A": name == "weight_grad, x gathered", "GATHER_B": name == "weight_grad, dy gathered"}
+    for index, given in (("a_index", constants["GATHER_A"]), ("b_index", constants["GATHER_B"])):
+        types |= {index: I64} if given else {}
+        constants |= {} if given else {index: None}
+    tiles = LAUNCH.wgrad if name == "weight_grad" else LAUNCH.wgrad_gathered
+    return gemm(weight_grad_kernel, LAUNCH.tiles(tiles, dtype), types, constants, folder)
 
 
 @pytest.fixture
@@ -79,6 +84,11 @@ def test_a_gemm_uses_hopper_s_tensor_cores_and_spills_nothing(name: str, folder:
     assert "wgmma.mma_async" in built.ptx
     assert "cp.async" in built.ptx  # tiles are fetched while others are multiplied
     assert (built.spilled, built.shared <= SHARED_LIMIT, built.registers <= 255) == (0, True, True), built.shared
+
+
+def test_as_many_rows_are_under_way_where_they_are_gathered(folder: Path) -> None:
+    plain, *gathered = (build_named(name, torch.bfloat16, folder).shared for name in WGRADS)
+    assert all(plain <= shared <= SHARED_LIMIT for shared in gathered), (plain, gathered)
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -48,6 +48,8 @@ class Launch:
     wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
     rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
+    wgrad_gathered: those of a weight gradient with an index. Triton gives half of the stages to the index that a row
+        waits for, so that as many rows are under way with 7 as without an index with 4.
     float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
 
     The tiles are those that compile for Hopper without spilling a register. They were not tuned on a device.
@@ -60,6 +62,7 @@ class Launch:
     gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
     dh: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
     wgrad: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
+    wgrad_gathered: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=7)
     float32: Tiles = Tiles(m=64, n=64, k=16, warps=8, stages=3)
 
     def tiles(self, usual: Tiles, dtype: torch.dtype) -> Tiles:

@@ -96,7 +96,8 @@ def weight_grad(
         a_nA, b_nB: contiguous, one dtype; [R, *] themselves, or any rows that their index names (-1: zeros).
         offsets_e: [e + 1] int64. out_eAB: any strides and dtype.
     """
-    (experts, a_width, b_width), tiles = out_eAB.shape, launch.tiles(launch.wgrad, a_nA.dtype)
+    gathered, (experts, a_width, b_width) = a_index_R is not None or b_index_R is not None, out_eAB.shape
+    tiles = launch.tiles(launch.wgrad_gathered if gathered else launch.wgrad, a_nA.dtype)
     count = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
     with on_device_of(a_nA):
         weight_grad_kernel[launch.grid(a_nA.device, count)](
