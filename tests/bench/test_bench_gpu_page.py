@@ -1,4 +1,4 @@
-"""What a GPU's page says of memory, and where it is kept."""
+"""What a GPU's page says of memory and of shapes that fail, and where it is kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.bench.gpu import layer_table, write_gpu_page
+from trimtab.bench import gpu
+from trimtab.bench.gpu import SHAPES, layer_table, main, write_gpu_page
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_race import Replay, race
 from trimtab.errors import InputError
@@ -58,3 +59,45 @@ def test_the_page_of_a_gpu_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "benchmarks.md").read_text() == "as it was"
     with pytest.raises(InputError, match="cannot be written"):
         write_gpu_page(["# one"], tmp_path / "docs" / "benchmarks.md")
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, fails: tuple[int, ...]) -> tuple[int, list[str]]:
+    """(exit code, the page as it was when each shape began), where the shapes of these numbers fail."""
+    before: list[str] = []
+    page = folder / "benchmarks-gpu.md"
+
+    def report(case: GpuCase, *, rounds: int) -> tuple[str, str]:
+        before.append(page.read_text() if page.exists() else "")
+        if len(before) - 1 in fails:
+            raise RuntimeError(f"CUDA error: `illegal` access\nin {case.hidden}")
+        return f"{gpu.heading(case)}\n\nmeasured {rounds}", f"line {case.hidden}"
+
+    monkeypatch.setattr(gpu, "report", report)
+    for name, value in {"is_available": True, "current_device": 0, "get_device_name": "a GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    return main(["--rounds", "5", "--out", str(folder)]), before
+
+
+def test_the_page_is_written_after_each_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, before = run_with(monkeypatch, tmp_path, fails=())
+    assert code == 0
+    assert [text.count("measured 5") for text in before] == list(range(len(SHAPES)))
+    assert (tmp_path / "benchmarks-gpu.md").read_text().count("measured 5") == len(SHAPES)
+    assert capsys.readouterr().out.count("    line ") == len(SHAPES)
+
+
+@pytest.mark.parametrize("fails", [(0,), (1,), tuple(range(len(SHAPES)))], ids=str)
+def test_a_shape_that_fails_is_a_line_of_the_page(
+    fails: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, before = run_with(monkeypatch, tmp_path, fails)
+    assert code == 1
+    assert len(before) == len(SHAPES)
+    text, told = (tmp_path / "benchmarks-gpu.md").read_text(), capsys.readouterr()
+    assert text.count("\n## D ") == len(SHAPES)
+    assert text.count("measured 5") == told.out.count("    line ") == len(SHAPES) - len(fails)
+    for i in fails:
+        assert f"\nNot measured, it failed: `RuntimeError: CUDA error: 'illegal' access in {SHAPES[i][1]}`\n" in text
+    assert told.err.count("Traceback") == len(fails)

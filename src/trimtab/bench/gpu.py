@@ -1,7 +1,8 @@
 """`python -m trimtab.bench.gpu --out docs`: the layer, its GEMMs and its row moves on one CUDA device.
 
 Prints a page, and writes it to docs/benchmarks-gpu.md, to which docs/benchmarks.md links; and prints the lines for
-`trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds.
+`trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds. The page is written after each shape; a
+shape that fails is a line in it, and the others are measured.
 
 Legend: D model dim, F expert hidden dim, E experts, K experts per token.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import textwrap
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,13 +82,17 @@ def move_table(case: GpuCase, names: tuple[str, ...], *, rounds: int) -> str:
     return as_markdown(["rows", "median", "middle half", "GB/s", "of copy"], rows)
 
 
+def heading(case: GpuCase) -> str:
+    """What a section of the page is about."""
+    return f"## D {case.dim}, F {case.hidden}, E {case.experts}, K {case.top_k}: {case.tokens:,} tokens, {case.dtype}"
+
+
 def report(case: GpuCase, names: tuple[str, ...] = NAMES, *, rounds: int = 11, peer: bool = True) -> tuple[str, str]:
     """(section of the page, line for the table of measured kernels) for one shape; the line is empty on the CPU."""
     layer, timings = layer_table(case, names, rounds=rounds, peer=peer)
     gc.collect()
     parts = [
-        f"## D {case.dim}, F {case.hidden}, E {case.experts}, K {case.top_k}: {case.tokens:,} tokens, {case.dtype}",
-        layer, gemm_table(case, names, rounds=rounds), move_table(case, names, rounds=rounds),
+        heading(case), layer, gemm_table(case, names, rounds=rounds), move_table(case, names, rounds=rounds),
     ]  # fmt: skip
     line = ""
     if case.device.type == "cuda" and set(NAMES) <= set(names):
@@ -105,8 +112,20 @@ def report(case: GpuCase, names: tuple[str, ...] = NAMES, *, rounds: int = 11, p
     return "\n\n".join(parts), line
 
 
+def attempt(case: GpuCase, *, rounds: int) -> tuple[str, str | None]:
+    """`report`; where it fails, a section that says so and no line."""
+    try:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return report(case, rounds=rounds)
+    except Exception as error:  # whatever a device throws, what was measured before stays
+        traceback.print_exc()
+        what = textwrap.shorten(f"{type(error).__name__}: {error}".replace("`", "'"), 400)
+        return f"{heading(case)}\n\nNot measured, it failed: `{what}`", None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page and write it to --out. Exit code 1 where there is no CUDA device."""
+    """Print the page and write it to --out. Exit code 1 where there is no CUDA device, or where a shape failed."""
     parser = argparse.ArgumentParser(prog="python -m trimtab.bench.gpu", description=__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=11, metavar="N")
@@ -122,16 +141,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections, lines = [title], []
     for dim, hidden, experts, top_k in SHAPES:
         case = GpuCase(dim=dim, hidden=hidden, experts=experts, top_k=top_k, tokens=given.tokens, device=device)
-        section, line = report(case, rounds=given.rounds)
+        section, line = attempt(case, rounds=given.rounds)
         print(f"{section}\n", flush=True)
         sections.append(section)
         lines.append(line)
-        gc.collect()
-        torch.cuda.empty_cache()
+        if given.out is not None:
+            write_gpu_page(sections, given.out)
     if given.out is not None:
-        print(f"page: {write_gpu_page(sections, given.out)}\n")
-    print("For TABLE in src/trimtab/kernels/measured.py:\n\n" + "\n".join(f"    {line}," for line in lines))
-    return 0
+        print(f"page: {given.out / GPU_PAGE}\n")
+    print("For TABLE in src/trimtab/kernels/measured.py:\n")
+    print("\n".join(f"    {line}," for line in lines if line is not None))
+    return 1 if None in lines else 0
 
 
 def write_gpu_page(sections: Sequence[str], folder: Path) -> Path:
