@@ -38,14 +38,14 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 	$(BIN)/trimtab verify --mutants
 
 # An interpreter that has a PyTorch for its GPU, as containers and clusters do, needs no set-up: GPU_PYTHON=python3
-GPU_PYTHON := $(BIN)/python
+GPU_PYTHON ?= $(BIN)/python
 GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
 
 gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/gpu
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q tests/gpu
 
 gpu-bench: $(GPU_READY)  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md
-	PYTHONPATH=src $(GPU_PYTHON) -m trimtab.bench.gpu --out docs
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m trimtab.bench.gpu --out docs
 
 bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes docs/benchmarks.md; goes on where it was stopped
 	$(BIN)/trimtab bench all --out docs

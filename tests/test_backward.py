@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import MoE, MoEConfig
@@ -16,7 +18,7 @@ from trimtab.routing.config import RouterConfig
 
 def experts(kernels: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     layer, ids = ExpertMLP(4, 16, 8, kernels=kernels), torch.arange(20).view(10, 2) % 4
-    return layer, lambda x: layer(x, ids, torch.ones(10, 2))
+    return layer, lambda x: layer(x, ids, torch.ones(10, 2, dtype=x.dtype))
 
 
 def linear(kernels: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -55,13 +57,49 @@ def test_a_penalty_on_gradients_raises(make: Callable[..., object], kernels: str
 
 @pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_backward_under_autocast_has_the_bits_of_one_without(make: Callable[..., object], kernels: str) -> None:
+@pytest.mark.parametrize("forward", [False, True])
+def test_autocast_around_either_pass_changes_no_bit(make: Callable[..., object], kernels: str, forward: bool) -> None:
     layer, run = make(kernels)  # type: ignore[misc]
-    x = torch.randn(10, 16, requires_grad=True)
-    given = torch.randn(run(x).shape)
+    dtype = torch.float32 if make is moe else torch.float16  # on the CPU autocast widens products of float16
+    layer.to(dtype)
+    x = torch.randn(10, 16, dtype=dtype, requires_grad=True)
+    given = torch.randn_like(run(x))
     plain = torch.autograd.grad(run(x), [x, *layer.parameters()], given)
-    y = run(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        y = run(x)
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(y, [x, *layer.parameters()], given)
     for got, true in zip(found, plain, strict=True):
         assert torch.equal(got, true)
+
+
+def test_autocast_reaches_no_backward() -> None:
+    class Seen(Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: object, d: Tensor) -> Tensor:
+            assert not torch.is_autocast_enabled("cpu")
+            return d
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        Seen.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+        assert torch.is_autocast_enabled("cpu")
+    assert x.grad is not None
+
+
+def test_a_compiled_layer_under_autocast_has_the_gradients_of_an_eager_one() -> None:
+    router = RouterConfig(num_experts=4, top_k=2)
+    layer: MoE = MoEConfig(dim=64, hidden=32, router=router).build()
+    x = torch.randn(40, 64, requires_grad=True)
+    true = torch.autograd.grad(layer(x).y.square().sum(), [x, *layer.parameters()])
+    run = torch.compile(layer, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(x).y
+    found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    for got, want in zip(found, true, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

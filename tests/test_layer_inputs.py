@@ -186,3 +186,5 @@ def test_ids_of_any_integers(dtype: torch.dtype, experts: int) -> None:
 def test_ids_that_are_no_integers(dtype: torch.dtype) -> None:
     with pytest.raises(InputError, match="expert ids must be int"):
         Dispatcher(8, layer="moe").dispatch(torch.randn(2, D), torch.ones(2, 1).to(dtype), torch.ones(2, 1))
+    with pytest.raises(InputError, match="ids to replay must be int"):
+        build(layer="moe")(torch.randn(2, D), ids=torch.ones(2, K).to(dtype))

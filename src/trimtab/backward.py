@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
+_NOTHING = nullcontext()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A static `backward` of an autograd function, run without autocast, in the dtypes of the forward.
 
-    Under create_graph=True its results raise where they are differentiated. torch's own decorator leaves them without
-    a graph if the gradient that comes in has none, as that of a sum has not: a penalty on them would have no gradient,
-    and nobody would be told.
+    Under create_graph=True its results raise where they are differentiated, but for a function within a graph of
+    `torch.compile`. torch's own decorator leaves them without a graph if the gradient that comes in has none, as that
+    of a sum has not: a penalty on them would have no gradient, and nobody would be told.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling():
-            with torch.no_grad():
+            kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
+            with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return backward(ctx, *grads)
-        with torch.no_grad(), _no_autocast(grads):
+        with torch.no_grad(), without_autocast():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
@@ -39,8 +41,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _no_autocast(grads: tuple[Any, ...]) -> Any:
-    kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+def without_autocast() -> AbstractContextManager[Any]:
+    """Within, autocast is off for the CPU and for CUDA. Costs nothing where it is off already."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
+    stack = ExitStack()
+    for kind in ("cpu", "cuda"):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from trimtab.errors import InputError
 from trimtab.experts.linear import GroupedLinear
@@ -98,13 +99,80 @@ def test_a_buffer_that_is_used_again_too_early_is_named(make: Callable[..., Any]
             buffer.zero_()
 
 
+@BOTH
+def test_what_delayed_work_does_not_read_may_be_used_again(make: Callable[..., Any]) -> None:
+    layer, run = make(delay_wgrad=True)
+    first, *others = layer.parameters()
+    for param in [first, *others] if make is linear else [first]:  # of experts the bias of down needs no x
+        param.requires_grad_(False)
+    if make is experts:
+        layer.up_bias.requires_grad_(False)
+    x, dy = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    run(layer, x).backward(dy)
+    with torch.no_grad():
+        x.zero_()
+    if make is linear:
+        dy.zero_()
+    layer.backward_dw()
+
+
+@BOTH
+def test_delayed_work_takes_inference_tensors_and_no_autocast(make: Callable[..., Any]) -> None:
+    layer, run = make(delay_wgrad=True)
+    layer.to(torch.float16)
+    x = torch.randn(8, 8, dtype=torch.float16)
+    with torch.inference_mode():
+        dy = torch.randn(8, 8, dtype=torch.float16)
+    found = []
+    for autocast in (False, True):
+        layer.zero_grad()
+        run(layer, x).backward(dy)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            layer.backward_dw()
+        found.append([p.grad.clone() for p in layer.parameters()])
+    for plain, under in zip(*found, strict=True):
+        assert torch.equal(plain, under)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_one_weight_in_two_groups_gets_the_sum(delayed: bool) -> None:
+    layer = GroupedLinear(3, 8, 8, bias=False, single_parameter=False, delay_wgrad=delayed)
+    layer.weight2 = layer.weight0
+    x = torch.randn(8, 8)
+    layer(x, SIZES).square().sum().backward()
+    layer.backward_dw()
+    plain = layer.weight0.detach().clone().requires_grad_()
+    (x @ plain.t()).square().sum().backward()  # its groups have all rows
+    assert plain.grad is not None
+    torch.testing.assert_close(layer.weight0.grad, plain.grad)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_group_that_was_frozen_in_the_forward_has_no_main_grad_written(delayed: bool) -> None:
+    layer = GroupedLinear(3, 8, 8, single_parameter=False, main_grad="accumulate", delay_wgrad=delayed)
+    for i, param in enumerate(layer.weights):
+        if i != 2:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    layer.weight0.requires_grad_(False)
+    layer.weight2.requires_grad_(False)
+    y = layer(torch.randn(8, 8), [3, 3, 2])
+    layer.requires_grad_(True)
+    y.square().sum().backward()
+    layer.backward_dw()
+    assert not layer.weight0.main_grad.any()
+    assert layer.weight1.main_grad.any()
+    assert not hasattr(layer.weight0, "grad_added_to_main_grad")
+
+
 def test_compiled_linear_runs_between_two_graphs() -> None:
     layer, x = GroupedLinear(4, 256, 512), torch.randn(900, 256, requires_grad=True)
     sizes = [200, 300, 0, 400]
     true = torch.autograd.grad((2 * layer(x, sizes)).square().sum(), [x, *layer.parameters()])
-    run = torch.compile(lambda x: 2 * layer(x + 0, sizes), backend="aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda x: 2 * layer(x + 0, sizes), backend=counted)
     for got, want in zip(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]), true, strict=True):
         torch.testing.assert_close(got, want)
+    assert counted.frame_count == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])

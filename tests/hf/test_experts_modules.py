@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf.families import build_model, experts_modules, family_names, forward, sample_batch
 from hf.parity import FLOAT32_INSIDE, difference, scale
@@ -135,9 +136,11 @@ def test_a_compiled_model_runs_its_experts_between_graphs() -> None:
     model.set_experts_implementation(IMPL)
     ids = torch.randint(0, model.config.vocab_size, (2, 160), generator=torch.Generator().manual_seed(0))
     results = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
+    counted = CompileCounterWithBackend("aot_eager")
+    for run in (model, torch.compile(model, backend=counted)):
         model.zero_grad()
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+    assert counted.frame_count > len(experts_modules(model))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.routing.ids import holds_ids
 
 NAME_BYTES = 64
 
@@ -27,11 +28,6 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
     return problems
-
-
-def holds_ids(t: Tensor) -> bool:
-    """Whether its dtype is one of integers."""
-    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def name_bytes(layer: str) -> Tensor:

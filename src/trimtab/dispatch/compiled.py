@@ -1,4 +1,4 @@
-"""What `torch.compile` needs of a dispatcher: a check that is not compiled away, and a way out of the graph.
+"""What `torch.compile` needs: a check of a dispatcher's that is not compiled away, and a way out of the graph.
 
 Imported while a graph is traced and at no other time: importing it defines an operator `trimtab::checked_ids` and
 loads the compiler. Nothing that runs eagerly sees either.
@@ -18,7 +18,7 @@ from trimtab.dispatch.checks import raise_if_bad
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="trimtab: ranks exchange rows, or an option has state: this part runs eagerly"
+    reason="trimtab: this part runs eagerly: ranks exchange rows, or its kernels are no operators of torch"
 )
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from trimtab.backward import without_autocast
 from trimtab.errors import InputError
 
 WgradJob = Callable[[], tuple[list[Tensor], list[Tensor]]]
@@ -25,7 +26,7 @@ class DelayedGradients:
 
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
-        self._jobs.append((job, [(t, t._version) for t in reads]))
+        self._jobs.append((job, [(t, t._version) for t in reads if not t.is_inference()]))
 
     def run(self) -> None:
         """The gradients of the oldest backward that has not had them yet; hooks fire now.
@@ -43,7 +44,7 @@ class DelayedGradients:
                 "layer a copy, or call backward_dw() before the buffer is used again",
                 phase="experts",
             )
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             found = [(p, gradient) for p, gradient in zip(*job(), strict=True) if p.requires_grad]
         torch.autograd.backward([p for p, _ in found], [gradient for _, gradient in found])
 

@@ -108,6 +108,11 @@ class ExpertCall:
         """Whether up, down and their biases get gradients: as autograd needs them, or all that may where delayed."""
         return needs if self.defer is None else self.trained
 
+    def delayed_reads(self, x: Tensor, *of_down: Tensor) -> list[Tensor]:
+        """Of the rows, and of what the gradients of down and its bias are made of, what delayed work will read."""
+        up, down, _, down_bias = self.trained
+        return [*([x] if up else []), *(of_down if down or down_bias else [])]
+
     def gradients(self, needs: Sequence[bool]) -> ExpertGradients:
         """For those that are wanted."""
         return ExpertGradients(self, self.wanted(needs))

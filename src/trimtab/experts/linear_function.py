@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import once_differentiable, without_autocast
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
@@ -85,7 +85,8 @@ def grouped_linear(x_RA: Tensor, call: LinearCall) -> Tensor:
     params = (*call.params.weights, *call.params.biases)
     if call.defer is not None:
         params = (*(p.detach() for p in params), anchor(x_RA, call.wants_weights or call.wants_biases))
-    y: Tensor = _GroupedLinear.apply(call, x_RA, *params)  # type: ignore[no-untyped-call]
+    with without_autocast():
+        y: Tensor = _GroupedLinear.apply(call, x_RA, *params)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -116,34 +117,34 @@ class _GroupedLinear(Function):
         # Quantised now, also where the product comes later: scales belong to this step.
         columns = call.products.keep(dy_SB, "gradient") if call.wants_weights else ()
 
-        def job() -> tuple[list[Tensor], list[Tensor]]:
+        def gradients() -> list[Tensor | None]:
             return _parameter_gradients(call, kept, columns, dy_SB)
 
-        if call.defer is not None:
-            call.defer(job, [*kept, *columns, dy_SB])
-            return (None, dx, *(None for _ in params))
-        found = {id(p): gradient for p, gradient in zip(*job(), strict=True)}
-        return (None, dx, *(found.get(id(p)) for p in (*call.params.weights, *call.params.biases)))
+        if call.defer is None:
+            return (None, dx, *gradients())
+
+        def job() -> tuple[list[Tensor], list[Tensor]]:
+            pairs = zip((*call.params.weights, *call.params.biases), gradients(), strict=True)
+            wanted = [(param, gradient) for param, gradient in pairs if gradient is not None]
+            return [param for param, _ in wanted], [gradient for _, gradient in wanted]
+
+        call.defer(job, [*kept, *columns, *([dy_SB] if call.wants_biases else [])])
+        return (None, dx, *(None for _ in params))
 
 
 def _parameter_gradients(
     call: LinearCall, kept: tuple[Tensor, ...], columns: tuple[Tensor, ...], dy_SB: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that want a gradient, and what autograd gets for each."""
-    own = call.params
-    params: list[Tensor] = []
-    found: list[Tensor] = []
+) -> list[Tensor | None]:
+    """What autograd gets for each weight and each bias, None for those that want nothing."""
+    own, n = call.params, len(call.params.weights)
+    found: list[Tensor | None] = [None] * len(call.trained)
     if call.wants_weights:
         x = call.products.keep(call.spread(kept[0]), "activation") if call.save_original_input else kept
-        dw = Gradients(own.weights, own.stacked, call.main_grad, "weight")
+        dw = Gradients(own.weights, own.stacked, call.main_grad, "weight", trained=call.trained[:n])
         call.products.wgrad(x, columns, dw)
-        params += own.weights
-        found += dw.close()
+        found[:n] = dw.close()
     if call.wants_biases:
         db = Gradients(own.biases, own.stacked, "off", "bias")
         bias_gradients(call.kernels, call.offsets_e, dy_SB, db)
-        params += own.biases
-        found += db.close()
-    trained = {id(p) for p, wanted in zip((*own.weights, *own.biases), call.trained, strict=True) if wanted}
-    wanted = [i for i, p in enumerate(params) if id(p) in trained]
-    return [params[i] for i in wanted], [found[i] for i in wanted]
+        found[n:] = db.close()
+    return [gradient if wanted else None for gradient, wanted in zip(found, call.trained, strict=True)]

@@ -16,7 +16,7 @@ An expert without tokens is in no row of the table: the kernels write zeros for 
 
 `accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use.
 Every backward through the layer writes, also one that asks for the gradient of the input alone, as
-`torch.autograd.grad(y, x)` does: nothing tells a function of Python which gradients are asked for. Freeze the
+`torch.autograd.grad(y, x)` does: PyTorch has no public way to ask which gradients are wanted. Freeze the
 parameters for such a forward. Delayed weight gradients likewise wait for a `backward_dw()` of their own.
 """
 
@@ -99,7 +99,8 @@ class WeightGradient:
             found = tuple(main_grad.shape) if isinstance(main_grad, Tensor) else main_grad
             raise InputError(
                 f"{self.name}.main_grad is {found}, expected a tensor {tuple(self.param.shape)}: "
-                "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off'",
+                "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off', as for a "
+                "parametrized weight, which is a new tensor at each use",
                 phase="experts",
             )
         return main_grad

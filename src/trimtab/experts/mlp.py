@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import once_differentiable, without_autocast
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
 from trimtab.experts.delayed import Defer
@@ -82,13 +82,14 @@ def expert_mlp(
         plan=plan, math=math, kernels=kernels, weights=weights, main_grad=main_grad, keep=torch.is_grad_enabled(),
         defer=defer, products=products, trained=tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
-    y: Tensor = function_of(call).apply(  # type: ignore[no-untyped-call]
-        call,
-        x_MD.to(weights.up.dtype),
-        w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),
-        *call.inputs(x_MD),
-        *math.params,
-    )
+    with without_autocast():
+        y: Tensor = function_of(call).apply(  # type: ignore[no-untyped-call]
+            call,
+            x_MD.to(weights.up.dtype),
+            w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),
+            *call.inputs(x_MD),
+            *math.params,
+        )
     return y.to(x_MD.dtype)
 
 
@@ -229,7 +230,7 @@ class _ExpertMLP(Function):
         if grads is not None:
             return (None, d_x, d_w, *grads.close(), None, *d_own)
         assert call.defer is not None
-        call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres), [x, dy])
+        call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres), call.delayed_reads(x, dy))
         return (None, d_x, d_w, None, None, None, None, None, *d_own)
 
 

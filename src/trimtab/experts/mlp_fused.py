@@ -150,7 +150,7 @@ class FusedMLP(Function):
                     kernels.weight_gradients({**fields, **targets})
                 return gradients.deliver()
 
-            call.defer(job, [fields["x"], fields["dy"], fields["w"]])
+            call.defer(job, call.delayed_reads(fields["x"], fields["dy"], fields["w"]))
         return (None, dx, d_w.to(w_MK.dtype) if need_w else None, *grads, None)
 
 

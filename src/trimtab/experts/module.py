@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.checks import holds_ids
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import BY_NAME
@@ -23,6 +22,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.ids import holds_ids
 
 WEIGHTS = ("experts", "combine")
 

@@ -39,6 +39,7 @@ class Gradients:
         mode: what becomes of the gradients, see `main_grad`.
         name: what error messages call the parameters.
         empty_like: makes the buffers.
+        trained: which of them are to have a gradient, if not those that are not frozen.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Gradients:
         mode: MainGradMode,
         name: str,
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+        trained: Sequence[bool] | None = None,
     ) -> None:
         names = [name] if stacked else [f"{name}{i}" for i in range(len(params))]
         self._stacked = stacked
         self._each = [
-            WeightGradient(p, mode if p.requires_grad else "off", n, empty_like)
-            for p, n in zip(params, names, strict=True)
+            WeightGradient(p, mode if p.requires_grad and wanted else "off", n, empty_like)
+            for p, n, wanted in zip(params, names, trained or [True] * len(params), strict=True)
         ]
         self._buffers = [gradient.open() for gradient in self._each]
 

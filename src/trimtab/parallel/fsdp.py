@@ -6,9 +6,9 @@
 dp is the number of ranks (or tensor-parallel groups) that have tokens of their own: DP x CP.
 
 With one rank to scatter to, FSDP2 (torch 2.11 to 2.15) divides by a module's factor as it copies; in any type but
-float32 and bfloat16 it divides by it once more around the copy. There an expert's gradient is scaled by efsdp / dp
-where it enters the layer and FSDP2 averages over efsdp, as `trimtab.parallel.ddp` does. Where a reduction in float32
-or bfloat16 is asked for, FSDP2's one division stays: the layer may compute in a type of smaller range.
+float32 and bfloat16 it divides by it once more around the copy. So with one rank an expert's gradient is scaled by
+efsdp / dp where it enters the layer and FSDP2 averages over efsdp, as `trimtab.parallel.ddp` does. Only where
+`mp_policy` asks for a reduction in float32 or bfloat16 does FSDP2 divide: the layer may compute in a smaller range.
 """
 
 from __future__ import annotations

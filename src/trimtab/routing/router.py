@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.routing.capacity import drop_over, padding
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
 from trimtab.routing.recompute import Choice, Memory, Remembered, token_sum
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
@@ -221,7 +222,7 @@ class Router(nn.Module):
             problems.append(f"tokens must be floating [T, {self.dim}], got {x.dtype} {tuple(x.shape)}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
-        if ids is not None and (ids.dim() != 2 or ids.is_floating_point() or ids.shape[0] != x.shape[0]):
+        if ids is not None and (ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != x.shape[0]):
             problems.append(f"ids to replay must be int [{x.shape[0]}, K], got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
