@@ -7,6 +7,7 @@ a line for each case, and an error with the place of the first wrong value other
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +18,7 @@ from trimtab.kernels.rows import Bags
 from trimtab.kernels.selftest import KernelChoice, self_test
 from trimtab.kernels.triton import check
 from trimtab.kernels.triton.kernels import TritonKernels
-from trimtab.kernels.triton.language import Launch, Tiles
+from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
 from trimtab.kernels.triton.moves import combine, gather
 
 SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
@@ -49,6 +50,32 @@ def moves(dtype: torch.dtype) -> None:
     assert combine(x, Bags(index=index[:0], offsets=offsets[:1])).shape == (0, 40)
 
 
+def _tiles(offsets, found, experts, rows, columns, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    for tile in range(segment_tiles(offsets, experts, rows, True, EXPERTS, BM) * columns):
+        segment, row, end, column = tile_of(offsets, experts, rows, tile, columns, True, EXPERTS, BM)
+        tl.store(found + tile * 4, segment)
+        tl.store(found + tile * 4 + 1, row)
+        tl.store(found + tile * 4 + 2, end)
+        tl.store(found + tile * 4 + 3, column)
+
+
+def every_tile_once() -> None:
+    """Segment by segment, with the tail as the last: in bands of row tiles, within them column by column."""
+    cuts, rows, columns, bm = (0, 0, 20 * 4 - 1, 20 * 4 + 2, 29 * 4), 41 * 4, 3, 4
+    wanted = []
+    for segment, (start, end) in enumerate(pairwise((*cuts, rows))):
+        for band in batched(range(start, end, bm), BAND.value):
+            wanted += [[segment, row, end, column] for column in range(columns) for row in band]
+    found = torch.full((len(wanted) + 1, 4), -1)
+    experts = len(cuts) - 1
+    triton.jit(_tiles)[(1,)](torch.tensor(cuts), found, experts, rows, columns, EXPERTS=segments_power(experts), BM=bm)
+    assert found.tolist() == [*wanted, [-1] * 4]
+
+
+def batched(items: range, count: int) -> list[range]:
+    return [items[i : i + count] for i in range(0, len(items), count)]
+
+
 def a_wrong_kernel_is_found() -> None:
     """The self-test of the fused kernels sees a gradient that is off by a factor."""
     right = check.hidden_grad
@@ -69,6 +96,8 @@ def main() -> None:
     plan_is_true(Case(fall="dropped", rows=2200), "cpu", 1)  # more chunks than the scan takes in a step
     promised_too_few()
     print("plan of many chunks")
+    every_tile_once()
+    print("every tile once")
     for dtype in BOUNDS:
         moves(dtype)
         CHOICE.on(torch.device("cpu"), dtype)
@@ -83,6 +112,7 @@ def main() -> None:
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")
+    experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands
     print("experts without rows, with main_grad, in float16")
 
 

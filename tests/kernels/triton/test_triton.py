@@ -130,4 +130,4 @@ def test_numbers_in_the_interpreter() -> None:
         cwd=tests, env=env, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 4
+    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 5

@@ -14,9 +14,9 @@ from trimtab.kernels.triton.language import (
     Launch,
     kernel,
     on_device_of,
-    segment_of,
     segment_tiles,
     segments_power,
+    tile_of,
     tl,
     triton,
 )
@@ -47,12 +47,12 @@ def _gate_up(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(hidden, BN)
     total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end = segment_of(offsets, experts, rows, tile // columns, False, EXPERTS, BM)
+        expert, row, end, column = tile_of(offsets, experts, rows, tile, columns, False, EXPERTS, BM)
         lane = tl.arange(0, BM)
         here = lane < (end - row).to(tl.int32)
         source = tl.load(index + row + lane, mask=here, other=-1)
         read = source >= 0
-        f = (tile % columns) * BN + tl.arange(0, BN)
+        f = column * BN + tl.arange(0, BN)
         gate = tl.zeros((BM, BN), dtype=tl.float32)
         value = tl.zeros((BM, BN), dtype=tl.float32)
         for step in range(0, dim, BK):

@@ -19,9 +19,9 @@ from trimtab.kernels.triton.language import (
     Launch,
     kernel,
     on_device_of,
-    segment_of,
     segment_tiles,
     segments_power,
+    tile_of,
     tl,
     triton,
 )
@@ -79,12 +79,12 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(hidden, BN)
     total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end = segment_of(offsets, experts, rows, tile // columns, False, EXPERTS, BM)
+        expert, row, end, column = tile_of(offsets, experts, rows, tile, columns, False, EXPERTS, BM)
         lane = tl.arange(0, BM)
         here = lane < (end - row).to(tl.int32)
         source = tl.load(index + row + lane, mask=here, other=-1)
         read = source >= 0
-        f = (tile % columns) * BN + tl.arange(0, BN)
+        f = column * BN + tl.arange(0, BN)
         dh = tl.zeros((BM, BN), dtype=tl.float32)
         for step in range(0, dim, BK):
             d = step + tl.arange(0, BK)
@@ -103,10 +103,10 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
         w = tl.load(weight + row + lane, mask=here, other=0.0)
         # Half the columns at a time: the activation's backward holds several values for each of dh's.
         first, second = tl.split(tl.permute(tl.reshape(dh, (BM, 2, BN // 2)), (0, 2, 1)))
-        f = (tile % columns) * BN + tl.arange(0, BN // 2)
+        f = column * BN + tl.arange(0, BN // 2)
         dot = epilogue(first, w, pre, d_pre, hw, row, lane, here, f, hidden)
         dot += epilogue(second, w, pre, d_pre, hw, row, lane, here, f + BN // 2, hidden)
-        tl.store(dots + (row + lane) * columns + tile % columns, dot, mask=here)
+        tl.store(dots + (row + lane) * columns + column, dot, mask=here)
 
 
 hidden_grad_kernel = kernel(_hidden_grad, "experts", "rows")

@@ -25,6 +25,10 @@ except ImportError as error:
     raise BackendError(f"kernels 'triton' need the triton package: {error}") from error
 
 
+BAND = tl.constexpr(8)
+"""Row tiles that take turns at one column of a weight."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
     """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis."""
@@ -89,21 +93,30 @@ def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.const
     return tl.sum((ends - starts + BM - 1) // BM, axis=0).to(tl.int32)
 
 
-def _segment(offsets, experts, rows, tile, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(segment, first row, end of the segment) of tile number `tile`. The tail, if it is one, is segment `experts`."""
+def _tile_of(  # type: ignore[no-untyped-def]
+    offsets, experts, rows, tile, columns, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """(segment, first row, end of the segment, column) of tile number `tile`. The tail is segment `experts`.
+
+    A segment's tiles are numbered in bands of BAND row tiles, and within a band column by column: what runs at one time
+    shares rows and weights, so that most are read from the cache.
+    """
     index = tl.arange(0, EXPERTS)
     starts = tl.load(offsets + index, mask=index <= experts, other=0)
     ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)
     ends = tl.where(index < experts, ends, tl.where((index == experts) & TAIL, rows, starts))
-    tiles = (ends - starts + BM - 1) // BM
-    segment = tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int64), axis=0)
-    before = tl.sum(tl.where(index < segment, tiles, 0), axis=0)
-    row = tl.sum(tl.where(index == segment, starts, 0), axis=0) + (tile - before) * BM
-    return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0)
+    tiles = ((ends - starts + BM - 1) // BM).to(tl.int32)  # 64 bits spill
+    segment = tl.sum((tl.cumsum(tiles, axis=0) <= tile // columns).to(tl.int64), axis=0)
+    place = tile - tl.sum(tl.where(index < segment, tiles, 0), axis=0) * columns
+    band = place // (BAND * columns) * BAND
+    place -= band * columns
+    high = tl.minimum(tl.sum(tl.where(index == segment, tiles, 0), axis=0) - band, BAND)
+    row = tl.sum(tl.where(index == segment, starts, 0), axis=0) + (band + place % high).to(tl.int64) * BM
+    return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0), place // high
 
 
 segment_tiles = triton.jit(_segment_tiles)
-segment_of = triton.jit(_segment)
+tile_of = triton.jit(_tile_of)
 
 
 def kernel(function: Any, *counts: str) -> Any:

@@ -11,9 +11,9 @@ from trimtab.kernels.triton.language import (
     Launch,
     kernel,
     on_device_of,
-    segment_of,
     segment_tiles,
     segments_power,
+    tile_of,
     tl,
     triton,
 )
@@ -46,7 +46,7 @@ def _rows(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(width, BN)
     total = segment_tiles(offsets, experts, rows, TAIL, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, row, end = segment_of(offsets, experts, rows, tile // columns, TAIL, EXPERTS, BM)
+        expert, row, end, column = tile_of(offsets, experts, rows, tile, columns, TAIL, EXPERTS, BM)
         lane = tl.arange(0, BM)
         here = lane < (end - row).to(tl.int32)
         read = here
@@ -56,7 +56,7 @@ def _rows(  # type: ignore[no-untyped-def]
             first = 0
             source = tl.load(index + row + lane, mask=here, other=-1)
             read = source >= 0
-        b = (tile % columns) * BN + tl.arange(0, BN)
+        b = column * BN + tl.arange(0, BN)
         total_RB = tl.zeros((BM, BN), dtype=tl.float32)
         steps = tl.where(expert < experts, contracted, 0)  # the tail multiplies nothing
         for step in range(0, steps, BK):
