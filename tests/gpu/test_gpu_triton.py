@@ -1,6 +1,6 @@
 """The Triton kernels on a CUDA device: values, the same bits each time, no host sync, one CUDA graph for every routing.
 
-Skipped only where there is no CUDA device.
+Skipped only where there is no CUDA device, one test where there is one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ def test_experts_are_true(fall: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("main_grad", ["accumulate", "overwrite"])
 def test_weight_gradients_go_where_they_are_kept(main_grad: str) -> None:
     experts_are_true(Case(fall="cold", main_grad=main_grad), CUDA)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one device")
+def test_a_layer_on_a_device_that_is_not_current_is_true() -> None:
+    with torch.cuda.device(0):
+        plan_is_true(Case(), "cuda:1", 16)
+        experts_are_true(Case(), "cuda:1")
 
 
 def step(module: torch.nn.Module, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
