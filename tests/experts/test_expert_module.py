@@ -161,6 +161,6 @@ def test_what_is_refused() -> None:
         (x, ids, ids),
         (x[0], ids, w),
     ):
-        with pytest.raises(InputError, match=r"expected x \[M, 16\], int ids"):
+        with pytest.raises(InputError, match=r"expected floating x \[M, 16\], int ids"):
             mlp(*bad)
     assert repr(mlp) == "ExpertMLP(6 x (16 -> 24 -> 16), swiglu, bias=False, weights='experts')"
