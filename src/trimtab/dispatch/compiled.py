@@ -18,7 +18,7 @@ from trimtab.dispatch.checks import raise_if_bad
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="trimtab: this part runs eagerly: ranks exchange rows, or its kernels are no operators of torch"
+    reason="trimtab: ranks exchange rows, an option has state or the kernels are no operators: this part runs eagerly"
 )
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""
