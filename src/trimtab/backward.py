@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 _TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
-_NOTHING = nullcontext()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,19 +31,17 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
-        several = isinstance(found, tuple)
-        results = found if several else (found,)
+        results = found if isinstance(found, tuple) else (found,)
         fail = torch._C._functions.DelayedError(_TWICE, len(results))
-        raising = fail(*(t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results))
-        return raising if several else raising[0] if isinstance(raising, tuple) else raising
+        return fail(*(t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results))
 
     return run
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Within, autocast is off for the CPU and for CUDA. Costs nothing where it is off already."""
+    """Within, autocast is off for the CPU and for CUDA."""
     if not torch._C._is_any_autocast_enabled():
-        return _NOTHING
+        return nullcontext()
     stack = ExitStack()
     for kind in ("cpu", "cuda"):
         stack.enter_context(torch.autocast(kind, enabled=False))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import Choice
 
 FORMAT = "trimtab.decisions"
@@ -40,7 +41,7 @@ class Decisions:
     layers: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.ids.dim() != 4 or self.ids.dtype.is_floating_point or self.ids.dtype in (torch.bool, torch.uint8):
+        if self.ids.dim() != 4 or not holds_ids(self.ids) or self.ids.dtype == torch.uint8:
             raise InputError(f"decisions must be int [B, L, layers, K], got {self.ids.dtype} {tuple(self.ids.shape)}")
         if self.ids.shape[2] != len(self.layers) or len(set(self.layers)) != len(self.layers):
             raise InputError(f"decisions for {self.ids.shape[2]} layers, but the names are {self.layers}")
