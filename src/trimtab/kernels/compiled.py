@@ -250,7 +250,7 @@ class CompiledKernels(LoopKernels):
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
-        sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.float32)
+        sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))

@@ -175,6 +175,30 @@ struct Ends {
     }
 };
 
+// Sums in float while they grow: in `to` if that is float, else half of a sum's bits there and the others in `rest`.
+template <class T>
+struct Growing;
+template <>
+struct Growing<float> {
+    float *to, *rest;
+    INLINE void ask(long at) const { __builtin_prefetch(to + at, 1); }
+    INLINE vf get(long at, long n) const { return load(to + at, n); }
+    INLINE void put(long at, vf sum, long n) const { store(to + at, sum, n); }
+};
+template <>
+struct Growing<bf16> {
+    bf16 *to, *rest;
+    INLINE void ask(long at) const {
+        __builtin_prefetch(to + at, 1);
+        __builtin_prefetch(rest + at, 1);
+    }
+    INLINE vf get(long at, long n) const { return (vf)((vu)load(to + at, n) | (vu)load(rest + at, n) >> 16); }
+    INLINE void put(long at, vf sum, long n) const {
+        put_lower(to + at, (vu)sum >> 16, n);
+        put_lower(rest + at, (vu)sum, n);
+    }
+};
+
 // Each token's sum over its expert rows, in the order of the experts, if `to` is there: a row is added where its
 // product ends, by the thread that has those columns.
 template <class T>
@@ -182,13 +206,12 @@ struct Combine {
     const Call& c;
     const Ends& ends;
     T* to;
-    float* sums;  // while they grow, `to` itself if that is float
+    const Growing<T> sums;
     const bool weighted;
     long from, until;  // this thread's columns
     Combine(const Call& c, const Ends& ends, void* to, bool weighted)
-        : c(c), ends(ends), to((T*)to), weighted(weighted) {
+        : c(c), ends(ends), to((T*)to), sums{(T*)to, (T*)c.sums}, weighted(weighted) {
         const long D = to ? c.D : 0, blocks = (D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
-        sums = sizeof(T) == sizeof(float) ? (float*)to : c.sums;
         from = std::min<long>(D, i * blocks / n * NR);
         until = std::min<long>(D, (i + 1) * blocks / n * NR);
         for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));
@@ -200,12 +223,12 @@ struct Combine {
         const float w = weighted ? weight_of(c, r) : 1.0f;
         const bool begins = ends.first[r], ends_here = ends.last[r];
         for (long d = d0; d < d0 + n; d += VL, got += VL) {
-            __builtin_prefetch(sums + next + d, 1);
+            sums.ask(next + d);
             vf before{};
-            if (!begins) before = load(sums + at + d, d0 + n - d);
+            if (!begins) before = sums.get(at + d, d0 + n - d);
             const vf v = w * load(got) + before;
             if (ends_here) store(to + at + d, v, d0 + n - d);
-            else store(sums + at + d, v, d0 + n - d);
+            else sums.put(at + d, v, d0 + n - d);
         }
     }
 };

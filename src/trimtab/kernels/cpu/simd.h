@@ -98,6 +98,13 @@ INLINE void store(T* p, vf x, long n) {
     memcpy(p, part, n * sizeof(T));
 }
 
+// The lower halves of the first n of VL words.
+INLINE void put_lower(bf16* p, vu words, long n) {
+    const vh part = __builtin_convertvector(words, vh);
+    if (n >= VL) *(vh_any*)p = part;
+    else memcpy(p, &part, n * sizeof(bf16));
+}
+
 INLINE float value(float x) { return x; }
 INLINE float value(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;
