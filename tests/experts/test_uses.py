@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +116,17 @@ def test_what_delayed_work_does_not_read_may_be_used_again(make: Callable[..., A
     if make is linear:
         dy.zero_()
     layer.backward_dw()
+
+
+@BOTH
+def test_a_copy_has_no_part_in_delayed_work(make: Callable[..., Any]) -> None:
+    layer, run = make(delay_wgrad=True)
+    run(layer, torch.randn(8, 8)).sum().backward()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with pytest.raises(InputError, match="without a backward"):
+            other.backward_dw()
+    layer.backward_dw()
+    assert all(p.grad is not None for p in layer.parameters())
 
 
 @BOTH

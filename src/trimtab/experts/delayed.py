@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ Defer = Callable[[WgradJob, Sequence[Tensor]], None]
 
 
 class DelayedGradients:
-    """The work of one module, oldest first."""
+    """The work of one module, oldest first. A copy of the module begins without any: it is the module that ran whose
+    parameters wait."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[WgradJob, list[tuple[Tensor, int]]]] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DelayedGradients, ()
 
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
