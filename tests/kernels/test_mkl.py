@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -109,9 +108,6 @@ def test_many_threads_and_narrow_products_have_the_bits_of_one_thread_s_steps(th
 
 
 def test_the_forms_are_for_processors_on_which_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Path("/proc/cpuinfo")
-    if told.exists():
-        assert mkl._vendor() in told.read_text()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for vendor, measured, slower in (("GenuineIntel", True, False), ("AuthenticAMD", False, True), ("", False, False)):
         monkeypatch.setattr(mkl, "_vendor", lambda vendor=vendor: vendor)

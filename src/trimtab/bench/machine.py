@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import trimtab
+from trimtab.kernels import processor
 
 PACKAGES = ("torch", "transformers", "torchtitan", "triton")
 
@@ -26,7 +25,7 @@ def describe() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "processor": _processor(),
+        "processor": processor.name(),
         "cores": cores,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -35,12 +34,6 @@ def describe() -> dict[str, Any]:
         "versions": versions,
         "load_average": list(os.getloadavg()),
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def words(machine: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from trimtab.errors import BackendError
+from trimtab.kernels import processor
 
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
@@ -90,11 +91,9 @@ def _key(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:
 
 def _cpu() -> str:
     """What -march=native looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        lines = list(os.uname())
-    return "\n".join(line for line in lines if line.startswith(("flags", "Features", "model", "vendor", "CPU")))
+    facts = processor.told() or {"model name": processor.name()}
+    wanted = ("flags", "Features", "model", "vendor", "CPU")
+    return "\n".join(f"{name}: {value}" for name, value in facts.items() if name.startswith(wanted))
 
 
 def _openmp() -> str:

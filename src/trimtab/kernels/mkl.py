@@ -29,11 +29,11 @@ from __future__ import annotations
 import math
 import platform
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trimtab.kernels import processor
 from trimtab.kernels.pages import Pages
 
 TURNED, BESIDE = 80, 63
@@ -114,9 +114,8 @@ def _measured() -> bool:
 @lru_cache(1)
 def _vendor() -> str:
     """As the processor names it; "" where it is neither of those that are told apart."""
-    info = Path("/proc/cpuinfo")
-    told = info.read_text() if info.exists() else platform.processor()
-    return next((vendor for vendor in ("GenuineIntel", "AuthenticAMD") if vendor in told), "")
+    named = processor.told().get("vendor_id") or platform.processor()
+    return next((vendor for vendor in ("GenuineIntel", "AuthenticAMD") if vendor in named), "")
 
 
 def _in_steps(x_RA: Tensor, w_AB: Tensor, out_RB: Tensor, step: int) -> Tensor:

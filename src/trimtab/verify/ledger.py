@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from trimtab import __version__
+from trimtab.kernels import processor
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import MARKS, Verdict
 from trimtab.verify.judge import BOUNDS
@@ -120,14 +121,7 @@ def machine() -> dict[str, str]:
     """What a number depends on. No host names."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    found |= {"processor": _processor(), "cores": str(cores)}
+    found |= {"processor": processor.name(), "cores": str(cores)}
     if torch.cuda.is_available():
         found |= {"gpu": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
     return found
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,33 @@
+"""What is asked of the processor, of which the kernels' library and forms, pages and ledgers speak."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from trimtab.kernels import mkl, processor
+
+
+def test_its_first_core_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: A : B\npower management:\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: one + "\n" + one.replace("AMD", "ELSE") + "\n")
+    assert processor.told() == {
+        "processor": "0", "vendor_id": "AuthenticAMD", "model name": "A : B", "power management": "",
+    }  # fmt: skip
+    assert processor.name() == "A : B"
+    assert mkl._vendor.__wrapped__() == "AuthenticAMD"
+
+
+def test_other_systems_have_a_name_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(platform, "processor", lambda: "Intel64 Family 6, GenuineIntel")
+    assert processor.told() == {}
+    assert processor.name() == "Intel64 Family 6, GenuineIntel"
+    assert mkl._vendor.__wrapped__() == "GenuineIntel"
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert processor.name() == platform.machine()
