@@ -19,9 +19,10 @@ from triton.compiler import ASTSource
 
 from kernels.interpreted import SIZES
 from trimtab.kernels.fp8_blockwise import BLOCK, groups_kernel, rows_kernel
+from trimtab.kernels.triton.language import FUSED
 
 SHARED_LIMIT = 227 * 1024  # bytes a block can have on compute capability 9.0
-OPTIONS = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": 8, "num_stages": 3, **FUSED}
 TYPES = {"x": "*fp8e4nv", "w": "*fp8e4nv", "dy": "*fp8e4nv", "y": "*bf16", "dw": "*bf16", "offsets": "*i64"}
 TYPES |= dict.fromkeys(("x_scale", "w_scale", "dy_scale"), "*fp32")
 TYPES |= dict.fromkeys(("experts", "n", "c", "a_width", "b_width", "rows"), "i32")

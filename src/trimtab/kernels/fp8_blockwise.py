@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.triton.language import kernel, on_device_of, tl, triton
+from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 
 BLOCK = 128
 
@@ -123,7 +123,7 @@ def blockwise_rows(
     with on_device_of(x_SC):
         rows_kernel[grid](
             x_SC, x_scale, w_eNC, w_scale, offsets_e, y, experts, n, c, EXPERTS=triton.next_power_of_2(experts),
-            BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3,
+            BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3, **FUSED,
         )  # fmt: skip
     return y
 
@@ -145,6 +145,7 @@ def blockwise_groups(
     grid = (experts, a // BLOCK, b // BLOCK)
     with on_device_of(x_AS):
         groups_kernel[grid](
-            x_AS, x_scale, dy_BS, dy_scale, offsets_e, dw, a, b, rows, BLOCK=BLOCK, WIDE=wide, num_warps=8, num_stages=3
-        )
+            x_AS, x_scale, dy_BS, dy_scale, offsets_e, dw, a, b, rows, BLOCK=BLOCK, WIDE=wide, num_warps=8,
+            num_stages=3, **FUSED,
+        )  # fmt: skip
     return dw

@@ -116,6 +116,11 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[La
     assert DeviceOf.current == 0
 
 
+def test_every_kernel_adds_products_without_rounding_them(launched: list[Launched]) -> None:
+    call_all(rows=256, top_k=2, alignment=1)
+    assert {launch.options.get("enable_fp_fusion") for launch in launched} == {True}
+
+
 def test_one_kernel_serves_every_batch(launched: list[Launched]) -> None:
     keys = []
     for batch in ((1, 1, 1), (16, 1, 16), (37, 2, 1), (4096, 8, 128)):

@@ -18,7 +18,7 @@ from gpu.triton_checks import FALLS
 from kernels.triton.ahead import Built, build
 from trimtab.kernels.triton.gate_up import gate_up_kernel
 from trimtab.kernels.triton.hidden_grad import hidden_grad_kernel
-from trimtab.kernels.triton.language import Launch, Tiles
+from trimtab.kernels.triton.language import FUSED, Launch, Tiles
 from trimtab.kernels.triton.metadata import CHUNK, STEP, count_kernel, place_kernel, scan_kernel
 from trimtab.kernels.triton.moves import BLOCK, combine_kernel, gather_kernel
 from trimtab.kernels.triton.rows_gemm import rows_kernel
@@ -34,7 +34,7 @@ LAUNCH = Launch()
 
 
 def gemm(kernel: Any, t: Tiles, types: dict[str, str], constants: dict[str, Any], folder: Path) -> Built:
-    shape, options = {"BM": t.m, "BN": t.n, "BK": t.k}, {"num_warps": t.warps, "num_stages": t.stages}
+    shape, options = {"BM": t.m, "BN": t.n, "BK": t.k}, {"num_warps": t.warps, "num_stages": t.stages, **FUSED}
     return build(kernel, types, {**constants, **shape}, options, folder)
 
 
@@ -118,7 +118,9 @@ def test_what_moves_rows_and_places_slots_compiles_for_hopper(folder: Path) -> N
     built = {}
     for name, (kernel, pointers, constants, warps) in others().items():
         numbers = set(kernel.arg_names) - set(pointers) - set(constants)
-        built[name] = build(kernel, pointers | dict.fromkeys(numbers, "i32"), constants, {"num_warps": warps}, folder)
+        built[name] = build(
+            kernel, pointers | dict.fromkeys(numbers, "i32"), constants, {"num_warps": warps, **FUSED}, folder
+        )
     assert {name: b.spilled for name, b in built.items()} == dict.fromkeys(built, 0)
     assert "ld.global.v4" in built["gather"].ptx  # 16 bytes at a time
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.compiled import SlotPlaces
-from trimtab.kernels.triton.language import kernel, on_device_of, segments_power, tl, triton
+from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, segments_power, tl, triton
 
 CHUNK = 128
 STEP = 32
@@ -118,13 +118,13 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     )  # fmt: skip
     counts = torch.empty(chunks, power, dtype=torch.int32, device=ids_MK.device)
     with on_device_of(ids_MK):
-        count_kernel[(chunks,)](ids_MK, counts, slots, num_experts, EXPERTS=power, CHUNK=CHUNK, num_warps=4)
+        count_kernel[(chunks,)](ids_MK, counts, slots, num_experts, EXPERTS=power, CHUNK=CHUNK, num_warps=4, **FUSED)
         scan_kernel[(1,)](
             counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, EXPERTS=power, STEP=STEP,
-            num_warps=8,
+            num_warps=8, **FUSED,
         )  # fmt: skip
         place_kernel[(chunks,)](
             ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,
-            num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, num_warps=8,
+            num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, num_warps=8, **FUSED,
         )  # fmt: skip
     return places

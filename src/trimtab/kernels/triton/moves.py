@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.rows import Bags
-from trimtab.kernels.triton.language import kernel, on_device_of, tl, triton
+from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 
 BLOCK = 1024
 
@@ -49,7 +49,7 @@ def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(rows, 1), triton.cdiv(width, block))  # a grid has a program at least
     with on_device_of(x_nD):
-        gather_kernel[grid](x_nD, index_R, out, rows, width, BLOCK=block, num_warps=4)
+        gather_kernel[grid](x_nD, index_R, out, rows, width, BLOCK=block, num_warps=4, **FUSED)
     return out
 
 
@@ -60,5 +60,7 @@ def combine(rows_nD: Tensor, bags: Bags) -> Tensor:
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(bag_count, 1), triton.cdiv(width, block))
     with on_device_of(rows_nD):
-        combine_kernel[grid](rows_nD, bags.index, bags.offsets, out, bag_count, width, BLOCK=block, num_warps=4)
+        combine_kernel[grid](
+            rows_nD, bags.index, bags.offsets, out, bag_count, width, BLOCK=block, num_warps=4, **FUSED
+        )
     return out
