@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from train.commands import run_cli, run_python
+from trimtab.cli.main import build_parser
 from trimtab.errors import ConfigError, InputError
+from trimtab.launched import group_size, module_arguments
+from trimtab.train import report
 from trimtab.train.config import TrainConfig
+from trimtab.train.launch import launch
 from trimtab.train.prepare import check_data, plan_run
 from trimtab.train.presets import PRESETS
+from trimtab.train.report import closing_words, draw_loads
 
 
 def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
@@ -34,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "keys.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "list.json").write_text("[]")
+    os.mkfifo(tmp_path / "pipe")
     return tmp_path
 
 
@@ -45,6 +54,8 @@ def folder(tmp_path: Path) -> Path:
         (["--data", "keys.jsonl"], ["keys.jsonl:1", "`text`", "`messages`", "prompt"]),
         (["--data", "broken.jsonl"], ["broken.jsonl:1", "not JSON"]),
         (["--data", "list.json"], ["list.json", ".jsonl"]),
+        (["--data", "pipe"], ["pipe", "neither a file nor a folder"]),
+        (["--seed", "5000000000"], ["--seed 5000000000", "at most 4294967295"]),
         (["--model", "missing"], ["missing", "qwen3_moe"]),
         (["--model", "full"], ["config.json"]),
         (["--nproc", "4", "--fsdp", "3"], ["3 ranks, but there are 4"]),
@@ -108,3 +119,57 @@ def test_help_names_the_presets_and_imports_little() -> None:
     assert all(name in result.stdout for name in PRESETS)
     script = "import sys, trimtab.cli.main; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert run_python("-c", script).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"RANK": "1"}, "RANK is in the environment, but not WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is in the environment, but not RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is in the environment, but not RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no integer"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 in the environment is none of WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "but not MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "but not MASTER_PORT"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_half_of_a_launcher_s_environment(
+    given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert group_size() is None
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        launch(TrainConfig(out=str(tmp_path / "run")), None)
+    options = build_parser().parse_args(["verify", "--quick"])
+    with pytest.raises(ConfigError, match=words):
+        options.run(options)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert group_size() == 1
+
+
+def test_ranks_find_modules_where_their_launcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/elsewhere"])
+    assert module_arguments("a.b") == ["-P", "-m", "a.b"]
+    for here in ("", os.getcwd()):
+        monkeypatch.setattr(sys, "path", [here, "/elsewhere"])
+        assert module_arguments("a.b") == ["-m", "a.b"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a run without a step of its own, as one that is resumed at its end to write the model."""
+    (tmp_path / "metrics.jsonl").touch()
+    assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: ValueError: no step was taken"
+    words = closing_words(tmp_path, unit="byte", seconds=1, missing_picture="not drawn").splitlines()
+    assert [line.split()[0] for line in words] == ["metrics", "loads", "model"]
+
+    def broken(_: Path) -> NoReturn:
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr(report, "read_metrics", broken)
+    pytest.importorskip("matplotlib")
+    assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +18,13 @@ from transformers import AutoTokenizer
 
 from train.forked import run_forked
 from trimtab.checkpoint import read_tensors
+from trimtab.checkpoint.folder import begin, clear
 from trimtab.errors import ConfigError, InputError
 from trimtab.hf.convert import convert
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.prepare import make_room, plan_run, write_init
-from trimtab.train.resume import advice, check_resume, read_metrics_until, resumed, rewind
+from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, resumed, rewind
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -200,7 +204,7 @@ def test_what_is_in_the_way_goes_only_where_that_is_asked_for(config: TrainConfi
     with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
         check_options(new, 2)
 
-    make_room(plan_run(replace(new, overwrite=True), 2))
+    make_room(plan_run(replace(new, overwrite=True), 2)).close()
     assert sorted(path.name for path in out.iterdir()) == ["logs", "run.json"]
 
 
@@ -234,8 +238,98 @@ def test_first_weights_are_those_of_this_run(config: TrainConfig, tmp_path: Path
 
 
 def test_an_unfinished_checkpoint_is_in_nobody_s_way(config: TrainConfig, half: Path) -> None:
-    shutil.rmtree(half / "final")
-    (half / "checkpoints" / "step-00000002" / "trimtab.json").unlink()
+    clear(half / "final")
+    folder = half / "checkpoints" / "step-00000002"
+    folder.rename(folder.with_name("step-00000002.unfinished"))
     check_options(replace(config, out=str(half)), 2)
-    with pytest.raises(InputError, match="step-00000002 was not written to the end"):
+    with pytest.raises(InputError, match=r"step-00000002.unfinished was not written to the end"):
         resumed({"resume": str(half)})
+
+
+def test_half_a_copy_is_in_the_way_of_what_would_take_its_name(config: TrainConfig, half: Path) -> None:
+    clear(half / "final")
+    later = shutil.copytree(half / "checkpoints" / "step-00000002", half / "checkpoints" / "step-00000004")
+    (later / "trimtab.json").unlink()
+    resume = resumed({"resume": str(half)})
+    with pytest.raises(ConfigError, match=r"step-00000004 is not whole, .* --overwrite"):
+        check_options(resume, 2)
+    check_options(replace(resume, overwrite=True), 2)
+    with pytest.raises(ConfigError, match=r"there is half a checkpoint .* of step 4 already"):
+        begin(half / "checkpoints", 4)
+    rewind(half / "checkpoints" / "step-00000002", 2, half)
+    assert [path.name for path in (half / "checkpoints").iterdir()] == ["step-00000002"]
+    later = half / "checkpoints" / "step-00000002"
+    (later / "trimtab.json").unlink()
+    new = replace(config, out=str(half))
+    with pytest.raises(ConfigError, match="step-00000002 is not whole"):
+        check_options(new, 2)
+    make_room(plan_run(replace(new, overwrite=True), 2)).close()
+    assert not (half / "checkpoints").exists()
+
+
+def test_checkpoints_may_be_links_to_where_there_is_room(config: TrainConfig, half: Path, tmp_path: Path) -> None:
+    """The folder, a checkpoint in it and the model: each is found by its name in the run, and goes as a link does."""
+    shutil.move(half / "checkpoints", tmp_path / "disk")
+    (half / "checkpoints").symlink_to(tmp_path / "disk")
+    found = resumed({"resume": str(half)})
+    assert (found.out, found.resume) == (str(half), str(half / "checkpoints" / "step-00000002"))
+    assert len(read_metrics_until(Path(found.resume or ""), 2)) == 2
+    elsewhere = tmp_path / "latest"
+    elsewhere.symlink_to(half / "checkpoints" / "step-00000002")
+    with pytest.raises(ConfigError, match="say with --out"):  # the link's own name says nothing of a run
+        resumed({"resume": str(elsewhere)})
+    assert resumed({"resume": str(elsewhere), "out": "x"}).resume == str(tmp_path / "disk" / "step-00000002")
+    shutil.move(half / "final", tmp_path / "model")
+    (half / "final").symlink_to(tmp_path / "model")
+    with pytest.raises(ConfigError, match="model of a finished run"):
+        check_options(found, 2)
+    rewind(Path(found.resume or ""), 2, half)
+    assert not (half / "final").is_symlink()
+    (half / "final").symlink_to(tmp_path / "model")
+    make_room(plan_run(replace(config, out=str(half), overwrite=True), 2)).close()
+    assert not (half / "final").is_symlink()
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_folder_that_a_run_writes_to_is_closed_to_others(config: TrainConfig, tmp_path: Path) -> None:
+    one = plan_run(replace(config, out=str(tmp_path / "run")), 2)
+    with contextlib.closing(make_room(one)):
+        (one.out / "metrics.jsonl").write_text("{}\n")
+        for other in (one, plan_run(replace(one.config, overwrite=True), 2)):
+            with pytest.raises(ConfigError, match="another run is writing there"):
+                make_room(other)
+        assert (one.out / "metrics.jsonl").exists()
+        assert json.loads((one.out / "run.json").read_text())["out"] == str(one.out)
+        (one.out / "final").mkdir()
+    with pytest.raises(ConfigError, match="model of a finished run"):  # that ended after it was looked for first
+        make_room(one)
+    assert (one.out / "final").exists()
+    shutil.rmtree(one.out / "final")
+    make_room(one).close()
+
+
+def test_metrics_that_are_damaged_are_not_taken_for_none(half: Path) -> None:
+    folder, metrics = half / "checkpoints" / "step-00000002", half / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    for place, wrong in ((1, lines[0][1:]), (2, "{}\n"), (1, "5\n"), (2, '{"step": "2"}\n')):
+        metrics.write_text("".join([*lines[: place - 1], wrong, *lines[place:]]))
+        with pytest.raises(InputError, match=f"line {place} is not the record of a step"):
+            read_metrics_until(folder, 2)
+    metrics.write_text(lines[0][:9])
+    with pytest.raises(InputError, match=r"holds no step before it, the checkpoint .* is of step 2"):
+        read_metrics_until(folder, 2)
+    metrics.write_text("".join(lines[:2]) + lines[2][:9])
+    assert read_metrics_until(folder, 2) == lines[:2]
+
+
+def test_data_may_have_names_of_any_bytes(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    file.write_text("text")
+    assert describe_data([file])["names"] != describe_data([file.rename(tmp_path / "cafe.txt")])["names"]
+
+
+def test_advice_can_be_pasted(half: Path) -> None:
+    clear(half / "final")
+    moved = half.rename(half.with_name("my run"))
+    assert shlex.split(advice(moved, 1) or "")[-1] == str(moved)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.errors import BackendError
+from trimtab.launched import module_arguments
 
 Role = Literal["ours", "peer", "limit", "bandwidth"]
 
@@ -66,7 +67,7 @@ class Team:
             ours, theirs = Pipe()
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "trimtab.bench.child", str(theirs.fileno())],
+                    [sys.executable, *module_arguments("trimtab.bench.child"), str(theirs.fileno())],
                     env=_environment(contestant, rank, malloc),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

@@ -80,7 +80,7 @@ def whole_checkpoints(root: Path | str) -> list[Path]:
 
 def unfinished_checkpoints(root: Path | str) -> list[Path]:
     """What is named like a checkpoint below `root` and is not whole: a save that never ended, or half a copy."""
-    return sorted(path for path, _ in _entries(Path(root)) if _is_step(path) and not _is_whole(path))
+    return sorted(path for path, _ in _entries(Path(root)) if is_step(path) and not _is_whole(path))
 
 
 def latest(root: Path | str) -> Path | None:
@@ -98,7 +98,7 @@ def resolve(path: Path | str) -> Path:
         return path
     if found := latest(path):
         return found
-    if broken := [path] if _is_step(path) and path.is_dir() else unfinished_checkpoints(path):
+    if broken := [path] if is_step(path) and path.is_dir() else unfinished_checkpoints(path):
         names = ", ".join(p.name for p in broken)
         raise InputError(f"{path}: no whole checkpoint: {names} was not written to the end and cannot be loaded")
     raise InputError(f"{path}: no checkpoint there" if path.exists() else f"{path}: no such folder")
@@ -163,13 +163,14 @@ def begin(root: Path, step: int) -> Path:
     Raises ConfigError if there is a whole checkpoint of this step, or `root` cannot be written.
     """
     folder = step_folder(root, step)
-    if folder.exists():
-        raise ConfigError(f"{folder}: there is a checkpoint of step {step} already; remove it or save elsewhere")
+    if folder.exists() or folder.is_symlink():
+        what = "a checkpoint" if _is_whole(folder) else f"half a checkpoint (no {INDEX})"
+        raise ConfigError(f"{folder}: there is {what} of step {step} already; remove it or save elsewhere")
     try:
         root.mkdir(parents=True, exist_ok=True)
         for left in unfinished_checkpoints(root):
             if left.name.endswith(UNFINISHED):
-                shutil.rmtree(left)
+                clear(left)
         unfinished = folder.with_name(folder.name + UNFINISHED)
         unfinished.mkdir()
     except OSError as error:
@@ -189,7 +190,15 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint so that a kill leaves it whole or unfinished, never in between."""
     doomed = folder.with_name(folder.name + UNFINISHED)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    clear(doomed)
+
+
+def clear(path: Path) -> None:
+    """Remove a folder with all that is in it, or a link to one; nothing where nothing is."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def sync(path: Path) -> None:
@@ -205,7 +214,8 @@ def _entries(root: Path) -> list[tuple[Path, str]]:
     return [(path, path.name) for path in root.iterdir()] if root.is_dir() else []
 
 
-def _is_step(path: Path) -> bool:
+def is_step(path: Path) -> bool:
+    """Whether a folder is named as a checkpoint is, whole or not."""
     return _STEP.fullmatch(path.name.removesuffix(UNFINISHED)) is not None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import ConfigError
+from trimtab.launched import group_size
 
 if TYPE_CHECKING:
     from trimtab.cli.progress import Progress
@@ -83,11 +84,11 @@ def _ledger(options: argparse.Namespace) -> int:
     from trimtab.verify.cases import plan_cases
     from trimtab.verify.ledger import Ledger
 
-    cluster = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    cluster = group_size()
     if cluster and options.nproc is not None:
         raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     level = "quick" if options.quick else "full" if options.full else "default"
-    world = int(os.environ["WORLD_SIZE"]) if cluster else options.nproc or (4 if options.quick else 8)
+    world = cluster or options.nproc or (4 if options.quick else 8)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     command = (
         f"trimtab {shlex.join(sys.argv[1:])}" if not cluster else f"torchrun … -m trimtab {shlex.join(sys.argv[1:])}"

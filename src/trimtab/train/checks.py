@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trimtab.checkpoint.folder import latest, step_of
+from trimtab.checkpoint.folder import UNFINISHED, latest, step_of, unfinished_checkpoints
 from trimtab.errors import ConfigError
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
@@ -24,15 +24,16 @@ def check_options(config: TrainConfig, world: int) -> None:
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
     _check_out(Path(config.out), config.model)
-    if not config.overwrite:
-        _check_kept(config)
+    check_kept(config)
     if config.resume is not None:
         check_resume(config, world)
     check_documents(find_files(config.data), config.seed)
 
 
-def _check_kept(config: TrainConfig) -> None:
+def check_kept(config: TrainConfig) -> None:
     """No model and no checkpoint is removed, and none of another run joined by ours, that nobody asked to remove."""
+    if config.overwrite:
+        return
     out, resume = Path(config.out), None if config.resume is None else Path(config.resume).resolve()
     held = latest(out / CHECKPOINTS)
     if held is not None and (resume is None or resume.parent != held.resolve().parent):
@@ -45,6 +46,13 @@ def _check_kept(config: TrainConfig) -> None:
             f"--resume {resume}: there are later checkpoints, up to {held.name}; go on from that by --resume {out}, "
             f"write to a new folder with --out, or have --overwrite remove what came after step {step_of(resume)}"
         )
+    begun = 0 if resume is None else step_of(resume)
+    for half in unfinished_checkpoints(out / CHECKPOINTS):
+        if not half.name.endswith(UNFINISHED) and step_of(half) > begun:
+            raise ConfigError(
+                f"--out {out}: {half} is not whole, half of a copy perhaps, and in the way of a checkpoint of that "
+                "step; copy it again, or have --overwrite remove it"
+            )
     if (out / FINAL).exists():
         raise ConfigError(
             f"--out {out}: holds the model of a finished run, {out / FINAL}; give a new folder, or have --overwrite "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from trimtab.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+MOST_SEED = 2**32 - 1  # of numpy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.seed > MOST_SEED:
+            raise ConfigError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         if self.lr is not None and not (0 < self.lr < math.inf):
             raise ConfigError(f"--lr {self.lr}: must be a positive number")
         if self.dtype not in DTYPES:

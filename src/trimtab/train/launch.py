@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
+from trimtab.launched import group_size, module_arguments
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.rank import log_file, make_run_id, run_rank
@@ -35,7 +36,7 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
     ranks are gone by then.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if group_size() is not None:
         if nproc is not None:
             raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
         run_rank(config)
@@ -69,8 +70,11 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     plan = plan_run(config, nproc)
     check_data(plan)
-    make_room(plan)
-    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch, _rank_environment(nproc, config.debug):
+    with (
+        contextlib.closing(make_room(plan)),
+        tempfile.TemporaryDirectory(prefix="trimtab-") as scratch,
+        _rank_environment(nproc, config.debug),
+    ):
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -85,7 +89,7 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            elastic_launch(elastic, sys.executable)("-m", "trimtab.train.rank", plan.config.to_json())
+            elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.rank"), plan.config.to_json())
         except ChildFailedError as error:
             hint = advice(plan.out, nproc)
             cause = _root_cause(error.failures, plan.out)
@@ -142,7 +146,8 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
     if failure.exitcode < 0:
         hint = "; SIGKILL often means that memory ran out" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks have been stopped"
-    where = f"details in {log_file(out, rank)}"
+    log = log_file(out, rank)
+    where = f"details in {log}" if log.exists() else "what it said is above"
     if "message" not in failure.error_file_data or failure.error_file_data["message"] == "<NONE>":
         return f"rank {rank} ended with exit code {failure.exitcode}; {where}"
     return f"rank {rank} failed: {failure.message}; {where}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
-from trimtab.train.checks import RUN
+from trimtab.train.checks import RUN, check_kept
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
 from trimtab.train.packing import TokenStream
@@ -18,6 +22,8 @@ from trimtab.train.resume import CHECKPOINTS
 from trimtab.train.sources import find_files
 
 INIT, LOGS = "init", "logs"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that cannot keep two runs out of one folder."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +65,50 @@ def check_data(plan: Plan) -> None:
     next(iter(plan.stream))
 
 
-def make_room(plan: Plan) -> None:
+def make_room(plan: Plan) -> TextIO:
     """Make the output folder, drop what an earlier run left there, and write a preset's first weights.
 
-    A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded.
+    A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded. Returns the file that
+    marks the folder as this run's: no other run begins there before it is closed.
+
+    Raises ConfigError where another run is writing there, or has left what nobody asked to remove.
     """
     out, config = plan.out, plan.config
     try:
-        claim(plan)
+        mark = claim(plan)
         if config.resume is None:
             for name in (METRICS, HEATMAP):
                 (out / name).unlink(missing_ok=True)
             for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
-                shutil.rmtree(out / name, ignore_errors=True)
-            if config.overwrite:
-                shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+                clear(out / name)
+            for folder in (*whole_checkpoints(out / CHECKPOINTS), *unfinished_checkpoints(out / CHECKPOINTS)):
+                clear(folder)  # and not what else lies there
+            with suppress(OSError):
+                (out / CHECKPOINTS).rmdir()
         (out / LOGS).mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
     write_init(plan)
+    return mark
 
 
-def claim(plan: Plan) -> None:
-    """Make the output folder and mark it as this run's."""
+def claim(plan: Plan) -> TextIO:
+    """Make the output folder and mark it as this run's, for as long as the file that is returned is open."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    (plan.out / RUN).write_text(plan.config.to_json() + "\n", encoding="utf-8")
+    mark = (plan.out / RUN).open("a", encoding="utf-8")
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mark.close()
+        raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    check_kept(plan.config)  # what another run has left since
+    mark.truncate(0)
+    mark.write(plan.config.to_json() + "\n")
+    mark.flush()
+    return mark
 
 
 def write_init(plan: Plan) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,20 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def draw_loads(metrics: Path, png: Path) -> str | None:
     """Draw every layer's load per expert over the run, and its `max_vio` by step, to `png`.
 
-    Returns None, or why there is no picture: matplotlib is an extra.
+    Returns None, or why there is no picture: matplotlib is an extra, and a run whose model is saved has not failed.
     """
     try:
-        from matplotlib.figure import Figure
+        _draw_loads(metrics, png)
     except ImportError:
         return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
+    except Exception as error:
+        return f"not drawn: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return None
+
+
+def _draw_loads(metrics: Path, png: Path) -> None:
+    from matplotlib.figure import Figure
+
     totals: dict[str, list[int]] = {}
     steps: list[int] = []
     vio: dict[str, list[float]] = {}
@@ -35,6 +44,8 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
             loads = layer["tokens_per_expert"]
             totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(loads)), loads, strict=True)]
             vio.setdefault(name, []).append(layer["max_vio"])
+    if not totals:
+        raise ValueError("no step was taken")
     width = max(map(len, totals.values()))
     mean = {name: max(sum(loads), 1) / len(loads) for name, loads in totals.items()}
     # Layers with fewer experts leave their last cells blank.
@@ -53,19 +64,13 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
     if len(vio) <= 8:
         lines.legend(title="layer", fontsize="small")
     figure.savefig(png, dpi=120)
-    return None
 
 
 def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
     """Where everything is and what the loss did."""
-    records = list(read_metrics(out / METRICS))
-    first, last = records[0]["loss"], records[-1]["loss"]
-    worst = max(layer["max_vio"] for layer in records[-1]["layers"].values())
-    dead = sum(layer["dead_experts"] for layer in records[-1]["layers"].values())
     return "\n".join(
         [
-            f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {len(records)} steps, {seconds:.0f} s",
-            f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step",
+            *_steps_taken(list(read_metrics(out / METRICS)), unit, seconds),
             f"metrics {out / METRICS}",
             f"loads   {missing_picture or out / HEATMAP}",
             f"model   {out / FINAL}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)",
@@ -73,10 +78,21 @@ def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str 
     )
 
 
+def _steps_taken(records: Sequence[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:
+    """Nothing of a run that was resumed at its end, without its metrics, to write the model."""
+    if not records:
+        return
+    first, last, layers = records[0]["loss"], records[-1]["loss"], records[-1]["layers"].values()
+    worst = max(layer["max_vio"] for layer in layers)
+    dead = sum(layer["dead_experts"] for layer in layers)
+    yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {len(records)} steps, {seconds:.0f} s"
+    yield f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step"
+
+
 def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
     """What a run says that ends before its schedule does."""
     more = f" --nproc {ranks}" if ranks > 1 else ""
-    return f"stopped after step {step} of {steps}; go on with: trimtab train --resume {out}{more}"
+    return f"stopped after step {step} of {steps}; go on with: trimtab train --resume {shlex.quote(str(out))}{more}"
 
 
 def _short(name: str) -> str:

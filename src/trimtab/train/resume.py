@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
         ConfigError: one that `trimtab train` did not write, or an option of FIXED with another value.
     """
     asked = Path(given["resume"])
-    folder = on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked).resolve()
+    folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
     saved = _run_of(folder)["config"]
     for name in FIXED:
         if name in given and _plain(name, given[name]) != saved[name]:
@@ -75,9 +75,10 @@ def check_resume(config: TrainConfig, world: int) -> None:
         )
     now = describe_data(find_files(config.data))
     if now != run["data"]:
+        asked = " ".join(config.data) or "(the standard library)"
         raise ConfigError(
-            f"--data {' '.join(config.data)}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes "
-            f"now, {run['data']['files']} of {run['data']['bytes']} then, or other names"
+            f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now, "
+            f"{run['data']['files']} of {run['data']['bytes']} then, or other names"
         )
     steps = config.max_steps or step + 1
     last = min(config.stop_after or steps, steps)
@@ -90,7 +91,8 @@ def describe_data(files: Sequence[Path]) -> dict[str, Any]:
     """Number and size of the data's files, and a hash of their names and sizes in order; contents are not read."""
     sizes = [path.stat().st_size for path in files]
     lines = "".join(f"{path.name} {size}\n" for path, size in zip(files, sizes, strict=True))
-    return {"files": len(files), "bytes": sum(sizes), "names": hashlib.sha256(lines.encode()).hexdigest()}
+    names = os.fsencode(lines)  # of any bytes
+    return {"files": len(files), "bytes": sum(sizes), "names": hashlib.sha256(names).hexdigest()}
 
 
 def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict[str, Any]:
@@ -107,21 +109,22 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
     Raises InputError where a step is missing or doubled.
     """
     path = folder.parent.parent / METRICS
-    if not path.exists():
+    if folder.parent.name != CHECKPOINTS or not path.exists():
         return []
     lines: dict[int, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            number = json.loads(line)["step"]
-        except ValueError:  # the last line of a run that was killed
-            break
-        if number > step:
+    written = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for place, line in enumerate(written, 1):
+        number = _step_in(line)
+        if number is None and place < len(written):
+            raise InputError(f"{path}: line {place} is not the record of a step")
+        if number is None or number > step:  # the last line of a run that was killed may be half a line
             break
         if lines and number != (previous := next(reversed(lines))) + 1:
             raise InputError(f"{path}: after step {previous} comes step {number}")
         lines[number] = line
-    if lines and step not in lines:
-        raise InputError(f"{path}: ends with step {next(reversed(lines))}, the checkpoint {folder} is of step {step}")
+    if written and step not in lines:
+        end = f"ends with step {next(reversed(lines))}" if lines else "holds no step before it"
+        raise InputError(f"{path}: {end}, the checkpoint {folder} is of step {step}")
     return list(lines.values())
 
 
@@ -134,6 +137,9 @@ def rewind(folder: Path, step: int, out: Path) -> None:
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
         if on_disk.step_of(later) > step or later.parent.resolve() != folder.resolve().parent:
             on_disk.remove(later)
+    for half in on_disk.unfinished_checkpoints(out / CHECKPOINTS):
+        if on_disk.step_of(half) > step:
+            on_disk.clear(half)
     fresh = out / f"{METRICS}.unfinished"
     with fresh.open("w", encoding="utf-8") as file:
         file.writelines(lines)
@@ -142,7 +148,7 @@ def rewind(folder: Path, step: int, out: Path) -> None:
     fresh.rename(out / METRICS)
     (out / HEATMAP).unlink(missing_ok=True)
     for name in (FINAL, f"{FINAL}.unfinished"):
-        shutil.rmtree(out / name, ignore_errors=True)
+        on_disk.clear(out / name)
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
@@ -151,7 +157,22 @@ def advice(out: Path, nproc: int | None) -> str | None:
     if held is None or (out / FINAL).exists():
         return None
     ranks = f" --nproc {nproc}" if nproc and nproc > 1 else ""
-    return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {out}{ranks}"
+    return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {shlex.quote(str(out))}{ranks}"
+
+
+def _by_name(folder: Path) -> Path:
+    """A checkpoint by the name that it was asked for by, if that lies in a run's folder; else where its links lead."""
+    named = Path(os.path.abspath(folder))
+    return named if named.parent.name == CHECKPOINTS and on_disk.is_step(named) else folder.resolve()
+
+
+def _step_in(line: str) -> int | None:
+    """The step that a line of metrics is of; None if it is no such line, or half of one."""
+    try:
+        number = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, int) else None
 
 
 def _run_of(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,10 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
     plan = plan_run(config, world)
     if world > 1:
         _join_world()
+    mark = None
     try:
         if not prepared:
-            _prepare_everywhere(plan, rank)
+            mark = _prepare_everywhere(plan, rank)
         trainer = _build(plan, rank)
         done = _take_steps(trainer, plan)
         if done == plan.config.max_steps:
@@ -47,6 +48,8 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if mark is not None:
+            mark.close()
     if rank == 0 and done != plan.config.max_steps:
         print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
     elif rank == 0:
@@ -70,17 +73,22 @@ def _join_world() -> None:
     dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None)
 
 
-def _prepare_everywhere(plan: Plan, rank: int) -> None:
-    """Rank 0 makes the output folder; a node that does not share the disk makes its own, with the first weights."""
+def _prepare_everywhere(plan: Plan, rank: int) -> TextIO | None:
+    """Rank 0 makes the output folder; a node that does not share the disk makes its own, with the first weights.
+
+    Returns what marks the folder as this run's, on the rank that made it.
+    """
+    mark = None
     if rank == 0:
         check_data(plan)
-        make_room(plan)
+        mark = make_room(plan)
     _barrier()
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         if not (plan.out / RUN).exists():
-            claim(plan)
+            mark = claim(plan)
         write_init(plan)
     _barrier()
+    return mark
 
 
 def _barrier() -> None:

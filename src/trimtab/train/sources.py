@@ -75,6 +75,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             files += [p for p in below if _is_text(p)]
         elif not path.exists():
             raise InputError(f"--data {name}: no such file or directory")
+        elif not path.is_file():
+            raise InputError(f"--data {name}: neither a file nor a folder; what comes through a pipe is read once only")
         elif path.suffix == ".json":
             raise InputError(f"--data {name}: a .json file; write one object per line and name it .jsonl")
         elif not _is_text(path):

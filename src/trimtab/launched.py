@@ -1,0 +1,49 @@
+"""What processes of a group are started with, and by whom: torchrun's environment, and ranks of our own.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trimtab.errors import ConfigError
+
+
+def group_size() -> int | None:
+    """How many ranks a launcher such as torchrun started, of which this process is one; None if it is alone.
+
+    Raises:
+        ConfigError: the environment says so in part, or says what cannot be: ranks would wait for ranks that are not.
+    """
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
+        return None
+    rank, size = _integer("RANK"), _integer("WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} in the environment is none of WORLD_SIZE={size} ranks; {_REMEDY}")
+    for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 else ():
+        if not os.environ.get(name):
+            raise ConfigError(f"RANK and WORLD_SIZE={size} are in the environment, but not {name}; {_REMEDY}")
+    return size
+
+
+def module_arguments(name: str) -> list[str]:
+    """What Python is started with to run a module as a rank: one that finds on its path what this process does, and
+    nothing in the current directory that this one does not look for there."""
+    here = {"", os.getcwd()} & set(sys.path)
+    return [*([] if here else ["-P"]), "-m", name]
+
+
+_REMEDY = "start all ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+
+
+def _integer(name: str) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        given = next(n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if n in os.environ)
+        raise ConfigError(f"{given} is in the environment, but not {name}; {_REMEDY}")
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment is no integer; {_REMEDY}") from None
