@@ -43,8 +43,7 @@ def perturbed() -> Iterator[list[bool]]:
 
     def rough(x: Tensor, weight: Tensor) -> Tensor:
         log.append(in_backward())
-        logits = exact(x, weight)
-        return logits + 1e-9 * (torch.arange(E) % 2) if in_backward() else logits
+        return exact(x, weight) + 1e-9 * in_backward() * (torch.arange(E) % 2)
 
     router_module.router_logits = rough
     try:

@@ -37,6 +37,7 @@ from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
 from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.layout import experts_per_rank
+from trimtab.routing.recompute import always_recomputed
 
 Combine = Literal["sum", "ordered"]
 COMBINES: tuple[Combine, ...] = ("sum", "ordered")
@@ -107,6 +108,7 @@ class Dispatcher:
         else:
             self._at("route")
 
+    @always_recomputed
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Rows:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
@@ -164,6 +166,7 @@ class Dispatcher:
             slot_row_R=row_R,
         )
 
+    @always_recomputed
     def combine(self, y: Tensor, rows: Rows) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
 

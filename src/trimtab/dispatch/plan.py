@@ -209,7 +209,7 @@ def plan_experts(
     key_N = torch.where(kept_N, ids_N, num_experts)
     order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
     counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
-    counts_e = counts_e.scatter_add_(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
+    counts_e = counts_e.scatter_add(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
     if level is not None and alignment == 1 and isinstance(kernels, LoopKernels) and readable:
         aligned_e = kernels.segments(counts_e, level)
     else:

@@ -27,6 +27,7 @@ from trimtab.experts.products import GroupWeights, Plain
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.recompute import always_recomputed
 
 
 class GroupedLinear(GroupedModule):
@@ -107,6 +108,7 @@ class GroupedLinear(GroupedModule):
         for param in (*self.weights, *self.biases):
             param.uniform_(-bound, bound)
 
+    @always_recomputed
     def forward(self, x_RD: Tensor, group_sizes: GroupSizes) -> Tensor:
         """[R, out_features] in x's dtype, computed in the weights' dtype.
 

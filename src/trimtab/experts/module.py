@@ -23,6 +23,7 @@ from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.ids import holds_ids
+from trimtab.routing.recompute import always_recomputed
 
 WEIGHTS = ("experts", "combine")
 
@@ -137,6 +138,7 @@ class ExpertMLP(GroupedModule):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
+    @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype.
 

@@ -19,8 +19,10 @@ from trimtab.errors import ConfigError
 from trimtab.experts.activations import Recomputed, SwiGLU
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.recompute import always_recomputed
 
 
+@always_recomputed
 def experts_forward(
     module: nn.Module,
     hidden_states: Tensor,

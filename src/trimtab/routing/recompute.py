@@ -3,32 +3,42 @@
 The second run of a forward may differ from the first in the last bits, and a near-tie then falls the other way: counts
 change and recompute fails, or worse, does not. So each router remembers its decisions until they cannot be asked for
 any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
-again is told by the sum of its tokens: nearly equal for the same tokens, far from equal for others.
+again is told by its logits, of which decisions are made: their sum over the tokens, by weights that tell positions
+apart, is nearly equal for the same tokens in the same order, and far from equal for others. Where several are equal,
+a backward asks for each once, the last forward first, as it goes; those that were given their `ids` are given them
+again.
 
 A decision lives as long as the autograd graph of its forward. Where there is none (the first run under reentrant
 `torch.utils.checkpoint` has gradients off) it is kept, in training mode, until it is asked for, `limit` of them at
-most. Of several forwards of the same tokens the last counts; those that were given their `ids` are given them again.
-Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
+most. Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
 
-Legend: T tokens, D model dim, K experts per token, C columns that are summed.
+Legend: T tokens, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
+from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
 
-COLUMNS = 64
-"""How many of a token's columns are summed: all would cost as much as a copy of the tokens, and more in bf16."""
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
-TOLERANCE = 0.05
-"""How far apart the sums of the tokens of two runs may be, relative to their size. bfloat16 rounding makes 0.004."""
+TOLERANCE = 0.2
+"""How far apart the sums of two runs may be, relative to their size. bfloat16 rounding makes 0.004, and more where the
+router tells tokens apart by less than what they have in common; other tokens are about 1.4 apart."""
 
 SAME = 8.0
 """How many times as far as the nearest may be the sum of the same tokens: other tokens are hundreds of times as far."""
@@ -41,14 +51,19 @@ class Choice:
     chosen: Tensor
     kept: Tensor
 
+    def to(self, dtype: torch.dtype) -> Choice:
+        """The same in other integers."""
+        chosen = self.chosen.to(dtype)
+        return Choice(chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Remembered:
-    """A choice, the sum of the tokens it was made for, the state that their jitter was drawn from, and the counts of
+    """A choice, the sum of the logits it was made of, the state that their jitter was drawn from, and the counts of
     the micro-batches before."""
 
     choice: Choice
-    sum_C: Tensor
+    sum_E: Tensor
     noise: Tensor | None
     counts_before_E: Tensor
 
@@ -71,9 +86,33 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # no public function says this
 
 
-def token_sum(x_TD: Tensor) -> Tensor:
-    """Sum over the tokens of their first columns, in float32 at least: what tells micro-batches apart."""
-    return x_TD.detach()[:, :COLUMNS].sum(0, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+def sum_of(logits_TE: Tensor) -> Tensor:
+    """What tells micro-batches apart: the sum over the tokens, t-th by sin(t^2), which no shift or order leaves as it
+    is."""
+    logits = logits_TE.detach()
+    t = torch.arange(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return (t * t).sin().to(logits.dtype) @ logits
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Around what a recompute leaves out, or does instead: selective checkpointing does not see it, which counts on
+    the same operators in both runs."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    selective = any(isinstance(m, (_Caching, _Cached)) for m in _get_current_dispatch_mode_stack())
+    return _disable_current_modes() if selective else nullcontext()
+
+
+def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
+    """For what writes into memory of its own: selective checkpointing runs all of it again, whatever its policy, which
+    can keep no tensor that is written to later."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with unseen():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class Memory:
@@ -86,6 +125,7 @@ class Memory:
     def __init__(self, limit: int = 64) -> None:
         self._in_graphs: list[weakref.ref[Remembered]] = []
         self._held: deque[Remembered] = deque(maxlen=limit)
+        self._asked: WeakKeyDictionary[Remembered, int] = WeakKeyDictionary()  # in which backward, at last
 
     def hold(self, remembered: Remembered, weights_TK: Tensor, training: bool) -> Tensor:
         """Remember; the weights must be used in place of those given."""
@@ -95,32 +135,36 @@ class Memory:
             held: Tensor = _Hold.apply(weights_TK, remembered)  # type: ignore[no-untyped-call]
             return held
         if training:
-            self._held.append(remembered)
+            small = torch.int16 if remembered.sum_E.shape[0] < 1 << 15 else torch.int32  # many may lie here for long
+            self._held.append(replace(remembered, choice=remembered.choice.to(small)))
         return weights_TK
 
-    def recall(self, tokens: int, sum_C: Tensor) -> Remembered | None:
+    def recall(self, tokens: int, sum_E: Tensor) -> Remembered | None:
         """What was decided for these tokens, if this is a forward that runs again. One host sync then, on a device."""
         if not in_backward():
             return None
         in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
         newest_first = (*reversed(in_graphs), *reversed(self._held))
-        alike = (tokens, sum_C.dtype, sum_C.device)
-        known = [m for m in newest_first if (m.choice.chosen.shape[0], m.sum_C.dtype, m.sum_C.device) == alike]
+        alike = (tokens, sum_E.dtype, sum_E.device)
+        known = [m for m in newest_first if (m.choice.chosen.shape[0], m.sum_E.dtype, m.sum_E.device) == alike]
         if not known:
             return None
-        size = sum_C.norm().clamp(min=torch.finfo(sum_C.dtype).tiny)
-        distances = ((torch.stack([one.sum_C for one in known]) - sum_C).norm(dim=-1) / size).tolist()
+        size = sum_E.norm().clamp(min=torch.finfo(sum_E.dtype).tiny)
+        distances = ((torch.stack([one.sum_E for one in known]) - sum_E).norm(dim=-1) / size).tolist()
         near = min(distances)
         if not near <= TOLERANCE:
             return None
-        found = next(one for one, far in zip(known, distances, strict=True) if far <= SAME * near)
+        same = [one for one, far in zip(known, distances, strict=True) if far <= SAME * near]
+        this = torch._C._current_graph_task_id()
+        found = next((one for one in same if self._asked.get(one) != this), same[0])
+        self._asked[found] = this
         if any(one is found for one in self._held):
             self._held = deque((one for one in self._held if one is not found), maxlen=self._held.maxlen)
-        return found
+        return replace(found, choice=found.choice.to(torch.int64))
 
     def alive(self) -> int:
         """How many decisions may still be asked for."""
         return len(self._held) + sum(ref() is not None for ref in self._in_graphs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_in_graphs": [], "_held": deque(maxlen=self._held.maxlen)}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, (self._held.maxlen,)

@@ -2,8 +2,7 @@
 
     jitter -> logits -> scores -> select -> weights -> capacity -> losses
 
-Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding),
-C columns that recompute sums.
+Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trimtab.routing.capacity import drop_over, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.recompute import Choice, Memory, Remembered, token_sum
+from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
 from trimtab.routing.select import capacity, select
 
@@ -122,17 +121,22 @@ class Router(nn.Module):
         real_T = x_TD.new_ones(tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
         x = x_TD if token_mask_T is None else x_TD.masked_fill(~real_T[:, None], 0)
         remembers = (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()
-        sum_C = token_sum(x) if remembers else None
-        again = None if sum_C is None else self.memory.recall(tokens, sum_C)
-        noise = self._noise() if again is None else again.noise
-        before_E = self._counts.clone() if again is None else again.counts_before_E
-
-        logits = router_logits(self._jittered(x, noise), self.weight)
+        noise, sum_E, again = self._noise(), None, None
+        logits = None if noise is not None else router_logits(self._jittered(x, None), self.weight)
+        if remembers:
+            with unseen():
+                plain = router_logits(x.detach(), self.weight.detach()) if logits is None else logits
+                sum_E = sum_of(plain)
+                again = self.memory.recall(tokens, sum_E)
+        if logits is None:
+            logits = router_logits(self._jittered(x, noise if again is None else again.noise), self.weight)
         scores = score(logits, c.score)
-        if again is not None and ids_TK is None:
-            choice = again.choice
-        else:
-            choice = self._given(ids_TK, real_T, batch) or self._choose(logits.detach(), scores.detach(), real_T)
+        with unseen():
+            before_E = self._counts.clone() if again is None else again.counts_before_E
+            if again is not None and ids_TK is None:
+                choice = again.choice
+            else:
+                choice = self._given(ids_TK, real_T, batch) or self._choose(logits.detach(), scores.detach(), real_T)
         weights = pick_weights(logits, scores, choice.chosen, c).masked_fill(choice.kept < 0, 0)
         weights = weights.masked_fill(~logits.detach().isfinite().all(-1, keepdim=True), math.nan)
         losses, counts_E = balance_losses(
@@ -140,9 +144,11 @@ class Router(nn.Module):
             config=c, batch=batch, groups=self.groups, totals=self.totals, counts_before_E=before_E,
         )  # fmt: skip
         if again is None:
-            self._count(choice, counts_E, batch)
-        if sum_C is not None:
-            made = Remembered(choice=choice, sum_C=sum_C, noise=noise, counts_before_E=before_E)
+            with unseen():
+                self._count(choice, counts_E, batch)
+        if sum_E is not None:
+            noise = noise if again is None else again.noise
+            made = Remembered(choice=choice, sum_E=sum_E, noise=noise, counts_before_E=before_E)
             weights = self.memory.hold(made, weights, self.training)
         ids, loads = choice.kept, count_ids(choice.kept, c.num_experts)
         if c.pad:

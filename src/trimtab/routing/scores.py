@@ -88,4 +88,4 @@ def count_ids(ids: Tensor, num_experts: int) -> Tensor:
     flat = ids.reshape(-1)
     flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+    return counts.scatter_add(0, flat, torch.ones_like(flat))[:num_experts]
