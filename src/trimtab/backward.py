@@ -1,4 +1,4 @@
-"""What every backward of ours is wrapped in. Ground floor: imports nothing of ours."""
+"""What every backward of ours is wrapped in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from trimtab.errors import InputError
 
 _TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
 
@@ -27,6 +29,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return backward(ctx, *grads)
+        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if isinstance(grad, Tensor)):
+            raise InputError("trimtab's backward takes one gradient at a time: leave is_grads_batched, vectorize out")
         with torch.no_grad(), without_autocast():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():

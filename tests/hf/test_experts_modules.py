@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import trimtab.hf
 from hf.families import build_model, experts_modules, family_names, forward, sample_batch
 from hf.parity import FLOAT32_INSIDE, difference, scale
+from trimtab.errors import ConfigError, InputError
 from trimtab.hf.experts import experts_forward
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.selftest import KernelChoice
@@ -144,3 +146,133 @@ def test_a_compiled_model_runs_its_experts_between_graphs() -> None:
         results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
     assert counted.frame_count > len(experts_modules(model))
+
+
+def qwen(**changes: Any) -> nn.Module:
+    """Experts of Qwen3-MoE, as a user may have changed them."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
+    config._experts_implementation = IMPL
+    torch.manual_seed(0)
+    module = Qwen3MoeExperts(config)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_()
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
+def rows(count: int = 6, ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    slots = count if ids is None else ids
+    return torch.randn(count, 16), torch.randint(0, 4, (slots, 2)), torch.rand(slots, 2)
+
+
+class SiLU(nn.Module):
+    """Not torch's, but for its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.nn.functional.silu(x)
+
+
+def test_an_activation_of_the_same_name_and_hooks_are_what_runs() -> None:
+    given = rows()
+    plain = qwen()(*given)
+    torch.testing.assert_close(qwen(act_fn=SiLU())(*given), 2 * plain)
+    module, seen = qwen(), []
+    module.act_fn.register_forward_hook(lambda _m, _a, y: seen.append(y.shape) or 3 * y)
+    torch.testing.assert_close(module(*given), 3 * plain)
+    assert sum(shape[0] for shape in seen) == 12
+    module = qwen()
+    module._apply_gate = lambda x: x.chunk(2, -1)[1]
+    module.config._experts_implementation = "grouped_mm"
+    truth = module(*given)
+    module.config._experts_implementation = IMPL
+    torch.testing.assert_close(module(*given), truth)
+
+
+def test_an_activation_that_draws_is_refused_where_a_backward_may_come() -> None:
+    module = qwen(act_fn=nn.Dropout(0.5))
+    with pytest.raises(InputError, match="draws random numbers"):
+        module(*rows())
+    with torch.no_grad():
+        module(*rows())
+    module.eval()
+    module(*rows()).sum().backward()
+
+
+def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_the_backward() -> None:
+    """Of a norm behind the experts and of an activation, which are run again."""
+    gradients = {}
+    for implementation in ("eager", IMPL):
+        model = build_model("muse_spark", 0, torch.float64)
+        model.set_experts_implementation(implementation)
+        torch.manual_seed(0)
+        params = {n: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_() for n, p in model.named_parameters()}
+        batch = sample_batch(model, 2, 7)
+        batch.pop("labels", None)
+        torch.func.functional_call(model, params, (), batch).last_hidden_state.square().mean().backward()
+        gradients[implementation] = {n: p.grad for n, p in params.items() if p.grad is not None}
+    assert any("post_expert_norm" in name for name in gradients[IMPL])
+    torch.testing.assert_close(gradients[IMPL], gradients["eager"], rtol=1e-5, atol=1e-9)
+
+
+def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named() -> None:
+    module = qwen(act_fn=nn.PReLU())
+    y = module(*rows())
+    with torch.no_grad():
+        module.act_fn.weight.mul_(2)
+    with pytest.raises(InputError, match="changed in place between forward and backward"):
+        y.sum().backward()
+
+
+def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = qwen()
+    for count, ids in ((4, 60_000), (4, 6), (6, 4)):
+        with pytest.raises(InputError, match=r"ids \[T, K\]"):
+            module(*rows(count, ids))
+    x, ids, w = rows()
+    with pytest.raises(InputError, match=r"ids \[T, K\]"):
+        module(x, ids[:, 0], w[:, 0])
+    with pytest.raises(InputError, match=r"torch\.func"):
+        torch.func.grad(lambda x: module(x, ids, w).sum())(x)
+    with pytest.raises(InputError, match=r"torch\.jit"):
+        torch.jit.trace(module, (x, ids, w))
+    with pytest.raises(InputError, match="experts_implementation='grouped_mm'"):
+        torch.export.export(module, (x, ids, w))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        quantised = qwen(gate_up_proj=nn.Parameter(module.gate_up_proj.detach().to(dtype), requires_grad=False))
+        with pytest.raises(ConfigError, match=f"has weights in {dtype}.*transformers' own"):
+            quantised(x, ids, w)
+
+
+def test_quantised_experts_of_transformers_are_told_what_to_choose() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=128, num_experts=4)
+    config._experts_implementation = IMPL
+    kind = use_experts_implementation(experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn.*transformers' own"):
+        kind(config, block_size=(128, 128))(torch.randn(3, 128), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "grouped_mm"}, "transformers has an experts implementation of that name"),
+        ({"name": "eager"}, "transformers has"),
+        ({"name": ""}, "must be a word"),
+        ({"name": 3}, "must be a word"),
+        ({"combine": "bogus"}, "is not one of"),
+        ({"transport": "bogus"}, "is not one of"),
+    ],
+    ids=str,
+)
+def test_registering_under_a_name_or_with_options_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trimtab.hf.register(**given)
+    trimtab.hf.register()  # again

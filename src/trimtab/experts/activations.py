@@ -12,11 +12,14 @@ Legend: n rows, I width of the pre-activations (2F with a gate, else F), F exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from trimtab.errors import InputError
 
 Approximate = Literal["none", "tanh"]
 
@@ -146,26 +149,65 @@ class GELU:
 class Recomputed:
     """A differentiable row-wise function, run again for its backward.
 
+    It must give the same twice: one that draws random numbers on the CPU where a backward may come is refused, and
+    what it uses must not be changed in place before the backward.
+
     Args:
         function: [n, I] -> [n, F], any number of rows including none.
         params: tensors it uses whose gradients are wanted.
+        module: in place of `params`, the module whose parameters they are: it has these again in the backward, also
+            where others have taken their place since (`torch.func.functional_call`).
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], params: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], params: Sequence[Tensor] = (), module: nn.Module | None = None
+    ) -> None:
         self.function = function
-        self.params = tuple(params)
+        self._places = [] if module is None else [
+            (owner, name, p) for owner in module.modules() for name, p in owner.named_parameters(recurse=False)
+        ]  # fmt: skip
+        self.params = (*params, *dict.fromkeys(p for _, _, p in self._places))
+        self._versions = [p._version for p in self.params if not p.is_inference()]
+        self._keep = torch.is_grad_enabled()
 
     def forward(self, pre_nI: Tensor) -> Tensor:
-        return self.function(pre_nI)
+        if not self._keep:
+            return self.function(pre_nI)
+        before = torch.get_rng_state()
+        with self._as_in_the_forward():  # of a norm it is run in the backward as well
+            h = self.function(pre_nI)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise InputError(
+                "the experts' activation or norm draws random numbers, which its backward cannot draw again; "
+                "transformers' own experts implementations keep what was drawn",
+                phase="experts",
+            )
+        return h
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        with torch.enable_grad():
+        if self._versions != [p._version for p in self.params if not p.is_inference()]:
+            raise InputError(
+                "a parameter of the experts' activation or norm was changed in place between forward and backward",
+                phase="experts",
+            )
+        with torch.enable_grad(), self._as_in_the_forward():
             pre = pre_nI.detach().requires_grad_()
             h = self.function(pre)
         wanted = [p for p in self.params if p.requires_grad]
         d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
+
+    @contextmanager
+    def _as_in_the_forward(self) -> Iterator[None]:
+        now = [owner._parameters[name] for owner, name, _ in self._places]
+        try:
+            for owner, name, p in self._places:
+                owner._parameters[name] = p
+            yield
+        finally:
+            for (owner, name, _), other in zip(self._places, now, strict=True):
+                owner._parameters[name] = other
 
 
 BY_NAME: dict[str, Callable[[], BuiltIn]] = {

@@ -15,6 +15,20 @@ from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.selftest import KernelChoice
 
 
+def refuse_transforms(who: str) -> None:
+    """Raises:
+    InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, or
+        `torch.jit.trace`, which would note addresses.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise InputError(
+            f"{who} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
+            phase="experts",
+        )
+    if torch._C._is_tracing():
+        raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
+
+
 class GroupedModule(nn.Module):
     """Args are those of the modules that derive from it, which describe them."""
 
@@ -31,12 +45,7 @@ class GroupedModule(nn.Module):
         """Raises:
         InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read.
         """
-        if torch._C._are_functorch_transforms_active():
-            raise InputError(
-                f"{type(self).__name__} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): "
-                "use torch.autograd.grad",
-                phase="experts",
-            )
+        refuse_transforms(type(self).__name__)
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         """(in, out) features of each product."""

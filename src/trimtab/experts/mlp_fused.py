@@ -30,6 +30,7 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
 from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 from trimtab.kernels.grouped import put
+from trimtab.kernels.memory import in_memory, laid_out
 from trimtab.kernels.mkl import same_bits, slower_than_compiled
 
 Fields = dict[str, Any]
@@ -51,7 +52,7 @@ def covers(call: ExpertCall) -> bool:
     dtype = call.weights.up.dtype
     plain = call.math.post_norm is None and number_of(call.math.activation) is not None
     return plain and dtype in TYPES and all(
-        t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu" for t in each
+        t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() and in_memory(t) for t in each
     )  # fmt: skip
 
 
@@ -114,6 +115,7 @@ class FusedMLP(Function):
     ) -> Tensor:
         kernels = _kernels(call)
         fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
+        x = fields["x"]
         pre = call.pre
         if pre is None and call.keep:
             pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
@@ -131,9 +133,13 @@ class FusedMLP(Function):
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = ctx.needs_input_grad
         fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
-        dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
+        x, dtype = fields["x"], call.weights.up.dtype
+        dx = kernels.empty(*x.shape, dtype=dtype) if need_x else None
         d_w = torch.zeros(w_MK.shape, dtype=torch.float32, device="cpu")
-        fields |= {"pre": saved[0] if call.pre is None else call.pre, "dy": dy.contiguous()}
+        pre = laid_out(saved[0] if call.pre is None else call.pre, dtype, "what was saved of the forward")
+        if pre.shape[0] < fields["R"] or pre.shape[1:] != (_width(call),):
+            raise InputError(f"the pre-activations came back as {tuple(pre.shape)}", phase="experts")
+        fields |= {"pre": pre, "dy": laid_out(dy, dtype, "the gradient")}
         grads: tuple[Tensor | None, ...] = (None, None, None, None)
         if call.defer is None:
             gradients = call.gradients(needs)
@@ -168,17 +174,19 @@ def _fields(
     down_bias: Tensor | None,
 ) -> Fields:  # fmt: skip
     """What all three calls read, and what keeps it alive."""
-    plan, math = call.plan, call.math
+    plan, math, dtype = call.plan, call.math, call.weights.up.dtype
     activation = math.activation
     _check(call, x, w_MK, up, down, up_bias, down_bias)
+    up, down = laid_out(up, dtype, "up"), laid_out(down, dtype, "down")
+    up_bias, down_bias = (b if b is None else laid_out(b, dtype, "a bias") for b in (up_bias, down_bias))
     shape = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
     return {
-        "type": TYPES[x.dtype], "act": number_of(activation), "folded": int(math.folded),
+        "type": TYPES[dtype], "act": number_of(activation), "folded": int(math.folded),
         "transposed": int(call.weights.transposed), "alpha": shape[0], "limit": shape[1],
         "M": x.shape[0], "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
         "F": down.shape[1 if call.weights.transposed else 2],
         "row_R": plan.row_R.contiguous(), "slot_R": plan.slot_R.contiguous(), "offsets": plan.offsets_e.contiguous(),
-        "w": w_MK.float().contiguous(), "x": x.contiguous(), "up": up, "down": down,
+        "w": laid_out(w_MK, torch.float32, "the routing weights"), "x": laid_out(x, dtype, "x"), "up": up, "down": down,
         "up_bias": up_bias, "down_bias": down_bias,
     }  # fmt: skip
 
@@ -194,6 +202,7 @@ def _check(
     legal &= up.shape[axis] == dim and down.shape == (experts, *((hidden, dim) if axis == 1 else (dim, hidden)))
     legal &= all(bias is None or bias.shape == (experts, n) for bias, n in ((up_bias, width), (down_bias, dim)))
     legal &= w_MK.shape == (x.shape[0], call.plan.top_k) and call.plan.counts_e.shape[0] == experts
+    legal &= call.plan.row_bags.offsets.shape[0] == x.shape[0] + 1
     if not legal:
         biases = [None if bias is None else tuple(bias.shape) for bias in (up_bias, down_bias)]
         raise InputError(

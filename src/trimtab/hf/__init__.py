@@ -24,16 +24,24 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
-        ConfigError: there is no transport of that name.
+        ConfigError: there is no transport or combine of that name, or transformers has another implementation of it.
     """
+    from typing import get_args
+
+    from trimtab.dispatch.dispatcher import Combine
     from trimtab.errors import BackendError, ConfigError
     from trimtab.parallel.wiring import TRANSPORTS
 
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
+    if combine not in get_args(Combine):
+        raise ConfigError(f"combine={combine!r} is not one of {get_args(Combine)}")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
 
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise BackendError(f"trimtab.hf needs transformers >= 5.23 (pip install 'trimtab[hf]'): {error}") from error
@@ -41,8 +49,12 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
     from trimtab.hf.experts import experts_forward
     from trimtab.kernels.selftest import KernelChoice
 
+    known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
+    if name == "eager" or (known is not None and getattr(known, "func", None) is not experts_forward):
+        raise ConfigError(f"name={name!r}: transformers has an experts implementation of that name; choose another")
     kernels = KernelChoice("auto")  # one for all layers: tested once
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=kernels))
+    for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
+        registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
         "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
         "make_transport": staticmethod(TRANSPORTS[transport]),

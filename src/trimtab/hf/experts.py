@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from trimtab.dispatch.plan import plan_experts
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import Recomputed, SwiGLU
+from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.recompute import always_recomputed
@@ -43,17 +45,29 @@ def experts_forward(
         num_slots: how many slots are kept, where it is known.
 
     Raises:
-        ConfigError: the module lacks the weights that its flags promise.
+        ConfigError: the module lacks the weights that its flags promise, or they are quantised.
+        InputError: shapes other than these; under `torch.func`'s transforms, `torch.jit.trace` or `torch.export`.
         BackendError: the kernels fail their self-test on the device.
 
     Under `torch.compile` they run eagerly, between two graphs.
     """
+    who = type(module).__name__
+    if torch.compiler.is_exporting():
+        raise InputError(f"{who}: trimtab's experts cannot be exported: use experts_implementation='grouped_mm'")
     if torch.compiler.is_compiling():
         from trimtab.dispatch.compiled import eagerly
 
-        rows = (module, hidden_states, top_k_index, top_k_weights)
-        y: Tensor = eagerly(experts_forward, *rows, kernels=kernels, num_slots=num_slots)
+        given = (module, hidden_states, top_k_index, top_k_weights)
+        y: Tensor = eagerly(experts_forward, *given, kernels=kernels, num_slots=num_slots)
         return y
+    refuse_transforms(who)
+    rows, slots = tuple(hidden_states.shape), tuple(top_k_index.shape)
+    if len(rows) != 2 or len(slots) != 2 or slots[0] != rows[0] or tuple(top_k_weights.shape) != slots:
+        raise InputError(
+            f"{who}: expected rows [T, D], ids [T, K] and weights [T, K], got {rows}, {slots} and "
+            f"{tuple(top_k_weights.shape)}",
+            phase="experts",
+        )
     weights, math = weights_of(module), math_of(module)
     shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
     chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
@@ -64,19 +78,26 @@ def experts_forward(
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 
 
+_NEEDS = (
+    "trimtab runs experts modules that hold their weights as stacked floating tensors; for quantised ones choose one "
+    "of transformers' own experts implementations"
+)
+
+
 def weights_of(module: nn.Module) -> ExpertWeights:
     """The expert parameters of a module, by transformers' names."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    missing = [name for name in (up, "down_proj") if not isinstance(getattr(module, name, None), Tensor)]
-    if missing:
-        raise ConfigError(
-            f"{type(module).__name__} has no {' and no '.join(missing)}: trimtab runs experts modules that hold their "
-            "weights as stacked tensors (quantised experts keep transformers' own implementation)"
-        )
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    up, down = (getattr(module, name, None) for name in names)
+    if not isinstance(up, Tensor) or not isinstance(down, Tensor):
+        missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
+        raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
+    for t in (up, down):
+        if not t.is_floating_point() or t.dtype.itemsize == 1:
+            raise ConfigError(f"{type(module).__name__} has weights in {t.dtype}: {_NEEDS}")
     return ExpertWeights(
-        up=_tensor(module, up),
-        down=_tensor(module, "down_proj"),
-        up_bias=_tensor(module, f"{up}_bias") if module.has_bias else None,
+        up=up,
+        down=down,
+        up_bias=_tensor(module, f"{names[0]}_bias") if module.has_bias else None,
         down_bias=_tensor(module, "down_proj_bias") if module.has_bias else None,
         transposed=bool(module.is_transposed),
     )
@@ -85,24 +106,29 @@ def weights_of(module: nn.Module) -> ExpertWeights:
 def math_of(module: nn.Module) -> ExpertMath:
     """Activation and norm of a module. `_apply_gate` is the module's word on the gate, so it is what runs."""
     act_fn = getattr(module, "act_fn", None)
-    params = tuple(act_fn.parameters()) if isinstance(act_fn, nn.Module) else ()
+    owner = act_fn if isinstance(act_fn, nn.Module) else None
     post_norm = None
     if module.has_post_expert_norm:
         norm = module.post_expert_norm
         assert isinstance(norm, nn.Module)
-        post_norm = Recomputed(norm, tuple(norm.parameters()))
+        post_norm = Recomputed(norm, module=norm)
     if not module.has_gate:
         assert callable(act_fn)
-        return ExpertMath(activation=Recomputed(act_fn, params), post_norm=post_norm)
-    if type(module)._apply_gate is _default_apply_gate and is_silu(act_fn):  # type: ignore[attr-defined]
-        return ExpertMath(activation=SwiGLU(), post_norm=post_norm)
+        return ExpertMath(activation=Recomputed(act_fn, module=owner), post_norm=post_norm)
     apply_gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
-    return ExpertMath(activation=Recomputed(apply_gate, params), post_norm=post_norm)
+    if getattr(apply_gate, "__func__", None) is _default_apply_gate and is_silu(act_fn):
+        return ExpertMath(activation=SwiGLU(), post_norm=post_norm)
+    return ExpertMath(activation=Recomputed(apply_gate, module=owner), post_norm=post_norm)
 
 
 def is_silu(act_fn: object) -> bool:
-    """Whether an activation is SiLU under one of its names."""
-    return act_fn is torch.nn.functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")
+    """Whether an activation is SiLU and nothing else: a hook on it would not be called."""
+    if isinstance(act_fn, nn.Module) and any(getattr(act_fn, hooks) for hooks in _HOOKS):
+        return False
+    return act_fn is torch.nn.functional.silu or type(act_fn) in (nn.SiLU, SiLUActivation)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

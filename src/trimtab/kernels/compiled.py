@@ -40,6 +40,7 @@ from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
+from trimtab.kernels.memory import in_memory
 from trimtab.kernels.mkl import rows_mm, slow_gradient
 
 SWITCH = "TRIMTAB_COMPILED"
@@ -247,6 +248,7 @@ class CompiledKernels(LoopKernels):
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
+            assert not isinstance(value, Tensor) or in_memory(value), field
             setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)

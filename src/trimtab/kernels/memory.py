@@ -1,0 +1,42 @@
+"""Tensors as kernels take them that are handed addresses: what is read must lie there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import InputError
+
+
+def in_memory(t: Tensor) -> bool:
+    """Whether the values of `t` lie at its address. Not those of a tensor that wraps others, as a DTensor does."""
+    return t.layout is torch.strided and not t.is_meta and (t.numel() == 0 or t.data_ptr() != 0)
+
+
+def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """The values of `t` in `dtype`, contiguous, whatever it is a view or a promise of.
+
+    Raises:
+        InputError: it wraps other tensors. `what` says in the message what it is.
+    """
+    if type(t) not in (Tensor, nn.Parameter):
+        t = _arrived(t)
+    if t._is_zerotensor():
+        t = t.clone()
+    t = t.resolve_neg().to(dtype).contiguous()
+    if not in_memory(t):
+        raise InputError(
+            f"{what} is a {type(t).__name__}, whose values lie in other tensors: hand over the local one",
+            phase="experts",
+        )
+    return t
+
+
+def _arrived(t: Tensor) -> Tensor:
+    """The result of a collective that is still under way, as `RowwiseParallel` hands one out."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if not isinstance(t, AsyncCollectiveTensor):
+        return t
+    waited: Tensor = t.wait()
+    return waited
