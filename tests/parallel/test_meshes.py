@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from comparing import relative_error
+from parallel.layout_truth import D as DIM
 from parallel.layout_truth import Model, build
 from trimtab.errors import ConfigError
 from trimtab.parallel.clip import clip_grad_norm_
@@ -122,3 +125,48 @@ def test_norms_over_pipeline_stages() -> None:
     for errors in run_ranks(stages_on_rank, 4):
         assert len(errors) == 8
         assert all(error <= 1e-6 for error in errors.values()), errors
+
+
+def copies_on_rank() -> list[float]:
+    """Outputs and gradients of a copy and of an average of weights beside those of the model; changes that it sees."""
+    rank = dist.get_rank()
+    inner = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    gaps = []
+    for options in ({}, {"tokens": "sharded", "tp_mesh": inner}, {"transport": "shared_memory"}, {"etp": "etp"}):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("etp", "ep")) if "etp" in options else inner
+        model = spread(mesh, **options)
+        torch.manual_seed(rank if "tokens" not in options else 0)
+        x = torch.randn(2, 6, DIM)
+        model(x)[1].backward()
+        model.zero_grad()
+        twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        outs = [module(x)[0] for module in (model, twin, average)]
+        for out in outs:
+            out.square().sum().backward()
+        gaps += [float((out - outs[0]).detach().abs().max()) for out in outs[1:]]
+        for other in (twin, average.module):
+            for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+                assert p is not q
+                assert p.grad is not None, name
+                assert q.grad is not None, name
+                one, two = (g.to_local() if isinstance(g, DTensor) else g for g in (p.grad, q.grad))
+                gaps.append(float((one - two).abs().max()))
+                assert one.data_ptr() != two.data_ptr()
+    torch.nn.utils.parametrize.register_parametrization(twin.layers[0]["moe"].experts, "up", torch.nn.Identity())
+    with pytest.raises(ConfigError, match=r"experts\.up is parametrized"):
+        twin(x)
+    return gaps
+
+
+def test_copies_have_weights_of_their_own_and_meet_the_same_ranks() -> None:
+    for gaps in run_ranks(copies_on_rank, 2):
+        assert len(gaps) > 20
+        assert max(gaps) == 0
+
+
+def test_one_parameter_may_be_given_alone() -> None:
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    one.grad, other.grad = torch.arange(3.0), torch.arange(3.0)
+    torch.testing.assert_close(clip_grad_norm_(one, 0.5), torch.nn.utils.clip_grad_norm_(other, 0.5))
+    torch.testing.assert_close(one.grad, other.grad)

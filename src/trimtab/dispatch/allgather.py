@@ -16,6 +16,7 @@ from torch import Tensor
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
 from trimtab.guard.guard import Guard
+from trimtab.guard.shared import SharedByCopies
 
 
 def all_gather_tensor() -> Callable[..., Any]:
@@ -34,7 +35,7 @@ def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: G
     return gathered.view(ranks, longest, *rows.shape[1:])
 
 
-class AllGather:
+class AllGather(SharedByCopies):
     """Transport over torch's all-gather into one tensor. Same results as `AllToAll`, bit for bit.
 
     `group` and `guard` as for `AllToAll`.

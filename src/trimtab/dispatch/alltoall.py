@@ -12,13 +12,14 @@ from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_by
 from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
 from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
+from trimtab.guard.shared import SharedByCopies
 
 PACKED_BYTES = 1 << 20
 """Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
 here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself."""
 
 
-class AllToAll:
+class AllToAll(SharedByCopies):
     """Transport over `torch.distributed.all_to_all_single`, for any backend that has it (NCCL, Gloo, MPI …).
 
     On the CPU it keeps the memory of rows that nobody uses any more, and puts the next rows into it.

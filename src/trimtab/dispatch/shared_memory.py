@@ -26,13 +26,14 @@ from trimtab.dispatch.workspace import Slot
 from trimtab.errors import BackendError, TrimtabError
 from trimtab.guard.group import timeout_of
 from trimtab.guard.guard import Guard
+from trimtab.guard.shared import SharedByCopies
 from trimtab.guard.waiting import Waiting
 from trimtab.layout import align_up
 
 _ALIGNMENT = 64
 
 
-class SharedMemory:
+class SharedMemory(SharedByCopies):
     """Transport through shared memory, for CPU tensors and ranks of one host. Same results as `AllToAll`, bit for bit.
 
     The memory has no name in any file system: nothing is left behind, however the ranks end. It grows with the rows

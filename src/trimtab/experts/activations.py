@@ -12,14 +12,14 @@ Legend: n rows, I width of the pre-activations (2F with a gate, else F), F exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
+from trimtab.experts.stand_in import standing_in
 
 Approximate = Literal["none", "tanh"]
 
@@ -163,10 +163,11 @@ class Recomputed:
         self, function: Callable[[Tensor], Tensor], params: Sequence[Tensor] = (), module: nn.Module | None = None
     ) -> None:
         self.function = function
-        self._places = [] if module is None else [
-            (owner, name, p) for owner in module.modules() for name, p in owner.named_parameters(recurse=False)
-        ]  # fmt: skip
-        self.params = (*params, *dict.fromkeys(p for _, _, p in self._places))
+        owners = [] if module is None else list(module.modules())
+        found = [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
+        self._places = [(owner, name) for owner, name, _ in found]
+        self._stand_ins = [p for _, _, p in found]
+        self.params = (*params, *dict.fromkeys(self._stand_ins))
         self._versions = [p._version for p in self.params if not p.is_inference()]
         self._keep = torch.is_grad_enabled()
 
@@ -174,7 +175,7 @@ class Recomputed:
         if not self._keep:
             return self.function(pre_nI)
         before = torch.get_rng_state()
-        with self._as_in_the_forward():  # of a norm it is run in the backward as well
+        with standing_in(self._places, self._stand_ins):  # of a norm it is run in the backward as well
             h = self.function(pre_nI)
         if not torch.equal(before, torch.get_rng_state()):
             raise InputError(
@@ -190,24 +191,13 @@ class Recomputed:
                 "a parameter of the experts' activation or norm was changed in place between forward and backward",
                 phase="experts",
             )
-        with torch.enable_grad(), self._as_in_the_forward():
+        with torch.enable_grad(), standing_in(self._places, self._stand_ins):
             pre = pre_nI.detach().requires_grad_()
             h = self.function(pre)
         wanted = [p for p in self.params if p.requires_grad]
         d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
-
-    @contextmanager
-    def _as_in_the_forward(self) -> Iterator[None]:
-        now = [owner._parameters[name] for owner, name, _ in self._places]
-        try:
-            for owner, name, p in self._places:
-                owner._parameters[name] = p
-            yield
-        finally:
-            for (owner, name, _), other in zip(self._places, now, strict=True):
-                owner._parameters[name] = other
 
 
 BY_NAME: dict[str, Callable[[], BuiltIn]] = {

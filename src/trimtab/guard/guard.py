@@ -27,6 +27,7 @@ from trimtab.guard.group import has_gloo, outlive, store_host, timeout_of
 from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
 from trimtab.guard.peers import Peer
 from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
+from trimtab.guard.shared import SharedByCopies
 from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
 
@@ -35,7 +36,7 @@ DEADLINE = 300.0
 _NAMES = 120
 
 
-class Guard:
+class Guard(SharedByCopies):
     """Watches over one process group. Made by a transport, or by hand and given to several transports of one group.
 
     Args:

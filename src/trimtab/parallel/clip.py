@@ -19,7 +19,7 @@ _Place = tuple[DeviceMesh, tuple[int, ...]]
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter] | nn.Module,
+    parameters: Iterable[Tensor] | Tensor | nn.Module,
     max_norm: float,
     *,
     norm_type: float = 2.0,
@@ -40,7 +40,11 @@ def clip_grad_norm_(
     Raises:
         InputError: a gradient whose parts are not summed yet (Partial), or a norm that is not finite where asked for.
     """
-    params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    params: list[Tensor]
+    if isinstance(parameters, nn.Module):
+        params = list(parameters.parameters())
+    else:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     powers: dict[_Place | None, list[Tensor]] = {}
     device = next((_local(p).device for p in params), torch.device("cpu"))
     for param in params:
@@ -74,7 +78,7 @@ def clip_grad_norm_(
     return norm.float()
 
 
-def _gradient(param: nn.Parameter) -> Tensor | None:
+def _gradient(param: Tensor) -> Tensor | None:
     fused: Tensor | None = getattr(param, "main_grad", None)
     return fused if getattr(param, "grad_added_to_main_grad", False) else param.grad
 

@@ -40,6 +40,9 @@ class ExpertTensorGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._frame = layer_frame(layer)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertTensorGroup:
+        return ExpertTensorGroup(self.group, self.guard, self.layer)
+
     def meet(self, rows: Tensor, num_slots: int | None) -> RowsOfAll:
         """Tell the group how many rows and slots this rank has. Collective; one host sync.
 

@@ -31,17 +31,18 @@ from trimtab.dispatch.exchange import Collect, Spread
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.products import lower
+from trimtab.experts.stand_in import standing_in
+from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.recipe_state import share_state_dicts
-from trimtab.parallel.stand_in import standing_in
 
 NAMES = ("up", "down", "up_bias", "down_bias")
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertMesh:
+class ExpertMesh(SharedByCopies):
     """Where experts are: a mesh slice of one dim (ep), or of two with `etp` naming the one that splits F."""
 
     mesh: DeviceMesh
@@ -119,6 +120,8 @@ class ParallelExperts(ExpertMLP):
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         names = [name for name in NAMES if getattr(self, name) is not None]
+        if other := [name for name in names if name not in self._parameters]:
+            raise ConfigError(f"experts.{other[0]} is parametrized: parameters that are spread over ranks cannot be")
         with standing_in([(self, name) for name in names], [self._local(name) for name in names]):
             if self.etp is None:
                 return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)

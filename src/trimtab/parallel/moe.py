@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.experts.stand_in import Place, standing_in
 from trimtab.layer import MoE, MoEOutput
 from trimtab.parallel.partial import sum_gradients
-from trimtab.parallel.stand_in import Place, standing_in
 from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.routing.losses import LossGroups
 
@@ -20,14 +20,18 @@ class ParallelMoE(MoE):
     `token_meshes`: who has which tokens. `own_groups`: what this class last set as `router.groups`.
     """
 
-    tp_group: dist.ProcessGroup | None
     token_meshes: TokenMeshes
     own_groups: LossGroups
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Looked up: a copy of the layer cannot hold a group of its own."""
+        tp = self.token_meshes.tp
+        return None if tp is None or tp.size() == 1 else tp.get_group()
 
     def spread(self, meshes: TokenMeshes) -> None:
         """Take the tokens as `meshes` has them."""
         self.token_meshes, self.own_groups = meshes, self.router.groups
-        self.tp_group = None if meshes.tp is None or meshes.tp.size() == 1 else meshes.tp.get_group()
         if self.router.groups != LossGroups():  # set by hand
             self.own_groups = LossGroups()
         self.share_losses(meshes)
@@ -39,11 +43,12 @@ class ParallelMoE(MoE):
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
         """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""
-        if self.tp_group is None:
+        group = self.tp_group
+        if group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
         places = self._replicated()
         params = [module._parameters[name] for module, name in places]
-        summed = sum_gradients([p for p in params if p is not None], self.tp_group) if params else ()
+        summed = sum_gradients([p for p in params if p is not None], group) if params else ()
         with standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 

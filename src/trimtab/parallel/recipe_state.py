@@ -26,16 +26,16 @@ def share_state_dicts(module: nn.Module, mesh: DeviceMesh, ep_dim: int) -> None:
     """Have the state dicts of `module` hold its buffers of all experts. No communication."""
     cut: list[Placement] = [Shard(1) if dim == ep_dim else Replicate() for dim in range(mesh.ndim)]
 
-    def ours(state: dict[str, Any], prefix: str) -> list[str]:
-        own = [prefix + name for name, _ in module.named_buffers() if name.endswith(OF_EXPERTS)]
+    def ours(of: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
+        own = [prefix + name for name, _ in of.named_buffers() if name.endswith(OF_EXPERTS)]
         return [key for key in own if key in state]
 
-    def show(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in ours(state, prefix):
+    def show(of: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in ours(of, state, prefix):
             state[key] = DTensor.from_local(state[key], mesh, cut, run_check=False)
 
-    def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for key in ours(state, prefix):
+    def take(of: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key in ours(of, state, prefix):
             whole: Tensor = state[key]
             state[key] = (
                 whole.redistribute(mesh, cut).to_local()

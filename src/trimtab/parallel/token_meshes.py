@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.errors import ConfigError
+from trimtab.guard.shared import SharedByCopies
 from trimtab.routing.losses import LossGroups
 
 
@@ -26,7 +27,7 @@ def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenMeshes:
+class TokenMeshes(SharedByCopies):
     """tp, cp: one dim each. data: one or two dims, with cp's ranks among its own; None where none is known but cp."""
 
     tp: DeviceMesh | None = None

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.guard.shared import SharedByCopies
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.scores import count_ids, probabilities
 
@@ -39,7 +40,7 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossGroups:
+class LossGroups(SharedByCopies):
     """Who shares what. `trimtab.parallel` sets it from the meshes it is handed; a value set by hand stays.
 
     batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.

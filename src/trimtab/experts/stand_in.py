@@ -1,0 +1,52 @@
+"""Other tensors in the place of parameters, for the length of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from trimtab.errors import InputError
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+
+_INSIDE = "_stood_in_by"
+
+
+@contextmanager
+def standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within, `module.name` is the tensor; after, whatever was raised, the parameter again.
+
+    The parameters are looked up when it is entered, so that FSDP2's unsharded ones are put back, too. Hooks do not run.
+
+    Raises:
+        InputError: another thread is inside of one of the modules: each would take the other's for the parameters.
+    """
+    if all(module._parameters[name] is t for (module, name), t in zip(places, tensors, strict=True)):
+        yield
+        return
+    with _alone_in(dict.fromkeys(module for module, _ in places)):
+        kept = [module._parameters[name] for module, name in places]
+        try:
+            for (module, name), tensor in zip(places, tensors, strict=True):
+                module._parameters[name] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for (module, name), parameter in zip(places, kept, strict=True):
+                module._parameters[name] = parameter
+
+
+@contextmanager
+def _alone_in(modules: Iterable[nn.Module]) -> Iterator[None]:
+    mark, entered = object(), list[nn.Module]()
+    try:
+        for module in modules:
+            if module.__dict__.setdefault(_INSIDE, mark) is not mark:  # one step, whatever other threads do
+                raise InputError(f"two threads are in one {type(module).__name__}: let them take turns, or copy it")
+            entered.append(module)
+        yield
+    finally:
+        for module in entered:
+            del module.__dict__[_INSIDE]
