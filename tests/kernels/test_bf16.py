@@ -121,7 +121,7 @@ def assembly(march: str) -> dict[str, list[str]]:
     """Instructions of each function that the compiler makes for that machine, by demangled name."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump here")
-    probe = [compiler.find_compiler(), f"-march={march}", "-E", "-x", "c++", "/dev/null"]
+    probe = [*compiler.find_compiler(), f"-march={march}", "-E", "-x", "c++", "/dev/null"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip(f"this compiler, or this kind of machine, does not know -march={march}")
     library = compiler.made(SOURCES / "experts.cpp", list(SOURCES.iterdir()), march=march)

@@ -103,7 +103,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     (tmp_path / "tiny.cpp").write_text(
         'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
     )
-    real, counted = compiler.find_compiler(), tmp_path / "counted"
+    (real,), counted = compiler.find_compiler(), tmp_path / "counted"
     counted.write_text(f'#!/bin/sh\necho x >> "{tmp_path}/log"\nsleep 0.3\nexec "{real}" "$@"\n')
     counted.chmod(0o755)
     script = (
@@ -116,3 +116,55 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["42"] * 3
     assert (tmp_path / "log").read_text().split() == ["x", "x"]  # one compiles and links
     assert [f.suffix for f in (tmp_path / "trimtab").iterdir()].count(".so") == 1
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "tiny.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
+    return source
+
+
+@pytest.mark.parametrize("left", [0, 1000], ids=["empty", "cut off"])
+def test_a_library_that_is_not_whole_is_made_again(left: int, tiny: Path) -> None:
+    library = compiler.made(tiny, [tiny])
+    whole = library.read_bytes()
+    library.write_bytes(whole[:left])
+    (library.parent / f"{library.stem}.making").mkdir()  # of a process that was killed
+    assert compiler.load(tiny, [tiny]).answer() == 42
+    assert sorted(f.suffix for f in library.parent.iterdir()) == [".lock", ".sha256", ".so"]
+    library.with_suffix(".sha256").unlink()
+    before = library.stat().st_mtime_ns
+    compiler.made(tiny, [tiny])
+    assert library.stat().st_mtime_ns > before
+
+
+def test_a_compiler_is_run_by_the_name_it_has_and_with_its_options(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ccache takes the place of a compiler by a link, and goes by the link's name; CXX may hold options."""
+    (real, *_), links = compiler.find_compiler(), tiny.parent / "links"
+    links.mkdir()
+    wrapper = links / "cache"
+    wrapper.write_text(f'#!/bin/sh\ntest "$(basename "$0")" = c++ || exit 9\nexec "{real}" "$@"\n')
+    wrapper.chmod(0o755)
+    (links / "c++").symlink_to(wrapper)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", f"{links}{os.pathsep}{os.environ['PATH']}")
+    linked = compiler.made(tiny, [tiny])
+    monkeypatch.setenv("CXX", "")
+    assert compiler.made(tiny, [tiny]) == linked
+    monkeypatch.setenv("CXX", f"{real} -DMORE=1")
+    assert compiler.find_compiler() == [real, "-DMORE=1"]
+    assert compiler.made(tiny, [tiny]) != linked
+
+
+@pytest.mark.usefixtures("alone")
+def test_nowhere_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.warns(UserWarning, match="set HOME or XDG_CACHE_HOME"):
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"

@@ -1,7 +1,8 @@
 """C++ sources to a library that is loaded, compiled once for a machine and kept in the user's cache folder.
 
 The name of the library is a hash of the sources, the compiler, its flags and the CPU's own flags, so a library is
-never loaded that was made from others or for another CPU. Ranks that start together wait for the one that compiles.
+never loaded that was made from others or for another CPU. Beside it lies the hash of its bytes: one that is not whole,
+as a machine that lost its power may leave it, is made again. Ranks that start together wait for the one that compiles.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,16 +27,16 @@ FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 LIMIT = 300  # seconds for a compiler that should take some
 
 
-def find_compiler() -> str:
-    """The C++ compiler that CXX names, else the first of the usual ones.
+def find_compiler() -> list[str]:
+    """The C++ compiler that CXX names, with its options there, else the first of the usual ones.
 
     Raises:
         BackendError: there is none.
     """
     named = os.environ.get("CXX")
-    for name in (named,) if named else ("c++", "g++", "clang++"):
+    for name, *options in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         if found := shutil.which(name):
-            return os.path.realpath(found) if named is None else found
+            return [found, *options]
     raise BackendError(
         f"CXX={named!r} is no program" if named else "no C++ compiler: none of c++, g++, clang++ is installed"
     )
@@ -44,7 +45,10 @@ def find_compiler() -> str:
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "trimtab"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "trimtab"
+    except RuntimeError as error:
+        raise BackendError("no folder to keep the compiled kernels in: set HOME or XDG_CACHE_HOME") from error
 
 
 def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ctypes.CDLL:
@@ -68,21 +72,34 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
     flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
     target = cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
     try:
-        if not target.exists():
+        if not _whole(target):
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(target.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
-                if not target.exists():
+                if not _whole(target):
                     _compile(compiler, flags, main, target)
     except OSError as error:
         raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
     return target
 
 
-def _key(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:
+def _whole(library: Path) -> bool:
+    try:
+        return _hash_of(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return False
+
+
+def _hash_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
     found = hashlib.sha256()
-    stat = os.stat(compiler)
-    for part in (compiler, stat.st_size, stat.st_mtime_ns, *flags, _openmp(), _cpu()):
+    program, *options = compiler
+    real = os.path.realpath(program)  # the compiler itself, or what runs it by the name of its link, as ccache does
+    stat = os.stat(real)
+    for part in (program, real, stat.st_size, stat.st_mtime_ns, *options, *flags, _openmp(), _cpu()):
         found.update(f"{part}\n".encode())
     for source in sorted(sources):
         found.update(source.read_bytes())
@@ -102,12 +119,19 @@ def _openmp() -> str:
     return str(found[0]) if found else "-fopenmp"
 
 
-def _compile(compiler: str, flags: Sequence[str], main: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, library = os.path.join(folder, "made.o"), os.path.join(folder, "made.so")
-        _run([compiler, *flags, "-c", str(main), "-o", made])
-        _run([compiler, "-shared", made, _openmp(), "-o", library])
-        os.replace(library, target)
+def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
+    folder = target.with_suffix(".making")
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    folder.mkdir()
+    try:
+        made, library, digest = (folder / name for name in ("made.o", "made.so", "digest"))
+        _run([*compiler, *flags, "-c", str(main), "-o", str(made)])
+        _run([*compiler, "-shared", str(made), _openmp(), "-o", str(library)])
+        digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        library.replace(target)
+        digest.replace(_hash_of(target))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(command: list[str]) -> None:
