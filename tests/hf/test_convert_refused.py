@@ -283,6 +283,10 @@ def test_weights_that_should_be_one(tmp_path: Path) -> None:
     tensors["model.lm_head.weight"] += 1
     write_tensors(tmp_path / "run", tensors, step=1, experts={}, files=files)
     refused(tmp_path / "run", "lm_head.weight and model.embed_tokens.weight are one weight", to="safetensors")
+    model.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.ones(model.lm_head.weight.shape)}, file, {"format": "pt"})
+    refused(tmp_path / "hf", "lm_head.weight and model.embed_tokens.weight are one weight", to="dcp")
 
 
 def test_arguments(saved: Path, tmp_path: Path) -> None:
@@ -305,6 +309,22 @@ def test_arguments(saved: Path, tmp_path: Path) -> None:
         convert(saved / "run", tmp_path / "out", to="safetensors")
     (tmp_path / "empty").mkdir()
     assert convert(saved / "run", tmp_path / "empty", to="safetensors").tensors
+
+
+def test_a_link_to_an_empty_folder_and_the_current_folder(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    done = convert(saved / "run", tmp_path / "link", to="safetensors")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link" / "config.json").samefile(done.folder / "config.json")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="the current folder"):
+        convert(saved / "run", ".", to="safetensors")
+    with pytest.raises(ConfigError, match=r"cannot be made \(Not a directory\)$"):
+        convert(saved / "run", tmp_path / "real" / "config.json" / "x", to="safetensors")
 
 
 def test_quantised(saved: Path, tmp_path: Path) -> None:

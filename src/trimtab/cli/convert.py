@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert and print what was done; returns 0. Errors are raised."""
-    if not options.shard_size > 0:
-        raise ConfigError("--shard-size must be more than 0")
+    if not 0 < options.shard_size < math.inf:
+        raise ConfigError("--shard-size must be more than 0, and a number")
     from trimtab.cli.progress import Progress
 
     try:

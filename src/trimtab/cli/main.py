@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -37,10 +40,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot write in the terminal's encoding is no error
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     options = build_parser().parse_args(argv)
     debug = bool(getattr(options, "debug", False))
     try:
         code: int = options.run(options)
+    except BrokenPipeError:
+        raise
     except TrimtabError as error:
         message, code = str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
     except KeyboardInterrupt:

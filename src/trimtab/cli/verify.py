@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
-    if options.repeat < 1 or options.deadline <= 0 or (options.nproc is not None and options.nproc < 1):
+    if options.repeat < 1 or not options.deadline > 0 or (options.nproc is not None and options.nproc < 1):
         raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0")
     from trimtab.cli import verify_more
 
@@ -90,6 +90,9 @@ def _ledger(options: argparse.Namespace) -> int:
     level = "quick" if options.quick else "full" if options.full else "default"
     world = cluster or options.nproc or (4 if options.quick else 8)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
+    out = Path(options.out)
+    if not cluster or os.environ["RANK"] == "0":
+        _make(out)
     command = (
         f"trimtab {shlex.join(sys.argv[1:])}" if not cluster else f"torchrun … -m trimtab {shlex.join(sys.argv[1:])}"
     )
@@ -99,7 +102,7 @@ def _ledger(options: argparse.Namespace) -> int:
     def finish(progress: Progress) -> int:
         progress.close()
         ledger.seconds = time.perf_counter() - start
-        return _print(ledger, Path(options.out))
+        return _print(ledger, out)
 
     if not cluster:
         from trimtab.verify.local import run_local
@@ -121,6 +124,14 @@ def _ledger(options: argparse.Namespace) -> int:
         )
 
 
+def _make(out: Path) -> None:
+    """The ledger's folder, before hours are spent on what goes into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+
+
 def _note(ledger: Ledger, verdict: Verdict, progress: Progress) -> None:
     ledger.verdicts.append(verdict)
     if verdict.failed and len(ledger.failures) <= 20:
@@ -129,12 +140,12 @@ def _note(ledger: Ledger, verdict: Verdict, progress: Progress) -> None:
 
 
 def _print(ledger: Ledger, out: Path) -> int:
+    more = len(ledger.failures) - 20
+    print(ledger.table(), "", ledger.summary(), sep="\n", flush=True)
     try:
         ledger.write(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
-    more = len(ledger.failures) - 20
-    print(ledger.table(), "", ledger.summary(), sep="\n")
     if more > 0:
         print(f"{more} further failures are in the ledger")
     print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)

@@ -89,12 +89,14 @@ def convert(
         InputError: the source is not whole; tensors are missing, left over, of another shape or dtype than their
             model's or their neighbours', or not those that its record says; or what was written does not come back.
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = Path(src), Path(dst).resolve()  # a link's folder gets its name, not the link
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
     source = open_source(src, to=to, layout=layout, config=None if config is None else Path(config))
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ConfigError(f"{dst}: not empty; name a folder that is not there yet")
+    if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
+        raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
     left = [name for name in source.store.infos if any(fnmatchcase(name, pattern) for pattern in leave)]
     idle = [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in source.store.infos)]
     if idle:
@@ -176,7 +178,8 @@ def _unfinished(dst: Path, to: str) -> Iterator[Path]:
         try:
             work.mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(f"{work}: cannot be made ({error.strerror}); is it left of an earlier run?") from error
+            hint = "; is it left of an earlier run?" if isinstance(error, FileExistsError) else ""
+            raise ConfigError(f"{work}: cannot be made ({error.strerror}){hint}") from error
     try:
         yield work
     except BaseException:

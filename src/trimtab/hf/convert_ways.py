@@ -48,6 +48,7 @@ class ToDcp:
         mapping = mapping_of(model)
         loaded = Mapped(source, loading_steps(model, mapping, source))
         check_state(model, loaded, where)
+        shared_names(model, loaded)  # two that are one weight and differ would not come back
         self.model, self.blocks, self.used = model, blocks, used(mapping)
         self.state, self.ties = with_ties(model, loaded)
         self.view: TensorStore = blocks.ours(self.state)

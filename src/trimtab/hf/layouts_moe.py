@@ -126,7 +126,14 @@ def prove(layout: BlockLayout, block: nn.Module, config: Any) -> float:
     for hidden in (8, 4):
         small = deepcopy(config)
         small.update({"hidden_size": 8, layout.hidden: hidden})
-        worst = max(worst, _difference(layout, type(block), small))
+        try:
+            worst = max(worst, _difference(layout, type(block), small))
+        except (AttributeError, KeyError, RuntimeError) as error:  # a setting that it lacks, tensors that do not fit
+            why = str(error).strip().splitlines()[-1].strip()
+            raise ConfigError(
+                f"layout {layout.name}: {type(block).__name__} is not built as one ({why}); is this a {layout.name} "
+                "model?"
+            ) from error
     if not worst <= 1e-4:
         raise ConfigError(
             f"layout {layout.name}: our layer and {type(block).__name__} differ by {worst:.1e} on the same weights"
