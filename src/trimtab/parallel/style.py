@@ -43,7 +43,9 @@ class ExpertParallel(ParallelStyle):
             they must be among those of `dp_mesh` later, and nothing is summed over them here. Only the losses per
             sequence are taken over them.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
-            gathered over the group before the experts, and their outputs summed and given back after them.
+            gathered over the group before the experts, and their outputs summed and given back after them. Save and
+            load by `trimtab.checkpoint`: torch.distributed.checkpoint takes a rank's share of `up`, a part of gate
+            and a part of up, for one stretch and puts it in another place of a model that is laid out otherwise.
         combine: as in `Dispatcher`; the layer's own if not given.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
