@@ -115,7 +115,6 @@ class FusedMLP(Function):
     ) -> Tensor:
         kernels = _kernels(call)
         fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
-        x = fields["x"]
         pre = call.pre
         if pre is None and call.keep:
             pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)

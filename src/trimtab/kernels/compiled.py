@@ -40,7 +40,6 @@ from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
-from trimtab.kernels.memory import in_memory
 from trimtab.kernels.mkl import rows_mm, slow_gradient
 
 SWITCH = "TRIMTAB_COMPILED"
@@ -248,8 +247,11 @@ class CompiledKernels(LoopKernels):
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
-            assert not isinstance(value, Tensor) or in_memory(value), field
-            setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                assert address or not value.numel(), field
+                value = address
+            setattr(call, field, value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
         sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)

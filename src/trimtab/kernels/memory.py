@@ -10,7 +10,7 @@ from trimtab.errors import InputError
 
 def in_memory(t: Tensor) -> bool:
     """Whether the values of `t` lie at its address. Not those of a tensor that wraps others, as a DTensor does."""
-    return t.layout is torch.strided and not t.is_meta and (t.numel() == 0 or t.data_ptr() != 0)
+    return t.layout is torch.strided and (t.data_ptr() != 0 or t.numel() == 0)
 
 
 def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -19,7 +19,10 @@ def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     Raises:
         InputError: it wraps other tensors. `what` says in the message what it is.
     """
-    if type(t) not in (Tensor, nn.Parameter):
+    plain = type(t) in (Tensor, nn.Parameter)
+    if plain and t.dtype == dtype and t.is_contiguous() and t.data_ptr() and not t.is_neg():
+        return t  # as nearly always
+    if not plain:
         t = _arrived(t)
     if t._is_zerotensor():
         t = t.clone()

@@ -41,6 +41,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
 
     Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
     Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, as the last forward said with `no_sync()`.
+    Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
+    parameter groups of their own; `GradScaler.unscale_` takes no mixture at all (`fully_shard_moe` makes none).
 
     Raises:
         ConfigError: no parallel experts, or meshes that do not fit together or have more dims.
