@@ -22,7 +22,34 @@ def test_an_encoding_without_some_characters(encoding: str) -> None:
 def test_a_reader_that_has_gone() -> None:
     read, write = os.pipe()
     os.close(read)
-    script = "import sys; from trimtab.cli import main; main._main = lambda _: print('a line'); sys.exit(main.main())"
-    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    for flush in (False, True):
+        script = (
+            "import sys; from trimtab.cli import doctor, main\n"
+            f"def run(_): print('a line', flush={flush}); return 0\n"
+            "doctor.run = run; sys.exit(main.main(['doctor']))"
+        )
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (141, b"")
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_pipe_of_the_command_s_own_is_an_error_like_others() -> None:
+    script = (
+        "import sys; from trimtab.cli import doctor, main\n"
+        "def run(_): raise BrokenPipeError('a child has died')\n"
+        "doctor.run = run; sys.exit(main.main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        1,
+        "trimtab: BrokenPipeError: a child has died (--debug shows where)",
+    )
+
+
+def test_no_output_at_all() -> None:
+    command = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
+    command += [sys.executable, "-m", "trimtab", "decisions", "nowhere"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr

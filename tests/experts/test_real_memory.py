@@ -110,7 +110,7 @@ def test_saved_tensors_may_come_back_otherwise(
     unpack: Callable[[Tensor], Tensor], dtype: torch.dtype, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     if kernels == "loop" and request.node.callspec.id.endswith(("wider", "narrower")):
-        return  # torch's own products refuse another dtype
+        pytest.skip("torch's own products refuse another dtype")
     mlp, x, ids, w, dy = inputs(dtype, kernels)
     truth = results(mlp, x, ids, w, dy)
     with saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
@@ -132,7 +132,7 @@ def test_saved_tensors_that_came_back_short_are_refused(dtype: torch.dtype) -> N
 def test_rows_in_other_tensors_are_refused_and_weights_there_are_read_as_torch_reads_them(dtype: torch.dtype) -> None:
     mlp, x, ids, w, _ = inputs(dtype, "auto", bias=False)
     truth = mlp(x, ids, w).detach()
-    with pytest.raises(InputError, match="x is a Outside, whose values lie in other tensors"):
+    with pytest.raises(InputError, match="x is a Outside whose values do not lie at its address"):
         mlp(Outside(x), ids, w)
     for name in ("up", "down"):
         setattr(mlp, name, torch.nn.Parameter(Outside(getattr(mlp, name).detach()), requires_grad=False))

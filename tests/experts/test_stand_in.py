@@ -40,7 +40,7 @@ def test_a_second_thread_is_refused_and_changes_nothing() -> None:
             thread.start()
             thread.join()
         assert one.weight is other
-    assert "two threads are in one Linear" in str(found[0])
+    assert "Linear is entered twice at once" in str(found[0])
     assert found[1] is None
     assert (one.weight, two.weight) == weights
     enter(torch.ones(2, 2))

@@ -7,6 +7,7 @@ recorded once and replayed, so that rounding stays inside one module.
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_an_activation_that_draws_is_refused_where_a_backward_may_come() -> None
         module(*rows())
     module.eval()
     module(*rows()).sum().backward()
+
+
+def test_another_thread_may_draw_meanwhile() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Thread(target=torch.rand, args=(1,)).run()  # as one that happens to run just then
+            return torch.tanh(x)
+
+    qwen(act_fn=Slow())(*rows()).sum().backward()
 
 
 def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_the_backward() -> None:

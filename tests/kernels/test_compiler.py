@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -56,8 +57,10 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.warns(UserWarning, match="no room for AVX"):
         assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
-    with pytest.raises(BackendError, match="CXX='there-is-no-such-compiler' is no program"):
-        compiler.find_compiler()
+    for named in ("there-is-no-such-compiler", "  ", "'g++"):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(BackendError, match=f"CXX={re.escape(repr(named))} is no program"):
+            compiler.find_compiler()
 
 
 @pytest.mark.usefixtures("alone")
@@ -132,10 +135,12 @@ def test_a_library_that_is_not_whole_is_made_again(left: int, tiny: Path) -> Non
     library = compiler.made(tiny, [tiny])
     whole = library.read_bytes()
     library.write_bytes(whole[:left])
-    (library.parent / f"{library.stem}.making").mkdir()  # of a process that was killed
+    left = library.parent / f"{library.stem}.making-left"  # by a process that was killed
+    left.mkdir()
+    os.utime(left, (0, 0))
     assert compiler.load(tiny, [tiny]).answer() == 42
     assert sorted(f.suffix for f in library.parent.iterdir()) == [".lock", ".sha256", ".so"]
-    library.with_suffix(".sha256").unlink()
+    library.with_suffix(".sha256").write_bytes(b"\xff")
     before = library.stat().st_mtime_ns
     compiler.made(tiny, [tiny])
     assert library.stat().st_mtime_ns > before

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from routing.recompute_case import Block, D, T, grads, micro_batches, on_ranks, perturbed, run, twins
-from trimtab.routing.recompute import Memory, Remembered
+from trimtab.routing.recompute import Memory, Remembered, sum_of
 from trimtab.routing.record import record
 from trimtab.verify.ranks import preload, run_ranks
 
@@ -167,10 +167,42 @@ def test_micro_batches_that_are_alike_are_told_apart(use_reentrant: bool, kind: 
     compare(found[1], found[0])
 
 
+@pytest.mark.parametrize("tokens", [[0], [0, 1, 2, 3]], ids=["one token", "some"])
+def test_micro_batches_that_differ_in_their_first_token_come_back_in_any_order(tokens: list[int]) -> None:
+    """Each with a backward of its own, the first one first, and logits that are rounded otherwise."""
+    for masked in (False, True):
+        block, xs = Block(twins()), [x.detach()[tokens].requires_grad_() for x in micro_batches(2)]
+        with torch.no_grad():
+            xs[1][1:] = xs[0][1:]
+        mask = torch.arange(len(tokens)) < (1 if masked else len(tokens))
+
+        def run_one(x: Tensor, block: Block = block, mask: Tensor = mask) -> Tensor:
+            return block.moe(block.norm(x), token_mask=mask).y.square().sum()
+
+        with perturbed(), record(block) as recording:
+            losses = [checkpoint(run_one, x, use_reentrant=False) for x in xs]
+            assert not torch.equal(*(ids[:, :1] for ids in recording.calls["moe.router"]))
+            for loss in losses:
+                loss.backward()
+        found = grads(block, xs)
+        block.zero_grad()
+        for x in xs:
+            x.grad = None
+            run_one(x).backward()
+        compare(found, grads(block, xs))
+
+
+def test_what_tells_tokens_apart_is_not_rounded_by_autocast() -> None:
+    logits = torch.randn(5, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(sum_of(logits), sum_of(logits.clone()))
+        assert sum_of(logits).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     "kept",
     [["mm", "addmm", "bmm"], ["sort", "argsort", "topk", "cat", "argmax"], ["clone", "gather", "_softmax", "_to_copy"],
-     ["scatter_add", "where", "masked_fill", "add", "mul"]],
+     ["scatter_add", "where", "masked_fill", "add", "mul"], ["uniform_", "empty_like"]],
     ids=lambda names: names[0],
 )  # fmt: skip
 def test_selective_checkpointing_keeps_what_its_policy_says(kept: list[str]) -> None:
@@ -180,7 +212,9 @@ def test_selective_checkpointing_keeps_what_its_policy_says(kept: list[str]) -> 
 
     found = []
     for selective in (False, True):
-        block, xs = Block(twins(capacity_factor=0.7, global_aux_loss=0.1)), micro_batches(2)
+        jitter = 0.3 if "uniform_" in kept else 0
+        block, xs = Block(twins(capacity_factor=0.7, global_aux_loss=0.1, jitter=jitter)), micro_batches(2)
+        torch.manual_seed(3)
         context = partial(create_selective_checkpoint_contexts, policy)
         with perturbed():
             for x in xs:

@@ -279,6 +279,19 @@ def test_checkpoints_may_be_links_to_where_there_is_room(config: TrainConfig, ha
     with pytest.raises(ConfigError, match="say with --out"):  # the link's own name says nothing of a run
         resumed({"resume": str(elsewhere)})
     assert resumed({"resume": str(elsewhere), "out": "x"}).resume == str(tmp_path / "disk" / "step-00000002")
+    one = half / "checkpoints" / "step-00000002"
+    shutil.move(tmp_path / "disk" / "step-00000002", tmp_path / "other-disk")
+    one.symlink_to(tmp_path / "other-disk")
+    shutil.copytree(half / "final", tmp_path / "kept")
+    clear(half / "final")
+    found = resumed({"resume": str(half)})
+    check_options(found, 2)
+    rewind(Path(found.resume or ""), 2, half)
+    assert one.is_symlink()
+    assert (one / "trimtab.json").exists()
+    one.unlink()
+    shutil.move(tmp_path / "other-disk", one)
+    shutil.move(tmp_path / "kept", half / "final")
     shutil.move(half / "final", tmp_path / "model")
     (half / "final").symlink_to(tmp_path / "model")
     with pytest.raises(ConfigError, match="model of a finished run"):
@@ -312,8 +325,9 @@ def test_a_folder_that_a_run_writes_to_is_closed_to_others(config: TrainConfig, 
 def test_metrics_that_are_damaged_are_not_taken_for_none(half: Path) -> None:
     folder, metrics = half / "checkpoints" / "step-00000002", half / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    for place, wrong in ((1, lines[0][1:]), (2, "{}\n"), (1, "5\n"), (2, '{"step": "2"}\n')):
-        metrics.write_text("".join([*lines[: place - 1], wrong, *lines[place:]]))
+    for place, wrong in ((1, lines[0][1:]), (2, "{}\n"), (1, "5\n"), (2, '{"step": "2"}\n'), (1, "\udcff\n")):
+        text = "".join([*lines[: place - 1], wrong, *lines[place:]])
+        metrics.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(InputError, match=f"line {place} is not the record of a step"):
             read_metrics_until(folder, 2)
     metrics.write_text(lines[0][:9])

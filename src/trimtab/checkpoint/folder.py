@@ -161,7 +161,7 @@ def carried_files(folder: Path) -> list[Path]:
 def begin(root: Path, step: int) -> Path:
     """Make the folder that a save writes into; what earlier saves left unfinished is removed. One rank calls.
 
-    Raises ConfigError if there is a whole checkpoint of this step, or `root` cannot be written.
+    Raises ConfigError if there is a checkpoint of this step, whole or half of a copy, or `root` cannot be written.
     """
     folder = step_folder(root, step)
     if folder.exists() or folder.is_symlink():

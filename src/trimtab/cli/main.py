@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import signal
 import sys
 import traceback
@@ -44,13 +45,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # what it cannot write in the terminal's encoding is no error
             stream.reconfigure(errors="backslashreplace")
     try:
-        try:
-            return _main(argv)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        code = _main(argv)
+    except SystemExit:
+        if _reader_left():
+            return 128 + signal.SIGPIPE
+        raise
+    return 128 + signal.SIGPIPE if _reader_left() else code
+
+
+def _reader_left(broken: bool = False) -> bool:
+    """Whether whoever read the output has enough of it. `broken`: some pipe did; one of the command's own may as well,
+    and what could not be written may be gone."""
+    if sys.stdout is None:
+        return False
+    try:
+        sys.stdout.flush()
+        if not broken:
+            return False
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            return False
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -58,13 +77,13 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = bool(getattr(options, "debug", False))
     try:
         code: int = options.run(options)
-    except BrokenPipeError:
-        raise
     except TrimtabError as error:
         message, code = str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left(broken=True):
+            return 128 + signal.SIGPIPE
         first = (str(error).strip() or "no message").splitlines()[0]
         message, code = f"{type(error).__name__}: {first} (--debug shows where)", 1
     else:

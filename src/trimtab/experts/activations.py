@@ -169,21 +169,22 @@ class Recomputed:
         self._stand_ins = [p for _, _, p in found]
         self.params = (*params, *dict.fromkeys(self._stand_ins))
         self._versions = [p._version for p in self.params if not p.is_inference()]
-        self._keep = torch.is_grad_enabled()
+        self._keep, self._tried = torch.is_grad_enabled(), False
 
     def forward(self, pre_nI: Tensor) -> Tensor:
-        if not self._keep:
-            return self.function(pre_nI)
-        before = torch.get_rng_state()
         with standing_in(self._places, self._stand_ins):  # of a norm it is run in the backward as well
+            if not self._keep or self._tried:
+                return self.function(pre_nI)
+            self._tried = True
+            before = torch.get_rng_state()
             h = self.function(pre_nI)
-        if not torch.equal(before, torch.get_rng_state()):
-            raise InputError(
-                "the experts' activation or norm draws random numbers, which its backward cannot draw again; "
-                "transformers' own experts implementations keep what was drawn",
-                phase="experts",
-            )
-        return h
+            if torch.equal(before, torch.get_rng_state()) or torch.equal(h, self.function(pre_nI)):
+                return h  # it may be another thread that drew
+        raise InputError(
+            "the experts' activation or norm draws random numbers, which its backward cannot draw again; "
+            "transformers' own experts implementations keep what was drawn",
+            phase="experts",
+        )
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         if self._versions != [p._version for p in self.params if not p.is_inference()]:

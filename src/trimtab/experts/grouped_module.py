@@ -43,7 +43,7 @@ class GroupedModule(nn.Module):
 
     def _refuse_transforms(self) -> None:
         """Raises:
-        InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read.
+        InputError: see `refuse_transforms`.
         """
         refuse_transforms(type(self).__name__)
 

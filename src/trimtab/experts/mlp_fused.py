@@ -35,6 +35,9 @@ from trimtab.kernels.mkl import same_bits, slower_than_compiled
 
 Fields = dict[str, Any]
 
+_WEIGHTS = ("up", "down", "up_bias", "down_bias")
+"""What weight gradients do not read; FSDP2 has taken their memory back by then."""
+
 EITHER, LARGE = 1 << 19, 1 << 20
 """D * F of one expert from which float32 is faster block by block where rows are many, and from which it goes that way
 if its path may not depend on their number."""
@@ -149,10 +152,12 @@ class FusedMLP(Function):
             fields["d_pre"] = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
             kernels.backward({**fields, "dx": dx, "dw": d_w})
 
+            late = {name: value for name, value in fields.items() if name not in _WEIGHTS}
+
             def job() -> tuple[list[Tensor], list[Tensor]]:
                 gradients = call.gradients(())
                 with _targets(gradients, fields) as targets:
-                    kernels.weight_gradients({**fields, **targets})
+                    kernels.weight_gradients({**late, **targets})
                 return gradients.deliver()
 
             call.defer(job, call.delayed_reads(fields["x"], fields["dy"], fields["w"]))

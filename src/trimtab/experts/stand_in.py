@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
@@ -24,10 +25,11 @@ def standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[
     Raises:
         InputError: another thread is inside of one of the modules: each would take the other's for the parameters.
     """
-    if all(module._parameters[name] is t for (module, name), t in zip(places, tensors, strict=True)):
+    traced = torch.compiler.is_compiling()
+    if not traced and all(module._parameters[name] is t for (module, name), t in zip(places, tensors, strict=True)):
         yield
         return
-    with _alone_in(dict.fromkeys(module for module, _ in places)):
+    with nullcontext() if traced else _alone_in({module for module, _ in places}):
         kept = [module._parameters[name] for module, name in places]
         try:
             for (module, name), tensor in zip(places, tensors, strict=True):
@@ -44,7 +46,9 @@ def _alone_in(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             if module.__dict__.setdefault(_INSIDE, mark) is not mark:  # one step, whatever other threads do
-                raise InputError(f"two threads are in one {type(module).__name__}: let them take turns, or copy it")
+                raise InputError(
+                    f"{type(module).__name__} is entered twice at once, by two threads perhaps: let them take turns"
+                )
             entered.append(module)
         yield
     finally:

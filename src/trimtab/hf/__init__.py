@@ -26,16 +26,14 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
         BackendError: transformers is missing or too old to have the registries.
         ConfigError: there is no transport or combine of that name, or transformers has another implementation of it.
     """
-    from typing import get_args
-
-    from trimtab.dispatch.dispatcher import Combine
+    from trimtab.dispatch.dispatcher import COMBINES
     from trimtab.errors import BackendError, ConfigError
     from trimtab.parallel.wiring import TRANSPORTS
 
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
-    if combine not in get_args(Combine):
-        raise ConfigError(f"combine={combine!r} is not one of {get_args(Combine)}")
+    if combine not in COMBINES:
+        raise ConfigError(f"combine={combine!r} is not one of {COMBINES}")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
 

@@ -248,9 +248,8 @@ class CompiledKernels(LoopKernels):
         call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
             if isinstance(value, Tensor):
-                address = value.data_ptr()
-                assert address or not value.numel(), field
-                value = address
+                assert value.data_ptr() or not value.nbytes, field
+                value = value.data_ptr()
             setattr(call, field, value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)

@@ -14,6 +14,8 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +36,13 @@ def find_compiler() -> list[str]:
         BackendError: there is none.
     """
     named = os.environ.get("CXX")
-    for name, *options in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
-        if found := shutil.which(name):
-            return [found, *options]
+    try:
+        commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    except ValueError:  # a quote without its end
+        commands = []
+    for command in commands:
+        if command and (found := shutil.which(command[0])):
+            return [found, *command[1:]]
     raise BackendError(
         f"CXX={named!r} is no program" if named else "no C++ compiler: none of c++, g++, clang++ is installed"
     )
@@ -85,7 +91,7 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
 
 def _whole(library: Path) -> bool:
     try:
-        return _hash_of(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+        return _hash_of(library).read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
     except FileNotFoundError:
         return False
 
@@ -120,18 +126,17 @@ def _openmp() -> str:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
-    folder = target.with_suffix(".making")
-    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-    folder.mkdir()
-    try:
+    for left in target.parent.glob(f"{target.stem}.making-*"):  # of one that was killed, or of a host that sees no lock
+        if time.time() - left.stat().st_mtime > 2 * LIMIT:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.making-") as made_in:
+        folder = Path(made_in)
         made, library, digest = (folder / name for name in ("made.o", "made.so", "digest"))
         _run([*compiler, *flags, "-c", str(main), "-o", str(made)])
         _run([*compiler, "-shared", str(made), _openmp(), "-o", str(library)])
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         library.replace(target)
         digest.replace(_hash_of(target))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(command: list[str]) -> None:

@@ -10,7 +10,7 @@ from trimtab.errors import InputError
 
 def in_memory(t: Tensor) -> bool:
     """Whether the values of `t` lie at its address. Not those of a tensor that wraps others, as a DTensor does."""
-    return t.layout is torch.strided and (t.data_ptr() != 0 or t.numel() == 0)
+    return t.layout is torch.strided and (t.data_ptr() != 0 or not t.nbytes)
 
 
 def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -29,7 +29,7 @@ def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     t = t.resolve_neg().to(dtype).contiguous()
     if not in_memory(t):
         raise InputError(
-            f"{what} is a {type(t).__name__}, whose values lie in other tensors: hand over the local one",
+            f"{what} is a {type(t).__name__} whose values do not lie at its address: hand over the local, dense tensor",
             phase="experts",
         )
     return t

@@ -36,6 +36,7 @@ from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.recipe_state import share_state_dicts
+from trimtab.routing.recompute import always_recomputed
 
 NAMES = ("up", "down", "up_bias", "down_bias")
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
@@ -117,6 +118,7 @@ class ParallelExperts(ExpertMLP):
     etp: ExpertTensorGroup | None
     reduce_delayed: Callable[[], None] | None
 
+    @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         names = [name for name in NAMES if getattr(self, name) is not None]

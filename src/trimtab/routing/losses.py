@@ -33,6 +33,7 @@ from torch import Tensor
 
 from trimtab.guard.shared import SharedByCopies
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import unseen
 from trimtab.routing.scores import count_ids, probabilities
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
@@ -129,7 +130,8 @@ def balance_losses(
     f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
     sequence = (f_BE * _per(p_TE, batch)).sum()
     sums = (real_T.sum()[None], count_ids(chosen_TK, num_experts), p_E, sequence[None], z[None])
-    everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
+    with unseen():  # ranks are summed in place
+        everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
     step_E = counts_E + counts_before_E
     if totals is not None and totals.counts_E is not None:

@@ -5,8 +5,9 @@ change and recompute fails, or worse, does not. So each router remembers its dec
 any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
 again is told by its logits, of which decisions are made: their sum over the tokens, by weights that tell positions
 apart, is nearly equal for the same tokens in the same order, and far from equal for others. Where several are equal,
-a backward asks for each once, the last forward first, as it goes; those that were given their `ids` are given them
-again.
+so are their decisions, but for a jitter from the router's own generator: a backward asks for each of them once, the
+last forward first, as it goes; backwards of their own, in the order of the forwards, get each other's. Those that were
+given their `ids` are given them again.
 
 A decision lives as long as the autograd graph of its forward. Where there is none (the first run under reentrant
 `torch.utils.checkpoint` has gradients off) it is kept, in training mode, until it is asked for, `limit` of them at
@@ -28,10 +29,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
+
+from trimtab.backward import without_autocast
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -87,20 +91,23 @@ def in_backward() -> bool:
 
 
 def sum_of(logits_TE: Tensor) -> Tensor:
-    """What tells micro-batches apart: the sum over the tokens, t-th by sin(t^2), which no shift or order leaves as it
-    is."""
+    """What tells micro-batches apart: the sum over the tokens, n-th by sin(n^2) and half its sign. Each token counts,
+    and no shift or other order leaves the sum as it is."""
     logits = logits_TE.detach()
-    t = torch.arange(logits.shape[0], dtype=torch.float32, device=logits.device)
-    return (t * t).sin().to(logits.dtype) @ logits
+    n = torch.arange(1, logits.shape[0] + 1, dtype=torch.float32, device=logits.device)
+    by = (n * n).sin()
+    with without_autocast():
+        return (by + by.sign() / 2).to(logits.dtype) @ logits
 
 
 def unseen() -> AbstractContextManager[None]:
     """Around what a recompute leaves out, or does instead: selective checkpointing does not see it, which counts on
-    the same operators in both runs."""
+    the same operators in both runs. Nor does another dispatch mode then, but of fake tensors nothing can be hidden."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    selective = any(isinstance(m, (_Caching, _Cached)) for m in _get_current_dispatch_mode_stack())
-    return _disable_current_modes() if selective else nullcontext()
+    modes = _get_current_dispatch_mode_stack()
+    selective = any(isinstance(m, (_Caching, _Cached)) for m in modes)
+    return _disable_current_modes() if selective and detect_fake_mode() is None else nullcontext()
 
 
 def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:

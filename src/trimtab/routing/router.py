@@ -204,7 +204,9 @@ class Router(nn.Module):
         if generator is not None and noise is not None and not torch.equal(noise, generator.get_state()):
             generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
             generator.set_state(noise)
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter, generator=generator)
+        with unseen():  # it is drawn in place
+            by_TD = torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter, generator=generator)
+        return x_TD * by_TD
 
     def _bring(self, device: torch.device) -> None:
         """The step's counts follow the parameters; what was on the meta device begins at zero."""

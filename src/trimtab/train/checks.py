@@ -34,9 +34,9 @@ def check_kept(config: TrainConfig) -> None:
     """No model and no checkpoint is removed, and none of another run joined by ours, that nobody asked to remove."""
     if config.overwrite:
         return
-    out, resume = Path(config.out), None if config.resume is None else Path(config.resume).resolve()
+    out, resume = Path(config.out), None if config.resume is None else Path(config.resume)
     held = latest(out / CHECKPOINTS)
-    if held is not None and (resume is None or resume.parent != held.resolve().parent):
+    if held is not None and (resume is None or resume.parent.resolve() != held.parent.resolve()):
         raise ConfigError(
             f"--out {out}: holds checkpoints of a run, up to {held.name}; go on with it by --resume {out}, give a new "
             "folder, or have --overwrite remove them"

@@ -112,7 +112,7 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
     if folder.parent.name != CHECKPOINTS or not path.exists():
         return []
     lines: dict[int, str] = {}
-    written = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    written = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for place, line in enumerate(written, 1):
         number = _step_in(line)
         if number is None and place < len(written):
@@ -135,7 +135,7 @@ def rewind(folder: Path, step: int, out: Path) -> None:
     """
     lines = read_metrics_until(folder, step)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
-        if on_disk.step_of(later) > step or later.parent.resolve() != folder.resolve().parent:
+        if on_disk.step_of(later) > step or later.parent.resolve() != folder.parent.resolve():
             on_disk.remove(later)
     for half in on_disk.unfinished_checkpoints(out / CHECKPOINTS):
         if on_disk.step_of(half) > step:

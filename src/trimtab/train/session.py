@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,26 +37,24 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
     plan = plan_run(config, world)
     if world > 1:
         _join_world()
-    mark = None
-    try:
-        if not prepared:
-            mark = _prepare_everywhere(plan, rank)
-        trainer = _build(plan, rank)
-        done = _take_steps(trainer, plan)
-        if done == plan.config.max_steps:
-            _save(trainer.model, plan, rank)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if mark is not None:
-            mark.close()
-    if rank == 0 and done != plan.config.max_steps:
-        print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
-    elif rank == 0:
-        missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
-        unit = "byte" if is_preset(config.model) else "token"
-        seconds = time.perf_counter() - began
-        print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)
+    with contextlib.ExitStack() as held:  # the output folder, until the last word on it is said
+        try:
+            if not prepared:
+                _prepare_everywhere(plan, rank, held)
+            trainer = _build(plan, rank)
+            done = _take_steps(trainer, plan)
+            if done == plan.config.max_steps:
+                _save(trainer.model, plan, rank)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if rank == 0 and done != plan.config.max_steps:
+            print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
+        elif rank == 0:
+            missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
+            unit = "byte" if is_preset(config.model) else "token"
+            seconds = time.perf_counter() - began
+            print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)
 
 
 def _join_world() -> None:
@@ -73,22 +71,20 @@ def _join_world() -> None:
     dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None)
 
 
-def _prepare_everywhere(plan: Plan, rank: int) -> TextIO | None:
+def _prepare_everywhere(plan: Plan, rank: int, held: contextlib.ExitStack) -> None:
     """Rank 0 makes the output folder; a node that does not share the disk makes its own, with the first weights.
 
-    Returns what marks the folder as this run's, on the rank that made it.
+    `held` has, on the rank that made it, what marks the folder as this run's.
     """
-    mark = None
     if rank == 0:
         check_data(plan)
-        mark = make_room(plan)
+        held.enter_context(make_room(plan))
     _barrier()
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         if not (plan.out / RUN).exists():
-            mark = claim(plan)
+            held.enter_context(claim(plan))
         write_init(plan)
     _barrier()
-    return mark
 
 
 def _barrier() -> None:

@@ -1,0 +1,84 @@
+"""Selective checkpointing of layers over ranks, by policies that keep collectives and what they bring; and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parallel.layout_truth import D, Model, build
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.losses import LossGroups
+from trimtab.verify.ranks import run_ranks
+
+KEPT = (
+    ["mm"], ["cat", "clone"], ["allreduce_"], ["alltoall_base_"], ["_allgather_base_"], ["view", "lift_fresh"],
+    ["new_empty", "copy_"], ["scatter_add", "empty"],
+)  # fmt: skip
+
+
+def policy(kept: Sequence[str], _c: object, op: Any, *_a: object, **_k: object) -> CheckpointPolicy:
+    keeps = op.name().split("::")[1].split(".")[0] in kept
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def gradients(model: Model, kept: Sequence[str] | None) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7 + dist.get_rank())
+    x = torch.randn(2, 3, D, requires_grad=True)
+    context = partial(create_selective_checkpoint_contexts, partial(policy, kept or ()))
+    y, losses = model(x) if kept is None else checkpoint(model, x, use_reentrant=False, context_fn=context)
+    (y.square().sum() + losses).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [x.grad.clone(), *(getattr(g, "_local_tensor", g).clone() for g in found)]  # type: ignore[union-attr]
+
+
+def selective_on_rank() -> dict[str, float]:
+    gaps = {}
+    for etp in (False, True):
+        model = build(torch.float32)
+        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
+        parallelize(model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None)})
+        for layer in model.layers:
+            layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD)
+        truth = gradients(model, None)
+        for kept in KEPT:
+            found = gradients(model, kept)
+            assert len(found) == len(truth) > 6
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
+            gaps[f"etp {etp} {' '.join(kept)}"] = worst
+    return gaps
+
+
+def test_what_a_policy_keeps_is_what_was_brought() -> None:
+    for gaps in run_ranks(selective_on_rank, 2):
+        assert len(gaps) == 2 * len(KEPT)
+        assert max(gaps.values()) < 1e-6, gaps
+
+
+def compiled_on_rank() -> list[int]:
+    graphs: list[int] = []
+
+    def count(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    model: nn.Module = build(torch.float32)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    parallelize(model, mesh, {"layers.*.moe": ExpertParallel()})
+    x = torch.randn(2, 3, D)
+    y, losses = torch.compile(model, backend=count, fullgraph=True)(x)
+    (y.square().sum() + losses).backward()
+    assert torch.equal(y, model(x)[0])
+    return graphs
+
+
+def test_a_layer_that_holds_all_experts_of_its_mesh_is_one_graph() -> None:
+    assert len(run_ranks(compiled_on_rank, 1)[0]) == 1
