@@ -315,11 +315,12 @@ def test_a_folder_that_a_run_writes_to_is_closed_to_others(config: TrainConfig, 
         assert (one.out / "metrics.jsonl").exists()
         assert json.loads((one.out / "run.json").read_text())["out"] == str(one.out)
         (one.out / "final").mkdir()
-    with pytest.raises(ConfigError, match="model of a finished run"):  # that ended after it was looked for first
+    with pytest.raises(ConfigError, match="model of a finished run") as kept:  # it ended meanwhile
         make_room(one)
     assert (one.out / "final").exists()
     shutil.rmtree(one.out / "final")
-    make_room(one).close()
+    make_room(one).close()  # also while somebody holds the error
+    del kept
 
 
 def test_metrics_that_are_damaged_are_not_taken_for_none(half: Path) -> None:

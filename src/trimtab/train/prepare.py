@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,40 +74,43 @@ def make_room(plan: Plan) -> TextIO:
     Raises ConfigError where another run is writing there, or has left what nobody asked to remove.
     """
     out, config = plan.out, plan.config
-    try:
-        mark = claim(plan)
-        if config.resume is None:
-            for name in (METRICS, HEATMAP):
-                (out / name).unlink(missing_ok=True)
-            for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
-                clear(out / name)
-            for folder in (*whole_checkpoints(out / CHECKPOINTS), *unfinished_checkpoints(out / CHECKPOINTS)):
-                clear(folder)  # and not what else lies there
-            with suppress(OSError):
-                (out / CHECKPOINTS).rmdir()
-        (out / LOGS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
-    write_init(plan)
+    with ExitStack() as failed:
+        try:
+            mark = failed.enter_context(claim(plan))
+            if config.resume is None:
+                for name in (METRICS, HEATMAP):
+                    (out / name).unlink(missing_ok=True)
+                for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
+                    clear(out / name)
+                for folder in (*whole_checkpoints(out / CHECKPOINTS), *unfinished_checkpoints(out / CHECKPOINTS)):
+                    clear(folder)  # and not what else lies there
+                with suppress(OSError):
+                    (out / CHECKPOINTS).rmdir()
+            (out / LOGS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+        write_init(plan)
+        failed.pop_all()
     return mark
 
 
 def claim(plan: Plan) -> TextIO:
     """Make the output folder and mark it as this run's, for as long as the file that is returned is open."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    mark = (plan.out / RUN).open("a", encoding="utf-8")
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        mark.close()
-        raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    check_kept(plan.config)  # what another run has left since
-    mark.truncate(0)
-    mark.write(plan.config.to_json() + "\n")
-    mark.flush()
+    with ExitStack() as failed:
+        mark = failed.enter_context((plan.out / RUN).open("a", encoding="utf-8"))
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        check_kept(plan.config)  # what another run has left since
+        mark.truncate(0)
+        mark.write(plan.config.to_json() + "\n")
+        mark.flush()
+        failed.pop_all()
     return mark
 
 
