@@ -168,6 +168,7 @@ def qwen(**changes: Any) -> nn.Module:
 
 def rows(count: int = 6, ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     slots = count if ids is None else ids
+    torch.manual_seed(1)
     return torch.randn(count, 16), torch.randint(0, 4, (slots, 2)), torch.rand(slots, 2)
 
 
@@ -178,20 +179,24 @@ class SiLU(nn.Module):
         return 2 * torch.nn.functional.silu(x)
 
 
+def close(found: Tensor, truth: Tensor) -> None:
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)  # of values around 10, in another order of sums
+
+
 def test_an_activation_of_the_same_name_and_hooks_are_what_runs() -> None:
     given = rows()
     plain = qwen()(*given)
-    torch.testing.assert_close(qwen(act_fn=SiLU())(*given), 2 * plain)
+    close(qwen(act_fn=SiLU())(*given), 2 * plain)
     module, seen = qwen(), []
     module.act_fn.register_forward_hook(lambda _m, _a, y: seen.append(y.shape) or 3 * y)
-    torch.testing.assert_close(module(*given), 3 * plain)
+    close(module(*given), 3 * plain)
     assert sum(shape[0] for shape in seen) == 12
     module = qwen()
     module._apply_gate = lambda x: x.chunk(2, -1)[1]
     module.config._experts_implementation = "grouped_mm"
     truth = module(*given)
     module.config._experts_implementation = IMPL
-    torch.testing.assert_close(module(*given), truth)
+    close(module(*given), truth)
 
 
 def test_an_activation_that_draws_is_refused_where_a_backward_may_come() -> None:
