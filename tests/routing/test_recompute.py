@@ -23,8 +23,7 @@ MODES = [True, False]
 
 def compare(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
     for name, true in truth.items():
-        gap = (ours[name] - true).abs().max()
-        assert gap < 1e-7 * max(1.0, float(true.abs().max())), name  # what is left is the perturbation of the weights
+        assert (ours[name] - true).abs().max() < 1e-7, name  # what is left is the perturbation of the weights
 
 
 @pytest.mark.parametrize("use_reentrant", MODES)
@@ -153,7 +152,7 @@ def test_jitter_is_drawn_again_from_the_generator_handed_in(use_reentrant: bool)
 @pytest.mark.parametrize("kind", ["reversed", "rolled", "equal, with jitter"])
 def test_micro_batches_that_are_alike_are_told_apart(use_reentrant: bool, kind: str) -> None:
     """The same tokens in another order, whose sum is the same to the last bit, or in the same with noise of its own."""
-    one = micro_batches(1)[0].detach().mul(4).round()
+    one = micro_batches(1)[0].detach().mul(4).round() / 16
     other = {"reversed": one.flip(0), "rolled": one.roll(T // 2, 0)}.get(kind, one)
     found = []
     for mode in (None, use_reentrant):

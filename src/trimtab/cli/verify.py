@@ -7,6 +7,8 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +94,8 @@ def _ledger(options: argparse.Namespace) -> int:
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)
     if not cluster or os.environ["RANK"] == "0":
-        _make(out)
+        with _writing(out):  # before hours are spent on what goes into it
+            out.mkdir(parents=True, exist_ok=True)
     command = (
         f"trimtab {shlex.join(sys.argv[1:])}" if not cluster else f"torchrun … -m trimtab {shlex.join(sys.argv[1:])}"
     )
@@ -124,10 +127,10 @@ def _ledger(options: argparse.Namespace) -> int:
         )
 
 
-def _make(out: Path) -> None:
-    """The ledger's folder, before hours are spent on what goes into it."""
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
 
@@ -142,10 +145,8 @@ def _note(ledger: Ledger, verdict: Verdict, progress: Progress) -> None:
 def _print(ledger: Ledger, out: Path) -> int:
     more = len(ledger.failures) - 20
     print(ledger.table(), "", ledger.summary(), sep="\n", flush=True)
-    try:
+    with _writing(out):
         ledger.write(out)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
     if more > 0:
         print(f"{more} further failures are in the ledger")
     print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)

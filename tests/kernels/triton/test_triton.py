@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from gpu.triton_checks import FALLS
 from kernels.triton.ahead import Built, build
@@ -92,13 +93,14 @@ def test_as_many_rows_are_under_way_where_they_are_gathered(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", GEMMS)
-def test_a_gemm_of_float32_spills_next_to_nothing(name: str, folder: Path) -> None:
+def test_a_gemm_of_float32_spills_nothing(name: str, folder: Path) -> None:
     built = build_named(name, torch.float32, folder)
     assert "fma.rn.f32" in built.ptx  # no tensor core rounds the operands
     assert "mma." not in built.ptx
     assert "cp.async" in built.ptx
-    # Nothing by Triton 3.6 and 3.9, by 3.7 and 3.8 four registers of one kernel.
-    assert (built.spilled <= 16, built.shared <= SHARED_LIMIT) == (True, True), (built.spilled, built.shared)
+    older = triton.__version__.startswith(("3.7.", "3.8."))  # these keep four registers fewer
+    most = 16 if older and name == "weight_grad, x gathered" else 0
+    assert (built.spilled <= most, built.shared <= SHARED_LIMIT) == (True, True), (built.spilled, built.shared)
 
 
 def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
