@@ -65,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
         (["--dtype", "int8"], ["int8", "bfloat16"]),
         (["--lr", "fast"], ["--lr", "fast"]),
         (["--max-steps", "0"], ["--max-steps 0"]),
+        (["--seq-len", "40000"], ["--seq-len 40000", "2048 positions", "max_position_embeddings"]),
         (["--save-every", "0"], ["--save-every 0"]),
         (["--resume", "missing"], ["missing", "no such folder"]),
         (["--resume", "full"], ["full", "no checkpoint there"]),

@@ -178,6 +178,11 @@ def test_implementations_that_do_not_exist() -> None:
         get_implementation("megatron")
     with pytest.raises(BackendError, match="no_such_module"):
         get_implementation("no_such_module:Impl")
+    for name in ("os:path", "os:getcwd", "collections:OrderedDict"):
+        with pytest.raises(ConfigError, match=f"--impl {name}: must be a class as .*base.Implementation says"):
+            get_implementation(name)
+    with pytest.raises(BackendError, match="--impl :Impl can't be judged here"):
+        get_implementation(":Impl")
 
 
 def judged(implementation: str, repeat: int = 1, deadline: float = 30.0) -> list[Verdict]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trimtab.bench.finding import Finding, findings
 from trimtab.bench.result import Record, largest
 from trimtab.bench.subject import BOTH
 from trimtab.bench.words import case_words
 from trimtab.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST = 40
 NARROWER: tuple[Callable[[Finding], bool], ...] = (
@@ -38,16 +42,31 @@ def chosen(found: Sequence[Finding]) -> Sequence[Finding]:
     return found
 
 
-def draw(records: Sequence[Record], png: Path) -> None:
-    """Write `png`. Raises BackendError without matplotlib, InputError where nothing has a limit."""
+def check_chart(png: Path) -> type[Figure]:
+    """What draws, where `png` can be written: asked before a race takes its time.
+
+    Raises BackendError without matplotlib, InputError for another kind of file and a folder that cannot be made.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError(f"no chart without matplotlib: pip install 'trimtab[plot]' ({error})") from error
+    if png.suffix.lower() != ".png":
+        raise InputError(f"{png}: a chart is a .png")
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{png}: cannot be written ({error.strerror})") from error
+    return Figure
+
+
+def draw(records: Sequence[Record], png: Path) -> None:
+    """Write `png`. Raises as `check_chart`, and InputError where nothing has a limit or it cannot be written."""
+    figure_class = check_chart(png)
     shown = chosen([f for f in findings(records) if f.over_limits])
     if not shown:
         raise InputError("no chart: none of the races has both a trimtab contestant and a limit")
-    figure = Figure(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
+    figure = figure_class(figsize=(10, 1.5 + 0.32 * len(shown)), layout="constrained")
     axes = figure.subplots()
     places = range(len(shown))
     bars = [largest(value for value in f.over_limits.values() if value < math.inf) or 0.0 for f in shown]
@@ -69,8 +88,10 @@ def draw(records: Sequence[Record], png: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
+    try:
+        figure.savefig(png, dpi=120)
+    except OSError as error:
+        raise InputError(f"{png}: cannot be written ({error.strerror})") from error
 
 
 def _peer(f: Finding) -> float | None:

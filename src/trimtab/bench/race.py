@@ -14,6 +14,7 @@ differ by up to 1.8 with what malloc had served before.
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,8 +62,8 @@ class Pace:
     patience: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.turns < 1 or self.seconds <= 0 or self.patience <= 0:
-            raise ConfigError("--turns must be at least 1, --seconds and --patience more than 0")
+        if self.turns < 1 or not 0 < self.seconds < math.inf or not 0 < self.patience < math.inf:
+            raise ConfigError("--turns must be at least 1, --seconds and --patience more than 0, and numbers")
 
     def turns_of(self, steps: Sequence[float]) -> int:
         """Turns of a race whose contestants and modes take so many seconds a step."""

@@ -119,12 +119,15 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure; returns 0 where every contestant of ours ran, else 1."""
-    from trimtab.bench.chart import draw
+    from trimtab.bench.chart import check_chart, draw
     from trimtab.bench.choose import tasks_of
     from trimtab.bench.store import write_records
 
     records: list[Record] = []
-    for task in tasks_of(options):  # all of them are checked before the first is measured
+    tasks = tasks_of(options)
+    if options.chart is not None:
+        check_chart(options.chart)
+    for task in tasks:  # all of it is checked before the first is measured
         records.append(_measure(task, options))
         _print(records[-1], options.markdown)
         if options.json is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -66,8 +67,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
-    if options.repeat < 1 or not options.deadline > 0 or (options.nproc is not None and options.nproc < 1):
-        raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0")
+    if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
+        raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
     from trimtab.cli import verify_more
 
     if options.fuzz_case is not None:

@@ -22,6 +22,7 @@ class Facts:
     Attributes:
         experts: global number of experts by the name of each MoE layer's experts module.
         vocab_size: rows of the input embedding.
+        positions: tokens of the longest sequence that its config.json is for, or None where that says none.
         plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
     """
 
@@ -29,6 +30,7 @@ class Facts:
     experts: dict[str, int]
     plans: frozenset[str]
     vocab_size: int
+    positions: int | None
 
     @property
     def num_experts(self) -> int:
@@ -57,7 +59,8 @@ def inspect(model: str) -> Facts:
     if not experts:
         raise ConfigError(f"--model {model}: {name} has no experts; trimtab trains Mixture-of-Experts models")
     plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
-    return Facts(name, experts, plans, int(skeleton.get_input_embeddings().num_embeddings))
+    rows = int(skeleton.get_input_embeddings().num_embeddings)
+    return Facts(name, experts, plans, rows, getattr(skeleton.config, "max_position_embeddings", None))
 
 
 def check_plans(facts: Facts, mesh: Mesh) -> None:

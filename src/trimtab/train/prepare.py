@@ -56,6 +56,12 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
         raise ConfigError(
             f"--model {config.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {facts.vocab_size} rows"
         )
+    if facts.positions is not None and (config.seq_len or 0) > facts.positions:
+        more = "" if preset else ", or extend it in its config.json"
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: {config.model} has {facts.positions} positions (max_position_embeddings); "
+            f"use at most as many{more}"
+        )
     stream = TokenStream(find_files(config.data), tokenizer, config.seed)
     return Plan(config, facts, mesh, checkpoint, tokenizer, stream)
 

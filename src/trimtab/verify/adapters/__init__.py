@@ -24,11 +24,14 @@ def get_implementation(name: str) -> Implementation:
     """The adapter of that name, or `MODULE:CLASS`, an `Implementation` of one's own.
 
     Raises:
-        ConfigError: no such name. BackendError: it can't be imported here; says why.
+        ConfigError: no such name, or no such class. BackendError: it can't be imported here; says why.
     """
     module, attribute = home_of(name)
     try:
-        made: Implementation = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(f"--impl {name} can't be judged here: {error}") from error
+    if not isinstance(found, type) or not all(hasattr(found, part) for part in ("name", "refusal", "lacks", "build")):
+        raise ConfigError(f"--impl {name}: must be a class as trimtab.verify.adapters.base.Implementation says")
+    made: Implementation = found()
     return made
