@@ -41,8 +41,12 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
 
+# Two processes: a device that has failed once answers nothing more in that process.
 gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q tests/gpu
+	@failed=0; for part in triton experts; do \
+		PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} timeout 240 \
+			$(GPU_PYTHON) -m pytest -q --durations=5 tests/gpu/test_gpu_$$part.py || failed=1; \
+	done; exit $$failed
 
 gpu-bench: $(GPU_READY)  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m trimtab.bench.gpu --out docs

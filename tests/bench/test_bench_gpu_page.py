@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from trimtab.bench import gpu
-from trimtab.bench.gpu import SHAPES, layer_table, main, write_gpu_page
+from trimtab.bench import gpu, gpu_tables
+from trimtab.bench.gpu import SHAPES, main, write_gpu_page
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_race import Replay, race
+from trimtab.bench.gpu_tables import Section, heading, layer_table
 from trimtab.errors import InputError
 
 CPU = torch.device("cpu")
@@ -29,7 +32,7 @@ def test_a_graph_holds_its_pool_and_a_run_without_a_device_was_not_measured() ->
     graph = Graph()
     replay = Replay(graph=graph, kept="what it gave", pool=3_000_000)
     assert replay() == "what it gave"
-    timings = race({"graph": replay, "plain": lambda: None}, CPU, rounds=3, seconds=0.0)
+    timings = race({"graph": replay, "plain": lambda: None}, CPU, rounds=3, seconds=0.0).timings
     assert graph.replays > 3
     assert (timings["graph"].memory, timings["graph"].is_graph) == (3_000_000, True)
     assert (timings["plain"].memory, timings["plain"].is_graph) == (None, False)
@@ -37,14 +40,14 @@ def test_a_graph_holds_its_pool_and_a_run_without_a_device_was_not_measured() ->
 
 def test_what_was_not_measured_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = GpuCase(dim=32, hidden=16, experts=4, top_k=2, tokens=8, device=CPU)
-    text, _ = layer_table(case, ("loop",), rounds=3, peer=False)
+    text = layer_table(case, ("loop",), Section([]), rounds=3, peer=False)
     assert text.splitlines()[0].endswith("| memory |")
     assert text.count("| not measured |") == 2
     assert " 0.0 MB" not in text
-    monkeypatch.setattr("trimtab.bench.gpu.race", lambda runs, device, *, rounds: race(
+    monkeypatch.setattr(gpu_tables, "race", lambda runs, device, *, rounds: race(
         {name: Replay(graph=Graph(), kept=None, pool=5_000_000) for name in runs}, device, rounds=rounds, seconds=0.0
     ))  # fmt: skip
-    assert "| 5.0 MB, pool of the graph |" in layer_table(case, ("loop",), rounds=3, peer=False)[0]
+    assert "| 5.0 MB, pool of the graph |" in layer_table(case, ("loop",), Section([]), rounds=3, peer=False)
 
 
 def test_the_page_of_a_gpu_is_a_file_of_its_own(tmp_path: Path) -> None:
@@ -61,43 +64,59 @@ def test_the_page_of_a_gpu_is_a_file_of_its_own(tmp_path: Path) -> None:
         write_gpu_page(["# one"], tmp_path / "docs" / "benchmarks.md")
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, fails: tuple[int, ...]) -> tuple[int, list[str]]:
-    """(exit code, the page as it was when each shape began), where the shapes of these numbers fail."""
-    before: list[str] = []
-    page = folder / "benchmarks-gpu.md"
-
-    def report(case: GpuCase, *, rounds: int) -> tuple[str, str]:
-        before.append(page.read_text() if page.exists() else "")
-        if len(before) - 1 in fails:
-            raise RuntimeError(f"CUDA error: `illegal` access\nin {case.hidden}")
-        return f"{gpu.heading(case)}\n\nmeasured {rounds}", f"line {case.hidden}"
-
-    monkeypatch.setattr(gpu, "report", report)
-    for name, value in {"is_available": True, "current_device": 0, "get_device_name": "a GPU"}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
-    return main(["--rounds", "5", "--out", str(folder)]), before
+SMALL = ["--device", "cpu", "--kernels", "loop", "--tokens", "8", "--rounds", "3"]
 
 
-def test_the_page_is_written_after_each_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_each_shape_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shapes = ["--shape", "32,16,4,2", "--shape", "16,16,4,1"]
+    assert main([*SMALL, *shapes, "--out", str(tmp_path)]) == 0
+    text, told = (tmp_path / "benchmarks-gpu.md").read_text(), capfd.readouterr()
+    assert text.count("| forward+backward | trimtab loop |") == text.count("\n## D ") == 2
+    assert all(line in told.out for line in text.splitlines()[3:])
+    assert "Measured(" not in told.out  # the table of measured kernels is for devices
+
+
+def section_of(monkeypatch: pytest.MonkeyPatch, parts: list[str], end: int | None) -> tuple[int, str]:
+    """(exit code, page) where the processes have written these parts and end so; None: they do not end."""
+
+    def run(command: list[str], *, timeout: float, check: bool) -> subprocess.CompletedProcess[bytes]:
+        if parts:
+            Path(command[-1]).write_text(json.dumps({"parts": parts, "line": "a line", "failed": []}))
+        if end is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, end)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    pages: list[list[str]] = []
+    monkeypatch.setattr(gpu, "write_gpu_page", lambda sections, folder: pages.append(list(sections)))
+    code = main([*SMALL, "--out", "anywhere"])
+    assert [len(page) for page in pages] == [2, 3, 4]  # written after each shape
+    return code, pages[-1][-1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "end", "said"),
+    [
+        (
+            ["## D", "| a table |"],
+            None,
+            "## D\n\n| a table |\n\nThe rest was not measured: it was stopped after 150 s.",
+        ),
+        (["## D"], -11, "## D\n\nThe rest was not measured: its process ended with -11."),
+        ([], 1, "{heading}\n\nThe rest was not measured: its process ended with 1."),
+        ([], None, "{heading}\n\nThe rest was not measured: it was stopped after 150 s."),
+    ],
+)
+def test_what_a_shape_had_measured_when_it_ended_is_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, parts: list[str], end: int | None, said: str
 ) -> None:
-    code, before = run_with(monkeypatch, tmp_path, fails=())
-    assert code == 0
-    assert [text.count("measured 5") for text in before] == list(range(len(SHAPES)))
-    assert (tmp_path / "benchmarks-gpu.md").read_text().count("measured 5") == len(SHAPES)
-    assert capsys.readouterr().out.count("    line ") == len(SHAPES)
+    dim, hidden, experts, top_k = SHAPES[-1]
+    case = GpuCase(dim=dim, hidden=hidden, experts=experts, top_k=top_k, tokens=8, device=CPU)
+    assert section_of(monkeypatch, parts, end) == (1, said.format(heading=heading(case)))
 
 
-@pytest.mark.parametrize("fails", [(0,), (1,), tuple(range(len(SHAPES)))], ids=str)
-def test_a_shape_that_fails_is_a_line_of_the_page(
-    fails: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_lines_for_the_table_are_printed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, before = run_with(monkeypatch, tmp_path, fails)
-    assert code == 1
-    assert len(before) == len(SHAPES)
-    text, told = (tmp_path / "benchmarks-gpu.md").read_text(), capsys.readouterr()
-    assert text.count("\n## D ") == len(SHAPES)
-    assert text.count("measured 5") == told.out.count("    line ") == len(SHAPES) - len(fails)
-    for i in fails:
-        assert f"\nNot measured, it failed: `RuntimeError: CUDA error: 'illegal' access in {SHAPES[i][1]}`\n" in text
-    assert told.err.count("Traceback") == len(fails)
+    assert section_of(monkeypatch, ["## D"], 0) == (0, "## D")
+    assert capsys.readouterr().out.count("    a line,\n") == len(SHAPES)

@@ -7,7 +7,7 @@ there: a recipe's hardware is either equal to its emulation or refused at constr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -29,6 +29,7 @@ from gpu.expert_checks import (
     mlp_inputs,
     mlp_is_true,
 )
+from trimtab.bench.gpu_case import captured
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES
@@ -123,20 +124,6 @@ def test_nothing_waits_for_the_device() -> None:
             step()
 
 
-def captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """`run` in a graph, and the tensors that each replay fills."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
-
-
 def test_one_graph_serves_every_split_of_a_grouped_linear() -> None:
     need_offsets_on_the_device()
     for recipe in hardware_here():
@@ -147,13 +134,12 @@ def test_one_graph_serves_every_split_of_a_grouped_linear() -> None:
 
         def run(layer=layer, x=x, dy=dy, sizes=sizes) -> list[Tensor]:  # type: ignore[no-untyped-def]
             y = layer(x, sizes)
-            return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+            return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
-        graph, results = captured(run)
+        graph = captured(run, torch.device(CUDA))
         for split in (*SIZES, [52, 52, 52, 52]):
             sizes.copy_(torch.tensor(split))
-            graph.replay()
-            replayed = [t.clone() for t in results]
+            replayed = [t.clone() for t in graph()]
             for name, got, wanted in zip(("y", "dx", "dw", "db"), replayed, run(), strict=True):
                 assert_close(got.cpu(), wanted.cpu(), 1e-6, f"{recipe} {split}: {name}")
 
@@ -166,18 +152,16 @@ def test_one_graph_serves_every_routing_of_an_expert_mlp() -> None:
 
         def run(module=module, x=x, ids=ids, w=w, dy=dy) -> list[Tensor]:  # type: ignore[no-untyped-def]
             y = module(x, ids, w)
-            return [y, *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
+            return [y.detach(), *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
 
-        graph, results = captured(run)
+        graph = captured(run, torch.device(CUDA))
         for seed in range(1, 4):
             other = mlp_inputs(CUDA, 33, seed)
             with torch.no_grad():
                 for mine, theirs in zip((x, ids, w), other, strict=True):
                     mine.copy_(theirs)
-            graph.replay()
-            replayed = [t.clone() for t in results]
+            replayed = [t.clone() for t in graph()]
             for i, (got, wanted) in enumerate(zip(replayed, run(), strict=True)):
                 assert_close(got.cpu(), wanted.cpu(), 1e-6, f"{recipe} seed {seed}: result {i}")
         ids.fill_(-1)  # nothing at all
-        graph.replay()
-        assert all(not t.any() for t in results)
+        assert all(not t.any() for t in graph())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from trimtab.errors import BackendError
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels import grouped, selftest
+from trimtab.kernels.grouped import get_kernels, names_for
 from trimtab.kernels.measured import TABLE, Measured, faster
+from trimtab.kernels.selftest import KernelChoice
 
 
 def line(triton_ms: float, **more: object) -> Measured:
@@ -24,6 +28,23 @@ def test_what_was_not_measured_takes_stock() -> None:
 def test_the_faster_at_every_measurement_is_taken() -> None:
     assert faster("H", 64, 32, table=(line(0.5), line(0.9, tokens=16))) == "triton"
     assert faster("H", 64, 32, table=(line(0.5), line(1.1, tokens=16))) == "stock"
+
+
+def test_auto_has_stock_behind_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, asked = torch.device("cuda", 0), list[object]()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H")
+    monkeypatch.setattr(grouped, "faster", partial(faster, table=(line(0.5),)))
+    assert names_for("auto", cuda, (64, 32)) == ("triton", "stock")
+    assert names_for("auto", cuda, (64, 16)) == names_for("auto", cuda) == ("stock",)
+
+    def asked_for(name: str, device: torch.device, shape: object) -> tuple[str, ...]:
+        asked.append(shape)
+        return ("loop",)
+
+    monkeypatch.setattr(selftest, "names_for", asked_for)
+    for dtype in (torch.bfloat16, torch.float32):
+        KernelChoice("auto").on(torch.device("cpu"), dtype, (64, 32))
+    assert asked == [(64, 32), None]  # what was measured was measured in bfloat16
 
 
 def test_the_table_names_a_device_and_a_shape_once_for_each_number_of_tokens() -> None:

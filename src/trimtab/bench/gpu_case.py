@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.bench.gpu_race import Replay, Run
+from trimtab.bench.gpu_race import Replay, Run, T
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
 from trimtab.experts.module import ExpertMLP
@@ -94,7 +94,8 @@ def steps(layer: Any, case: GpuCase) -> tuple[Callable[[], Tensor], Callable[[],
 
     def both() -> list[Tensor]:
         y = layer(x, ids, w)
-        return [y, *torch.autograd.grad(y, leaves, dy)]
+        # No graph outlives its step: its leaves' nodes would stay on this step's stream, and a capture fails on that.
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     return forward, both
 
@@ -108,19 +109,26 @@ def agree(ours: list[Tensor], theirs: list[Tensor], who: str) -> None:
             raise InputError(f"{who}: result {i} differs by {error:.3g} where the largest value is {largest:.3g}")
 
 
-def captured(run: Run, device: torch.device) -> Replay:
-    """`run` as the replay of a CUDA graph. Its pool is what the device reserves for it during the capture."""
+def captured(run: Callable[[], T], device: torch.device) -> Replay[T]:
+    """`run` as the replay of a CUDA graph. Its pool is what the device reserves for it during the capture.
+
+    A capture that fails raises, and leaves the current stream as it was.
+    """
+    stream = torch.cuda.current_stream(device)
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream(device))
+    aside.wait_stream(stream)
     with torch.cuda.stream(aside):
         for _ in range(3):
             run()
-    torch.cuda.current_stream(device).wait_stream(aside)
+    stream.wait_stream(aside)
     gc.collect()
     torch.cuda.empty_cache()  # so that nothing but the pool changes what is reserved
     before, graph = torch.cuda.memory_reserved(device), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
+    try:
+        with torch.cuda.graph(graph):
+            kept = run()
+    finally:
+        torch.cuda.set_stream(stream)  # torch leaves the capture's stream current where its end raises
     return Replay(graph=graph, kept=kept, pool=torch.cuda.memory_reserved(device) - before)
 
 

@@ -6,13 +6,16 @@ A GPU is timed by its own events, so that what the host does between launches co
 from __future__ import annotations
 
 import statistics
+import textwrap
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Run = Callable[[], object]
 
 
@@ -23,17 +26,17 @@ class Graph(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class Replay(Generic[T]):
     """A CUDA graph as a run.
 
     kept: what the captured run gave. pool: bytes that the graph holds from its capture on; a replay allocates nothing.
     """
 
     graph: Graph
-    kept: object
+    kept: T
     pool: int
 
-    def __call__(self) -> object:
+    def __call__(self) -> T:
         self.graph.replay()
         return self.kept
 
@@ -96,22 +99,43 @@ def memory_of(run: Run, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+@dataclass(frozen=True, kw_only=True)
+class Raced:
+    """timings: of those that ran. failed: why, of those that did not."""
+
+    timings: dict[str, Timing]
+    failed: dict[str, str]
+
+
+def brief(error: BaseException) -> str:
+    """An error as a cell of a table or a line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}".replace("`", "'").replace("|", "/"), 300)
+
+
 def race(
     contestants: Mapping[str, Run], device: torch.device, *, rounds: int = 11, seconds: float = 0.03
-) -> dict[str, Timing]:
-    """Medians need rounds, not repeats: each round repeats a contestant for about `seconds`."""
-    repeats, memory = {}, {}
+) -> Raced:  # fmt: skip
+    """Medians need rounds, not repeats: each round repeats a contestant for about `seconds`.
+
+    Who raises while it warms up takes no turns.
+    """
+    repeats, memory, failed = dict[str, int](), dict[str, int | None](), dict[str, str]()
     for name, run in contestants.items():
-        for _ in range(3):  # compile, fill caches, reach the clock rate
-            run()
-        memory[name] = memory_of(run, device)
-        repeats[name] = max(1, int(seconds / max(time_of(run, device, 1), 1e-9)))
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+        try:
+            for _ in range(3):  # compile, fill caches, reach the clock rate
+                run()
+            memory[name] = memory_of(run, device)
+            repeats[name] = max(1, int(seconds / max(time_of(run, device, 1), 1e-9)))
+        except Exception as error:  # whatever a device throws
+            traceback.print_exc()
+            failed[name] = brief(error)
+    found: dict[str, list[float]] = {name: [] for name in repeats}
     for turn in range(rounds):
-        order = list(contestants) if turn % 2 else list(contestants)[::-1]
+        order = list(found) if turn % 2 else list(found)[::-1]
         for name in order:
             found[name].append(time_of(contestants[name], device, repeats[name]))
-    return {
-        name: Timing(seconds=tuple(found[name]), memory=memory[name], is_graph=isinstance(run, Replay))
-        for name, run in contestants.items()
+    timings = {
+        name: Timing(seconds=tuple(times), memory=memory[name], is_graph=isinstance(contestants[name], Replay))
+        for name, times in found.items()
     }
+    return Raced(timings=timings, failed=failed)

@@ -12,10 +12,11 @@ from pathlib import Path
 import trimtab
 
 UNRACED = {
-    "cli", "verify", "titan", "checkpoint", "oracle.py", "kernels/triton", "kernels/measured.py",
-    "bench/bars.py", "bench/campaign.py", "bench/chart.py", "bench/choose.py", "bench/finding.py", "bench/gpu.py",
-    "bench/gpu_case.py", "bench/gpu_race.py", "bench/grid.py", "bench/judged.py", "bench/machine.py", "bench/page.py",
-    "bench/result.py", "bench/sources.py", "bench/store.py", "bench/table.py", "bench/words.py",
+    "cli", "verify", "titan", "checkpoint", "oracle.py", "kernels/triton", "kernels/measured.py", "bench/bars.py",
+    "bench/campaign.py", "bench/chart.py", "bench/choose.py", "bench/finding.py", "bench/gpu.py", "bench/gpu_case.py",
+    "bench/gpu_launches.py", "bench/gpu_race.py", "bench/gpu_tables.py", "bench/grid.py", "bench/judged.py",
+    "bench/machine.py", "bench/page.py", "bench/result.py", "bench/sources.py", "bench/store.py", "bench/table.py",
+    "bench/words.py",
 }  # fmt: skip
 ONLY_IN_TRAINING = {"train", "parallel"}
 

@@ -139,7 +139,11 @@ class StockKernels(HiddenKernels):
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
         dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
-        put(out_eAB, dw.masked_fill_(empty_e[:, None, None], 0), add)
+        nothing, zero = empty_e[:, None, None], dw.new_zeros(())
+        if not add and out_eAB.dtype is dw.dtype:
+            torch.where(nothing, zero, dw, out=out_eAB)  # one pass over the weights
+        else:
+            put(out_eAB, dw.masked_fill_(nothing, 0), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
@@ -174,12 +178,13 @@ KERNELS: dict[str, Callable[[], Kernels]] = {
 def names_for(name: str, device: torch.device, shape: tuple[int, int] | None = None) -> tuple[str, ...]:
     """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there.
 
-    shape: (D, F) of an expert MLP; on CUDA the faster set for it, where that was measured.
+    shape: (D, F) of an expert MLP in bfloat16; on CUDA the faster set for it, where that was measured.
     """
     if name != "auto":
         return (name,)
     if device.type == "cuda" and shape is not None:
-        return (faster(torch.cuda.get_device_name(device), *shape),)
+        first = faster(torch.cuda.get_device_name(device), *shape)
+        return (first,) if first == "stock" else (first, "stock")
     if device.type != "cpu":
         return ("stock",)
     return ("loop",) if switched_off() else ("compiled", "loop")

@@ -1,4 +1,4 @@
-"""Which set of kernels is faster for a shape, as measured on a device: a table, not a guess.
+"""Which set of kernels is faster for a shape in bfloat16, as measured on a device: a table, not a guess.
 
 `python -m trimtab.bench.gpu` measures both sets and prints the lines for it. A shape that no line names on its device
 takes "stock", PyTorch's own grouped GEMM. No line has been measured yet, so that is every shape.

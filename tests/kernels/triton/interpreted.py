@@ -13,6 +13,9 @@ import torch
 
 from comparing import assert_close
 from gpu.triton_checks import FALLS, Case, experts_are_true, plan_is_true
+from trimtab.bench.gpu_case import GpuCase
+from trimtab.bench.gpu_launches import OTHERS, layer_launches
+from trimtab.bench.gpu_tables import Section, launch_table
 from trimtab.experts.mlp_triton import plan_on_device
 from trimtab.kernels.rows import Bags
 from trimtab.kernels.selftest import KernelChoice, self_test
@@ -86,6 +89,18 @@ def a_wrong_kernel_is_found() -> None:
     assert "d_up is wrong" in fault or "dx is wrong" in fault
 
 
+def launches_are_raced() -> None:
+    """Every launch runs on the operands that the GPU's benchmark gives it, and no table is short of one."""
+    sizes = {"dim": 32, "hidden": 32, "experts": 4, "top_k": 2, "tokens": 9, "device": torch.device("cpu")}
+    case, section = GpuCase(**sizes, dtype=torch.float32), Section([])  # type: ignore[arg-type]
+    table = launch_table(case, section, rounds=2, launch=LAUNCH)
+    assert section.failed == [], section.failed
+    lines, tiles = table.splitlines(), {each.name: each.tiles for each in layer_launches(case)}
+    wanted = [name for name, field in tiles.items() for _ in range(1 if field is None else 1 + len(OTHERS[field]))]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:-2]] == wanted
+    assert lines[-1].count("x32x") + lines[-1].count("128x") + lines[-1].count("256x") >= len(tiles) - 1
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     for fall in FALLS:
@@ -114,6 +129,8 @@ def main() -> None:
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")
     experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands
     print("experts without rows, with main_grad, in float16")
+    launches_are_raced()
+    print("launches")
 
 
 if __name__ == "__main__":

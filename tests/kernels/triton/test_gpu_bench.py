@@ -5,20 +5,52 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.bench.gpu import main, report
-from trimtab.bench.gpu_case import GpuCase, agree
+from trimtab.bench import gpu_tables
+from trimtab.bench.gpu import main
+from trimtab.bench.gpu_case import GpuCase, agree, our_layer, steps
 from trimtab.bench.gpu_race import race
+from trimtab.bench.gpu_tables import report
 from trimtab.errors import InputError
 
 CASE = GpuCase(dim=64, hidden=32, experts=4, top_k=2, tokens=48, device=torch.device("cpu"))
 
 
 def test_a_shape_is_reported_beside_its_peer() -> None:
-    section, line = report(CASE, ("loop", "stock"), rounds=3)
-    assert line == ""  # nothing is put down as measured that was not measured on a GPU
+    parts: list[str] = []
+    section = report(CASE, ("loop", "stock"), rounds=3, done=lambda section, part: parts.append(part))
+    assert parts == section.parts
+    assert (section.line, section.failed) == ("", [])  # nothing is put down as measured that was not on a GPU
     for who in ("trimtab loop", "trimtab stock", "transformers grouped_mm", "dense", "copy", "combine torch"):
-        assert f"| {who} |" in section
-    assert section.count("| forward+backward | ") == 3
+        assert f"| {who} |" in section.text
+    assert section.text.count("| forward+backward | ") == 3
+
+
+def test_no_graph_outlives_its_step() -> None:
+    """A CUDA graph cannot be captured while the leaves' nodes are those of a step on another stream."""
+    layer = our_layer(CASE, "loop")
+    forward, both = steps(layer, CASE)
+    assert all(t.grad_fn is None and not t.requires_grad for t in (forward(), *both()))
+
+
+def test_who_fails_is_a_row_and_the_others_are_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("CUDA error: no `grouped_mm` here | none")
+
+    why = "RuntimeError: CUDA error: no 'grouped_mm' here / none"
+    monkeypatch.setattr(gpu_tables, "their_layer", fails)
+    section = report(CASE, ("loop", "stock"), rounds=3)
+    assert section.failed == ["transformers grouped_mm"]
+    assert f"|  | transformers grouped_mm | failed |  |  |  | {why} |" in section.text
+    assert section.text.count("| forward+backward | trimtab ") == 2
+    monkeypatch.setattr(gpu_tables, "gemms", lambda *args: {"dense": lambda: None, "stock": fails})
+    section = report(CASE, ("loop", "stock"), rounds=3, peer=False)
+    assert section.failed == ["stock"]
+    assert f"| stock | failed |  |  | {why} |" in section.text
+    monkeypatch.setattr(gpu_tables, "moves", fails)
+    section = report(CASE, ("loop", "stock"), rounds=3, peer=False)
+    assert section.failed == ["stock", "row moves"]
+    assert section.parts[-1] == f"row moves: not measured, it failed: `{why}`"
+    assert "trimtab loop" in section.text
 
 
 def test_results_that_differ_are_not_timed() -> None:
@@ -32,7 +64,7 @@ def test_every_contestant_has_its_turn_in_every_round() -> None:
     turns: list[str] = []
     timings = race(
         {name: lambda name=name: turns.append(name) for name in ("a", "b")}, CASE.device, rounds=5, seconds=0.0
-    )
+    ).timings
     assert {name: len(t.seconds) for name, t in timings.items()} == {"a": 5, "b": 5}
     assert "".join(turns[-8:]) in ("babaabba", "abbabaab", "baabbaab", "abbaabba")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import triton
 
 from gpu.triton_checks import FALLS
 from kernels.triton.ahead import Built, build
+from trimtab.bench.gpu_launches import OTHERS
 from trimtab.kernels.triton.gate_up import gate_up_kernel
 from trimtab.kernels.triton.hidden_grad import hidden_grad_kernel
 from trimtab.kernels.triton.language import FUSED, Launch, Tiles
@@ -39,7 +41,7 @@ def gemm(kernel: Any, t: Tiles, types: dict[str, str], constants: dict[str, Any]
     return build(kernel, types, {**constants, **shape}, options, folder)
 
 
-def build_named(name: str, dtype: torch.dtype, folder: Path) -> Built:
+def build_named(name: str, dtype: torch.dtype, folder: Path, launch: Launch = LAUNCH) -> Built:
     """The kernels as the layer launches them on rows of `dtype`, weights stored [e, out, in]."""
     X = POINTERS[dtype]
     rows_types = {"x": X, "w": X, "offsets": I64, "y": X}
@@ -47,21 +49,21 @@ def build_named(name: str, dtype: torch.dtype, folder: Path) -> Built:
     if name == "rows, weighted":  # h W_down: the weight's contracted axis is contiguous
         constants = GEMM | {"GATHER": False, "SCALE": True, "TAIL": False, "index": None, "w_a": 1}
         types = rows_types | {"scale": F32, "w_b": "i32"}
-        return gemm(rows_kernel, LAUNCH.tiles(LAUNCH.rows, dtype), types, constants, folder)
+        return gemm(rows_kernel, launch.tiles(launch.rows, dtype), types, constants, folder)
     if name == "rows, back":  # d_pre W_up: the weight's output axis is contiguous
         constants = GEMM | {"GATHER": False, "SCALE": False, "TAIL": True, "index": None, "scale": None, "w_b": 1}
         types = rows_types | {"w_a": "i32"}
-        return gemm(rows_kernel, LAUNCH.tiles(LAUNCH.across, dtype), types, constants, folder)
+        return gemm(rows_kernel, launch.tiles(launch.across, dtype), types, constants, folder)
     if name == "gate_up":
         types = {"x": X, "index": I64, "up": X, "offsets": I64, "pre": X, "h": X}
         types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "up_e", "up_i"), "i32")
-        tiles = LAUNCH.tiles(LAUNCH.gate_up, dtype)
+        tiles = launch.tiles(launch.gate_up, dtype)
         return gemm(gate_up_kernel, tiles, types, GEMM | {"KEEP": True, "up_d": 1}, folder)
     if name == "hidden_grad":
         types = {"dy": X, "index": I64, "down": X, "weight": F32, "offsets": I64, "pre": X}
         types |= {"d_pre": X, "hw": X, "dots": F32}
         types |= dict.fromkeys(("experts", "rows", "dim", "hidden", "down_e", "down_d"), "i32")
-        return gemm(hidden_grad_kernel, LAUNCH.tiles(LAUNCH.dh, dtype), types, GEMM | {"down_f": 1}, folder)
+        return gemm(hidden_grad_kernel, launch.tiles(launch.dh, dtype), types, GEMM | {"down_f": 1}, folder)
     types = {"a": X, "b": X, "offsets": I64, "out": F32}
     types |= dict.fromkeys(("experts", "a_width", "b_width", "out_e", "out_b"), "i32")
     constants = {"ADD": True, "EVEN": True, "WIDE": False, "out_a": 1}
@@ -69,8 +71,8 @@ def build_named(name: str, dtype: torch.dtype, folder: Path) -> Built:
     for index, given in (("a_index", constants["GATHER_A"]), ("b_index", constants["GATHER_B"])):
         types |= {index: I64} if given else {}
         constants |= {} if given else {index: None}
-    tiles = LAUNCH.wgrad if name == "weight_grad" else LAUNCH.wgrad_gathered
-    return gemm(weight_grad_kernel, LAUNCH.tiles(tiles, dtype), types, constants, folder)
+    tiles = launch.wgrad if name == "weight_grad" else launch.wgrad_gathered
+    return gemm(weight_grad_kernel, launch.tiles(tiles, dtype), types, constants, folder)
 
 
 @pytest.fixture
@@ -101,6 +103,26 @@ def test_a_gemm_of_float32_spills_nothing(name: str, folder: Path) -> None:
     older = triton.__version__.startswith(("3.7.", "3.8."))  # these keep four registers fewer
     most = 16 if older and name == "weight_grad, x gathered" else 0
     assert (built.spilled <= most, built.shared <= SHARED_LIMIT) == (True, True), (built.spilled, built.shared)
+
+
+OTHER_TILES = [
+    (name, field, tiles)
+    for name, field in {
+        "rows, weighted": "rows", "rows, back": "across", "gate_up": "gate_up", "hidden_grad": "dh",
+        "weight_grad": "wgrad", "weight_grad, dy gathered": "wgrad_gathered",
+    }.items()
+    for tiles in OTHERS[field]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "tiles"), OTHER_TILES, ids=lambda value: getattr(value, "n", value))
+def test_tiles_that_are_raced_beside_the_layer_s_fit_a_device(
+    name: str, field: str, tiles: Tiles, folder: Path
+) -> None:  # fmt: skip
+    assert tiles != getattr(LAUNCH, field)
+    built = build_named(name, torch.bfloat16, folder, replace(LAUNCH, **{field: tiles}))  # type: ignore[arg-type]
+    assert "wgmma.mma_async" in built.ptx
+    assert (built.spilled <= 256, built.shared <= SHARED_LIMIT) == (True, True), built
 
 
 def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
@@ -135,4 +157,4 @@ def test_numbers_in_the_interpreter() -> None:
         cwd=tests, env=env, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 5
+    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 6
