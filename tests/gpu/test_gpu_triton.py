@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from comparing import assert_close
-from gpu.test_gpu_experts import captured, no_sync
+from gpu.test_gpu_experts import no_sync
 from gpu.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
+from trimtab.bench.gpu_case import captured
 from trimtab.kernels.selftest import KernelChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -48,7 +49,7 @@ def test_a_layer_on_a_device_that_is_not_current_is_true() -> None:
 
 def step(module: torch.nn.Module, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     y = module(x, ids, w)
-    return [y, *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
+    return [y.detach(), *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
 
 
 def test_a_large_layer_equals_stock_and_itself_bit_for_bit() -> None:
@@ -72,11 +73,10 @@ def test_nothing_waits_for_the_device() -> None:
 def test_one_graph_serves_every_routing() -> None:
     case = Case(rows=300)
     module, (x, ids, w, dy) = module_of(case, CUDA), inputs_of(case, CUDA)
-    graph, results = captured(lambda: step(module, x, ids, w, dy))
+    graph = captured(lambda: step(module, x, ids, w, dy), torch.device(CUDA))
     for seed, fall in enumerate(FALLS):
         ids.copy_(ids_of(Case(rows=300, fall=fall), seed))
-        graph.replay()
-        replayed = [t.clone() for t in results]
+        replayed = [t.clone() for t in graph()]
         for i, (got, wanted) in enumerate(zip(replayed, step(module, x, ids, w, dy), strict=True)):
             assert torch.equal(got, wanted), (fall, i)
 

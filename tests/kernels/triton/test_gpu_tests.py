@@ -1,0 +1,51 @@
+"""What tests/gpu runs on a device runs here on the CPU first, where a mistake in a test costs no time on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu import test_gpu_experts as experts
+from gpu import test_gpu_triton as layers
+from gpu.triton_checks import Case
+from trimtab.kernels.selftest import KernelChoice
+
+LOOP = Case(kernels=KernelChoice("loop"), dtype=torch.float32)
+
+
+class Again:
+    """In place of a CUDA graph: runs what it would replay."""
+
+    def __init__(self, run: Callable[[], list[torch.Tensor]], device: torch.device) -> None:
+        self.run = run
+
+    def __call__(self) -> list[torch.Tensor]:
+        return self.run()
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (experts, layers):
+        monkeypatch.setattr(module, "CUDA", "cpu")
+        monkeypatch.setattr(module, "captured", Again)
+        monkeypatch.setattr(module, "no_sync", nullcontext)
+    monkeypatch.setattr(experts, "need_offsets_on_the_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(layers, "Case", lambda **given: replace(LOOP, **given))
+    monkeypatch.setattr(layers, "LARGE", replace(LOOP, rows=64, top_k=4, experts=8, dim=64, hidden=48))
+
+
+def test_graphs_and_syncs() -> None:
+    experts.test_one_graph_serves_every_split_of_a_grouped_linear()
+    experts.test_one_graph_serves_every_routing_of_an_expert_mlp()
+    experts.test_nothing_waits_for_the_device()
+    layers.test_one_graph_serves_every_routing()
+    layers.test_nothing_waits_for_the_device()
+
+
+def test_a_large_layer() -> None:
+    layers.test_a_large_layer_equals_stock_and_itself_bit_for_bit()
