@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
 from layer_case import BOUNDS, E, K, build
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import FP8Current
 from trimtab.kernels.grouped import get_kernels
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.layer import MoE
+from trimtab.parallel.experts import ParallelExperts
+from trimtab.routing.bias import set_totals
 from trimtab.routing.losses import StepTotals
 from trimtab.routing.record import record, replay
 
@@ -245,6 +248,45 @@ def test_what_has_state_runs_between_two_graphs(name: str) -> None:
                 p.main_grad.zero_()
     assert_same(found[1], found[0], 2e-6)
     assert any(grad.abs().max() > 0 for grad in found[0].values())
+
+
+@pytest.mark.parametrize("name", ["delayed", "main_grad"])
+def test_compiled_autograd_leaves_out_what_runs_eagerly(name: str) -> None:
+    moe, x = STATEFUL[name](), inputs((5,), FP32)[0]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        moe.experts.backward_dw()
+        found = {n: getattr(p, "main_grad", p.grad).clone() for n, p in moe.named_parameters()}
+        for p in moe.parameters():
+            p.grad = None
+            if hasattr(p, "main_grad"):
+                p.main_grad.zero_()
+        return found
+
+    loss_of(moe(x)).backward()
+    eager = gradients()
+    with dynamo.config.patch(compiled_autograd=True):
+        whole = torch.compile(lambda x: loss_of(moe(x)).backward(), backend="eager")
+        whole(x)
+    assert_same(gradients(), eager, 2e-6)
+
+
+def test_a_graph_serves_any_number_of_tokens_in_a_step() -> None:
+    moe = build(router={"aux_loss": 0.3})
+    run, counter = compiled(moe)
+    x = inputs((5,), FP32)[0]
+    for tokens in (11.0, 12.0, torch.tensor(13.0)):
+        set_totals(moe, tokens)
+        found = [loss_of(forward(x)).detach()[None] for forward in (moe, run)]
+        assert_same({"loss": found[1]}, {"loss": found[0]}, 2e-6)
+    assert counter.frame_count == 1
+
+
+def test_each_function_that_is_run_again_has_a_count_of_graphs_of_its_own() -> None:
+    """Dynamo gives up a code object after eight graphs, whoever shares it."""
+    codes = {f.__code__ for f in (Dispatcher.dispatch, Dispatcher.combine, ParallelExperts.forward)}
+    assert len(codes) == 3
+    assert {code.co_name for code in codes} == {"dispatch", "combine", "forward"}
 
 
 def test_inductor() -> None:

@@ -1,11 +1,11 @@
-"""What every backward of ours is wrapped in."""
+"""What every backward of ours is wrapped in, and what autograd is told of a result."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,17 +15,23 @@ from trimtab.errors import InputError
 _TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) -> Callable[..., Any]:
     """A static `backward` of an autograd function, run without autocast, in the dtypes of the forward.
 
     Under create_graph=True its results raise where they are differentiated, but for a function within a graph of
     `torch.compile`. torch's own decorator leaves them without a graph if the gradient that comes in has none, as that
     of a sum has not: a penalty on them would have no gradient, and nobody would be told.
+
+    traced: whether `torch.compile` may trace it, see `eager_backward`.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling():
+            if not traced:
+                from trimtab.eager import eagerly
+
+                return eagerly(run, ctx, *grads)
             kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return backward(ctx, *grads)
@@ -40,6 +46,36 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return fail(*(t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results))
 
     return run
+
+
+def eager_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable` for a function whose forward is in no graph of `torch.compile`: compiled autograd, which
+    traces every backward, leaves this one out."""
+    return once_differentiable(backward, traced=False)
+
+
+def needed(ctx: Any) -> tuple[bool, ...]:
+    """Of a function's inputs, those whose gradient this backward is for: of all that need one, as `needs_input_grad`
+    says, `torch.autograd.grad(y, x)` and each half of a zero-bubble schedule's backward want some."""
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    edges = getattr(ctx, "next_functions", None)  # an operator's context has none
+    if edges is None or torch.compiler.is_compiling():
+        return needs
+    nodes = iter([node for node, _ in edges if node is not None])
+    return tuple(need and _runs(next(nodes)) for need in needs)
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # no public function says this
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for, or no engine: compiled autograd has none
+        return True
+
+
+def not_a_view(fresh: Tensor, shape: torch.Size) -> Tensor:
+    """`fresh`, which nobody else holds, in another shape, and no view to autograd: what FSDP2 hangs on a layer's result
+    is lost from a view that is changed in place, as by a residual `y += x`."""
+    return cast(Tensor, torch.ops.aten._unsafe_view(fresh, shape))
 
 
 def without_autocast() -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from trimtab.backward import not_a_view
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.main_grad import MainGradMode
@@ -105,8 +106,9 @@ class MoE(nn.Module):
     where the dim is marked by `torch._dynamo.decorators.mark_unbacked` one graph serves any number. The experts are
     operators in it, of the same kernels as eagerly, and bad ids or logits raise as they do there. Graphs break around
     an exchange between ranks, and around experts whose options have state that a graph does not see: `main_grad`,
-    `delay_wgrad`, a recipe, kernels of one's own; these run eagerly. Nothing is remembered for a recompute then: what
-    a checkpoint runs again is the same graph, and its loads are counted once.
+    `delay_wgrad`, a recipe, kernels of one's own; these run eagerly, also under compiled autograd. A generator of the
+    router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
+    again is the same graph, and its loads are counted once.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
@@ -155,7 +157,7 @@ class MoE(nn.Module):
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        y = self.tokens.join(y_TD.reshape(mine.shape), x)
+        y = self.tokens.join(not_a_view(y_TD, mine.shape), x)
         return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _take(

@@ -127,6 +127,33 @@ def test_a_rank_that_is_busy_before_its_first_layer_is_named() -> None:
     assert said.startswith("(1,) [layer a, rank 1, phase count] rank 1 has not built its transport")
 
 
+def late_on_rank(look: bool) -> str:
+    guard = Guard(deadline=2.0, look=look)
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), layer="a")
+    if dist.get_rank() == 1:
+        time.sleep(6.0)
+    with pytest.raises(PhaseTimeout) as raised:
+        step(dispatcher)
+    time.sleep(3.0 * (dist.get_rank() == 0))  # it serves the store
+    return f"{raised.value.ranks} {raised.value}".split(" Rank ")[0]
+
+
+@pytest.mark.xdist_group("ranks4")
+@pytest.mark.parametrize(
+    ("look", "says"),
+    [
+        (True, "is alive and has not begun its first call"),
+        (False, "does not answer: it has not come to its first call, or is dead"),
+    ],
+)
+def test_a_rank_that_is_late_for_the_first_exchange_is_named_by_all(look: bool, says: str) -> None:
+    """Those who wait have not met yet; where records cannot be read, nobody has asked the store before."""
+    said = run_ranks(late_on_rank, 4, look, deadline=40.0)
+    assert len(set(said)) == 1
+    assert said[0].startswith("(1,) [layer a, rank 1, phase count] rank 1 (")
+    assert says in said[0]
+
+
 def test_a_deadline_must_be_positive() -> None:
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="must be above 0"):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not loaded them yet."""
     monkeypatch.setattr(compiled, "_shared", {})
+    monkeypatch.setattr(compiler, "_failed", {})
 
 
 def test_auto_takes_them_and_says_nothing() -> None:
@@ -61,6 +63,65 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch.setenv("CXX", named)
         with pytest.raises(BackendError, match=f"CXX={re.escape(repr(named))} is no program"):
             compiler.find_compiler()
+
+
+def a_compiler_that_fails(folder: Path, says: str, seconds: float = 0.0) -> Path:
+    broken = folder / "c++"
+    broken.write_text(f"#!/bin/sh\necho called >> {folder}/calls\nsleep {seconds}\nprintf '{says}' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    return broken
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not once per layer: 48 layers would wait for it 48 times, on each rank in turn."""
+    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "one\nerror: two\nthree")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        with pytest.raises(BackendError) as caught:
+            KernelChoice("compiled").on(CPU, dtype)
+        said.append(str(caught.value))
+    assert len(set(said)) == 1
+    assert "\nerror: two" in said[0]
+    assert not any(word in said[0] for word in ("one", "three"))
+    assert (tmp_path / "calls").read_text().split() == ["called"]
+
+
+ASK = """
+from trimtab.errors import BackendError
+from trimtab.kernels.compiled import compiled_kernels
+try:
+    compiled_kernels()
+except BackendError as error:
+    assert "no room" in str(error), error
+    print("refused")
+"""
+
+
+def test_who_waited_for_a_compiler_that_failed_does_not_ask_it_again(tmp_path: Path) -> None:
+    slow = a_compiler_that_fails(tmp_path, "no room", seconds=10.0)
+    env = {**os.environ, "CXX": str(slow), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    started = [subprocess.Popen([sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, text=True)]
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started += [subprocess.Popen([sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, text=True)]
+        assert [one.communicate(timeout=120)[0] for one in started] == ["refused\n", "refused\n"]
+    finally:
+        for one in started:
+            one.kill()
+    assert (tmp_path / "calls").read_text().split() == ["called"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "collect2: bad value")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "LEAST_FREE", 1 << 62)
+    with pytest.raises(BackendError, match=r"collect2: bad value\n[0-9.]+ MB are free on the disk of .*cache/trimtab"):
+        KernelChoice("compiled").on(CPU, torch.float32)
 
 
 @pytest.mark.usefixtures("alone")

@@ -170,3 +170,31 @@ def test_one_parameter_may_be_given_alone() -> None:
     one.grad, other.grad = torch.arange(3.0), torch.arange(3.0)
     torch.testing.assert_close(clip_grad_norm_(one, 0.5), torch.nn.utils.clip_grad_norm_(other, 0.5))
     torch.testing.assert_close(one.grad, other.grad)
+
+
+def turned_on_rank() -> list[str]:
+    turned = DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("ep",))
+    rows = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("edp", "ep"))
+    right = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    tries = {
+        "experts": lambda: spread(turned),
+        "tp": lambda: spread(right, tokens="sharded", tp_mesh=turned),
+        "dp": lambda: ddp(spread(right), turned, init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))["edp"]),
+        "edp": lambda: ddp(spread(rows["ep"]), right, rows["edp"]),
+    }
+    said = []
+    for attempt in tries.values():
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused() -> None:
+    """torch sorts the ranks of a group: experts would be cut by place in the mesh, and looked for by rank."""
+    for rank, said in enumerate(run_ranks(turned_on_rank, 2, deadline=60.0)):
+        for name, text in zip(("expert mesh", "tp_mesh", "dp_mesh", "edp_mesh"), said, strict=True):
+            assert text.startswith(f"{name}: rank {rank} is number {1 - rank} along dim 0 of ")
+            assert text.endswith(
+                f"number {rank} of the group [0, 1], which torch sorts: let ranks ascend along each dim"
+            )

@@ -1,28 +1,17 @@
-"""What `torch.compile` needs: a check of a dispatcher's that is not compiled away, and a way out of the graph.
+"""What `torch.compile` needs: a check of a dispatcher's that is not compiled away.
 
-Imported while a graph is traced and at no other time: importing it defines an operator `trimtab::checked_ids` and
-loads the compiler. Nothing that runs eagerly sees either.
+Imported while a graph is traced and at no other time: importing it defines an operator `trimtab::checked_ids`, which
+nothing that runs eagerly sees.
 
 Legend: T tokens, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trimtab.dispatch.checks import raise_if_bad
-
-
-@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="trimtab: ranks exchange rows, an option has state or the kernels are no operators: this part runs eagerly"
-)
-def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""
-    return fn(*args, **kwargs)
 
 
 @torch.library.custom_op("trimtab::checked_ids", mutates_args=())

@@ -195,7 +195,7 @@ class Dispatcher:
         return self._named is not None and torch.compiler.is_compiling()
 
     def _eagerly(self, method: Callable[..., Any], *args: Any) -> Any:
-        from trimtab.dispatch.compiled import eagerly
+        from trimtab.eager import eagerly
 
         return eagerly(method, *args)
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.compiled import eagerly
 from trimtab.dispatch.plan import plan_experts
+from trimtab.eager import eagerly
 from trimtab.errors import InputError
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights

@@ -35,7 +35,7 @@ class GroupedLinear(GroupedModule):
 
     Args:
         num_groups: G.
-        in_features, out_features: widths; on a GPU multiples of 16 bytes.
+        in_features, out_features: widths; on a GPU, and with kernels "stock", multiples of 16 bytes.
         bias: whether each group has one.
         single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
             either form load into either.
@@ -125,7 +125,7 @@ class GroupedLinear(GroupedModule):
         Under `torch.compile` it runs eagerly, between two graphs.
         """
         if torch.compiler.is_compiling():
-            from trimtab.dispatch.compiled import eagerly
+            from trimtab.eager import eagerly
 
             y: Tensor = eagerly(self.forward, x_RD, group_sizes)
             return y

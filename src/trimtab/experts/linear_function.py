@@ -8,6 +8,7 @@ Legend: R rows as given, S rows as computed (R, or aligned), e groups, A in feat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable, without_autocast
+from trimtab.backward import eager_backward, needed, without_autocast
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
@@ -103,22 +104,24 @@ class _GroupedLinear(Function):
         return call.unspread(y_SB).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: LinearCall = ctx.call
-        count = len(ctx.needs_input_grad) - 2
+        _, need_x, *needs = needed(ctx)
+        wanted = needs if call.defer is None else call.trained
+        count, weights = len(needs), len(call.params.weights)
         saved = ctx.saved_tensors
         params, kept = saved[:count], saved[count:]
         dy_SB = call.spread(dy)
         dx = None
-        if ctx.needs_input_grad[1]:
+        if need_x:
             dx = call.unspread(call.products.dgrad(dy_SB, call.saved(params))).to(ctx.x_dtype)
 
         # Quantised now, also where the product comes later: scales belong to this step.
-        columns = call.products.keep(dy_SB, "gradient") if call.wants_weights else ()
+        columns = call.products.keep(dy_SB, "gradient") if any(wanted[:weights]) else ()
 
         def gradients() -> list[Tensor | None]:
-            return _parameter_gradients(call, kept, columns, dy_SB)
+            return _parameter_gradients(call, wanted, kept, columns, dy_SB)
 
         if call.defer is None:
             return (None, dx, *gradients())
@@ -133,18 +136,18 @@ class _GroupedLinear(Function):
 
 
 def _parameter_gradients(
-    call: LinearCall, kept: tuple[Tensor, ...], columns: tuple[Tensor, ...], dy_SB: Tensor
+    call: LinearCall, trained: Sequence[bool], kept: tuple[Tensor, ...], columns: tuple[Tensor, ...], dy_SB: Tensor
 ) -> list[Tensor | None]:
     """What autograd gets for each weight and each bias, None for those that want nothing."""
     own, n = call.params, len(call.params.weights)
-    found: list[Tensor | None] = [None] * len(call.trained)
-    if call.wants_weights:
+    found: list[Tensor | None] = [None] * len(trained)
+    if any(trained[:n]):
         x = call.products.keep(call.spread(kept[0]), "activation") if call.save_original_input else kept
-        dw = Gradients(own.weights, own.stacked, call.main_grad, "weight", trained=call.trained[:n])
+        dw = Gradients(own.weights, own.stacked, call.main_grad, "weight", trained=trained[:n])
         call.products.wgrad(x, columns, dw)
         found[:n] = dw.close()
-    if call.wants_biases:
+    if any(trained[n:]):
         db = Gradients(own.biases, own.stacked, "off", "bias")
         bias_gradients(call.kernels, call.offsets_e, dy_SB, db)
         found[n:] = db.close()
-    return [gradient if wanted else None for gradient, wanted in zip(found, call.trained, strict=True)]
+    return [gradient if wanted else None for gradient, wanted in zip(found, trained, strict=True)]

@@ -15,9 +15,9 @@ on the parameter turns accumulate into overwrite for that parameter. These attri
 An expert without tokens is in no row of the table: the kernels write zeros for it, or add zeros.
 
 `accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use.
-Every backward through the layer writes, also one that asks for the gradient of the input alone, as
-`torch.autograd.grad(y, x)` does: PyTorch has no public way to ask which gradients are wanted. Freeze the
-parameters for such a forward. Delayed weight gradients likewise wait for a `backward_dw()` of their own.
+A backward that asks for the gradient of the input alone writes nothing, as `torch.autograd.grad(y, x)` and the
+first half of a zero-bubble schedule's backward do. Delayed weight gradients wait for a `backward_dw()` of their own
+after any backward: freeze the parameters for one that is to leave none.
 """
 
 from __future__ import annotations

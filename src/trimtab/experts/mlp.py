@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable, without_autocast
+from trimtab.backward import eager_backward, needed, without_autocast
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
 from trimtab.experts.delayed import Defer
@@ -171,12 +171,12 @@ class _ExpertMLP(Function):
         return combine_rows(out_RD, _bags(call), None if folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         plan, math, kernels = call.plan, call.math, call.kernels
         x, w_MK, up, down, _, down_bias, *saved = ctx.saved_tensors
-        _, need_x, need_w, *needs = ctx.needs_input_grad
+        _, need_x, need_w, *needs = needed(ctx)
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
         w_R1, number = slot_weights(w_MK, plan).to(dtype), number_of(math.activation)
@@ -243,7 +243,7 @@ class _EitherMLP(Function):
         return (FusedMLP if fused_is_faster(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call = replace(ctx.call, as_compiled=True)  # in a compiled graph it is not the forward's
         grads: tuple[Tensor | None, ...]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import eager_backward, needed
 from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
@@ -128,12 +128,12 @@ class FusedMLP(Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         kernels = _kernels(call)
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
-        _, need_x, need_w, *needs = ctx.needs_input_grad
+        _, need_x, need_w, *needs = needed(ctx)
         fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
         x, dtype = fields["x"], call.weights.up.dtype
         dx = kernels.empty(*x.shape, dtype=dtype) if need_x else None

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import eager_backward, needed
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients
 from trimtab.experts.products import GroupWeights, bias_gradients
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
@@ -62,13 +62,13 @@ class LoweredMLP(Function):
         return combine_rows(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0])
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         plan, math, products = call.plan, call.math, call.products
         assert products is not None
         x, w_MK, up, down, _, down_bias, pre = ctx.saved_tensors
-        _, need_x, need_w, *needs = ctx.needs_input_grad
+        _, need_x, need_w, *needs = needed(ctx)
         wanted = call.wanted(needs)
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         d_out = gather_padded(dy.contiguous(), plan.row_R)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import eager_backward, needed
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertCall
@@ -79,12 +79,12 @@ class TritonMLP(Function):
         return combine(out_RD, plan.row_bags)
 
     @staticmethod
-    @once_differentiable
+    @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         plan, launch = call.plan, _launch(call)
         x, w_MK, up, down, _, _, pre = ctx.saved_tensors
-        _, need_x, need_w, *needs = ctx.needs_input_grad
+        _, need_x, need_w, *needs = needed(ctx)
         dy, up_eDI, down_eFD = dy.contiguous(), call.by_row(up), call.by_row(down)
         weight_R = slot_weights(w_MK, plan)[:, 0].float()
         d_pre, hw, dots = hidden_grad(

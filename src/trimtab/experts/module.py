@@ -69,7 +69,7 @@ class ExpertMLP(GroupedModule):
 
     Args:
         num_experts: E.
-        dim, hidden: D and F; on a GPU multiples of 16 bytes.
+        dim, hidden: D and F; on a GPU, and with kernels "stock", multiples of 16 bytes.
         activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (gpt-oss: interleaved) with a gate;
             "relu_squared", "gelu" without.
         bias: whether up and down have biases.

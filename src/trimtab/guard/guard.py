@@ -166,21 +166,26 @@ class Guard(SharedByCopies):
 
     def _judged(self, start: float, failure: str) -> TrimtabError:
         """The error to raise: a cause that is known by now, or this rank's own verdict, told to all."""
-        if not self._met:  # in a thread of its own, for the store may be as dead as the peer
+        first = not self._met
+        if first:  # in a thread of its own, for the store may be as dead as the peer
             meeting = threading.Thread(target=self._meet, daemon=True)
             meeting.start()
             meeting.join(self.patience)
-        if failure and self._watch is not None:
+        unasked = self._watch is not None and not self._watch.heard  # met just now, or long before its deadline
+        if unasked and self._watch is not None:
             self._watch.ask()
         # A process that dies closes its connections a moment before it is seen to be gone.
-        end = time.monotonic() + (self.patience if failure else 0.0)
+        end = time.monotonic() + (self.patience if failure or unasked else 0.0)
         while self._known() is None and time.monotonic() < end:
-            if any(a.left or a.process == "gone" for a in self._answers()):
+            answers = self._answers()
+            if any(a.left or a.process == "gone" for a in answers):
+                break
+            if not failure and self._watch is not None and (self._watch.store_error or all(a.heard for a in answers)):
                 break
             time.sleep(0.02)
         if self._known() is None:
             here = self.place() or Place(layer="", phase="count", direction="forward", call=0)
-            self._publish(judge(self._answers(), here, self.deadline, failure, self._dead_store()))
+            self._publish(judge(self._answers(), here, self.deadline, failure, self._dead_store(), first=first))
         cause = self._known()
         assert cause is not None
         return cause.error(self._waited(start))

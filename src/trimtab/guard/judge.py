@@ -97,11 +97,13 @@ def _cause(kind: type[TrimtabError], guilty: Sequence[Answer], fallback: Place, 
 
 
 def judge(
-    answers: Sequence[Answer], waited: Place, deadline: float, failure: str = "", store: DeadStore | None = None
-) -> Cause:
+    answers: Sequence[Answer], waited: Place, deadline: float, failure: str = "", store: DeadStore | None = None,
+    *, first: bool = False,
+) -> Cause:  # fmt: skip
     """The cause why this rank, which `waited` there, cannot go on. `answers`: of the other ranks.
 
     failure: what the collective itself said, if it failed before the deadline. store: given if it does not answer.
+    first: whether this is the first that the ranks wait for together: one that has not come there answers nobody.
     """
     gone = [a for a in answers if a.process == "gone" and not a.left]
     if gone:
@@ -127,8 +129,9 @@ def judge(
         return Cause(kind="PeerLost", message=message.strip(), ranks=named, layer=waited.layer, phase=waited.phase)
     silent = [a for a in answers if not a.heard]
     if silent:
-        what = [f"{a.peer} does not answer: dead, frozen or cut off from the store." for a in silent]
-        return _cause(PeerLost, silent, waited, what)
+        or_late = "it has not come to its first call, or is " if first else ""
+        what = [f"{a.peer} does not answer: {or_late}dead, frozen or cut off from the store." for a in silent]
+        return _cause(PhaseTimeout if first and not failure else PeerLost, silent, waited, what)
     if failure:
         message = f"the connection to a peer broke while the processes of all ranks live on ({failure})."
         return _cause(PeerLost, [], waited, [message, "Look at the network between the hosts."])

@@ -55,7 +55,7 @@ def experts_forward(
     if torch.compiler.is_exporting():
         raise InputError(f"{who}: trimtab's experts cannot be exported: use experts_implementation='grouped_mm'")
     if torch.compiler.is_compiling():
-        from trimtab.dispatch.compiled import eagerly
+        from trimtab.eager import eagerly
 
         given = (module, hidden_states, top_k_index, top_k_weights)
         y: Tensor = eagerly(experts_forward, *given, kernels=kernels, num_slots=num_slots)

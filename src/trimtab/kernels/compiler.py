@@ -7,6 +7,7 @@ as a machine that lost its power may leave it, is made again. Ranks that start t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -27,6 +28,9 @@ from trimtab.kernels import processor
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
 LIMIT = 300  # seconds for a compiler that should take some
+LEAST_FREE = 20_000_000  # bytes on a disk that a compiler that failed may have filled
+_failed: dict[Path, str] = {}
+"""Why a library was not made by this process."""
 
 
 def find_compiler() -> list[str]:
@@ -79,11 +83,14 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
     target = cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
     try:
         if not _whole(target):
+            if target in _failed:
+                raise BackendError(_failed[target])
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            came = time.time()
             with open(target.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
                 if not _whole(target):
-                    _compile(compiler, flags, main, target)
+                    _compile_once(compiler, flags, main, target, came)
     except OSError as error:
         raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
     return target
@@ -125,6 +132,23 @@ def _openmp() -> str:
     return str(found[0]) if found else "-fopenmp"
 
 
+def _compile_once(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path, came: float) -> None:
+    """What failed is not tried again by this process, nor by those that waited for it since `came`: each layer would
+    wait for the compiler, on each rank in turn."""
+    told = target.with_suffix(".failed")
+    try:
+        if told.exists() and told.stat().st_mtime >= came:
+            raise BackendError(told.read_text(encoding="utf-8", errors="replace"))
+        _compile(compiler, flags, main, target)
+    except BackendError as error:
+        _failed[target] = str(error)
+        with contextlib.suppress(OSError):  # as where the disk is full
+            if not told.exists() or told.stat().st_mtime < came:
+                told.write_text(str(error), encoding="utf-8")
+        raise
+    told.unlink(missing_ok=True)
+
+
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
     for left in target.parent.glob(f"{target.stem}.making-*"):  # of one that was killed, or of a host that sees no lock
         if time.time() - left.stat().st_mtime > 2 * LIMIT:
@@ -132,17 +156,21 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.making-") as made_in:
         folder = Path(made_in)
         made, library, digest = (folder / name for name in ("made.o", "made.so", "digest"))
-        _run([*compiler, *flags, "-c", str(main), "-o", str(made)])
-        _run([*compiler, "-shared", str(made), _openmp(), "-o", str(library)])
+        _run([*compiler, *flags, "-c", str(main), "-o", str(made)], folder)
+        _run([*compiler, "-shared", str(made), _openmp(), "-o", str(library)], folder)
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         library.replace(target)
         digest.replace(_hash_of(target))
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: Path) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BackendError(f"the C++ compiler took more than {LIMIT} s: {' '.join(command)}") from error
+        raise BackendError(f"the C++ compiler took more than {LIMIT} s: {shlex.join(command)}") from error
     if done.returncode:
-        raise BackendError(f"the C++ compiler failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        told = [line for line in lines if "error" in line.lower()][:3] or lines[-3:]
+        free = shutil.disk_usage(folder).free
+        full = [f"{free / 1e6:.1f} MB are free on the disk of {folder.parent}"] if free < LEAST_FREE else []
+        raise BackendError("\n".join([f"the C++ compiler failed: {shlex.join(command)}", *told, *full]))

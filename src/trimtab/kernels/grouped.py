@@ -22,7 +22,7 @@ F expert hidden dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -130,11 +130,13 @@ class StockKernels(HiddenKernels):
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        self._check_widths(w_eAB.shape[1:], x_RA)
         y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        self._check_widths(out_eAB.shape[1:], a_RA)
         offs = block.offsets_e[1:].int()
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
         dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
@@ -153,6 +155,15 @@ class StockKernels(HiddenKernels):
         rows = torch.arange(block.rows.stop, device=values_eA.device)
         expert_R = torch.searchsorted(block.offsets_e[1:], rows, right=True)
         return torch.cat((values_eA, values_eA.new_zeros(1, values_eA.shape[1]))).index_select(0, expert_R)
+
+    def _check_widths(self, widths: Sequence[int], rows: Tensor) -> None:
+        """torch takes rows of multiples of 16 bytes alone, and says so in the middle of a call."""
+        if odd := [width for width in widths if width * rows.element_size() % 16]:
+            raise BackendError(
+                f"torch.nn.functional.grouped_mm takes widths of multiples of 16 bytes, not {odd[0]} of {rows.dtype}: "
+                "use kernels 'loop' or 'auto' on the CPU, or other widths",
+                phase="experts",
+            )
 
     def _tail(self, rows: Tensor, block: Block) -> Tensor:
         return (torch.arange(rows.shape[0], device=rows.device) >= block.offsets_e[-1])[:, None]

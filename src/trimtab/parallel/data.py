@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab.errors import ConfigError
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.moe import ParallelMoE
+from trimtab.parallel.token_meshes import check_ascending
 
 
 def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> list[ParallelExperts]:
@@ -29,6 +30,7 @@ def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMe
     experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
     if not experts:
         raise ConfigError(f"no experts under ExpertParallel in {type(model).__name__}: call parallelize first")
+    check_ascending(edp_mesh, "edp_mesh")
     joined = [(layer, replace(layer.token_meshes, data=dp_mesh)) for layer in layers]
     for layer, meshes in joined:
         assert isinstance(layer.experts, ParallelExperts)

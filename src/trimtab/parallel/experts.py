@@ -36,6 +36,7 @@ from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.recipe_state import share_state_dicts
+from trimtab.parallel.token_meshes import check_ascending
 from trimtab.routing.recompute import always_recomputed
 
 NAMES = ("up", "down", "up_bias", "down_bias")
@@ -56,6 +57,7 @@ class ExpertMesh(SharedByCopies):
                 f"expert mesh {names or self.mesh.ndim} with etp={self.etp!r}: hand in one dim (ep), or two "
                 "with etp naming the one that splits F, such as mesh['etp', 'ep'] and etp='etp'"
             )
+        check_ascending(self.mesh, "expert mesh")
 
     @property
     def _etp_dim(self) -> int | None:

@@ -26,6 +26,22 @@ def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(d) for d in dims if mesh is not None and mesh.size(d) > 1)
 
 
+def check_ascending(mesh: DeviceMesh | None, name: str) -> None:
+    """Raises ConfigError where this rank's place along a dim of the mesh is not its place in that dim's group, which
+    torch sorts: what is cut by the one would be looked for, and put together again, by the other."""
+    place = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or place is None:
+        return
+    for dim, at in enumerate(place):
+        group = mesh.get_group(dim)
+        if dist.get_rank(group) != at:
+            ranks = dist.get_process_group_ranks(group)
+            raise ConfigError(
+                f"{name}: rank {dist.get_rank()} is number {at} along dim {dim} of {mesh.mesh.tolist()}, but number "
+                f"{dist.get_rank(group)} of the group {ranks}, which torch sorts: let ranks ascend along each dim"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenMeshes(SharedByCopies):
     """tp, cp: one dim each. data: one or two dims, with cp's ranks among its own; None where none is known but cp."""
@@ -33,6 +49,10 @@ class TokenMeshes(SharedByCopies):
     tp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
     data: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for mesh, name in ((self.tp, "tp_mesh"), (self.cp, "cp_mesh"), (self.data, "dp_mesh")):
+            check_ascending(mesh, name)
 
     def loss_groups(self) -> LossGroups:
         """Who shares the balance losses. No group is made: sums are taken along one mesh dim after another."""

@@ -14,6 +14,7 @@ import math
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.backward import not_a_view
 from trimtab.dispatch.shard import shard, take_shard, unshard
 from trimtab.layout import SequenceLayout
 
@@ -36,7 +37,7 @@ class ReplicatedTokens:
         """[*lead, l, D] -> [*lead, L, D], the same on every rank. One all-gather; none in the backward."""
         layout = self._layout(like)
         rows = y.reshape(layout.tokens(self.rank), y.shape[-1])
-        return unshard(rows, layout, self.group).view(like.shape)
+        return not_a_view(unshard(rows, layout, self.group), like.shape)
 
     def _layout(self, t: Tensor) -> SequenceLayout:
         return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], self.ranks)

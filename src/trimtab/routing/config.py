@@ -45,7 +45,8 @@ class RouterConfig:
             With expert choice it is how many an expert picks, factor 1 if None.
         drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
         pad: experts with room get slots of weight 0 up to the capacity, so that with T >= E the number of slots does
-            not depend on the routing. Takes ceil(factor * K) + 1 columns more.
+            not depend on the routing. Takes ceil(factor * K) + 1 columns more. Theirs are real tokens, which others
+            picked: an expert whose output on one of them is not finite makes it NaN, for 0 times infinity is.
         jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
 
     Raises:

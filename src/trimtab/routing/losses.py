@@ -69,13 +69,19 @@ class LossGroups(SharedByCopies):
 class StepTotals:
     """What one micro-batch cannot know of its optimiser step.
 
-    tokens: real tokens of the step, over all micro-batches and ranks.
+    tokens: real tokens of the step, over all micro-batches and ranks; becomes a tensor in float64, so that a compiled
+        graph serves any.
     counts_E: how many slots picked each expert in the step. Without it `global_aux` uses the counts of the step so
         far, as Megatron-LM does, which is exact in a step of one micro-batch only.
     """
 
     tokens: float | Tensor
     counts_E: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        given = self.tokens
+        whole = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "tokens", whole.double())
 
 
 def fraction(counts: Tensor) -> Tensor:

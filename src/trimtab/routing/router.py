@@ -55,6 +55,8 @@ class Router(nn.Module):
 
     Forwards in training mode add to the loads that `take_loads` gives; see `trimtab.routing.bias`. A forward that is
     run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`.
+    A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
+    backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
     """
 
     expert_bias: Tensor | None

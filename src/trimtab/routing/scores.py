@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import needed, once_differentiable
 from trimtab.routing.config import RouterConfig, Score
 
 _LOWEST = -80.0
@@ -39,7 +39,7 @@ class _Logits(Function):
     @once_differentiable
     def backward(ctx: Any, d_TE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, _ = ctx.needs_input_grad
+        need_x, need_weight, _ = needed(ctx)
         dx = (d_TE @ weight.to(ctx.dtype)).to(x.dtype) if need_x else None
         dw = (d_TE.T @ x.to(ctx.dtype)).to(weight.dtype) if need_weight else None
         return dx, dw, None

@@ -1,0 +1,77 @@
+"""What a layer returns is no view to autograd: a residual may be added to it in place, also under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from comparing import relative_error
+from layer_case import D, build
+from trimtab.parallel.fsdp import fully_shard_moe
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.verify.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe = nn.Linear(D, D), build(shared_hidden=6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.moe(h).y
+        y += h
+        return y.square().sum()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return found
+
+
+def on_rank() -> dict[str, float]:
+    """Each rank has the same tokens, so that the mean of its gradients is the gradient of one."""
+    x = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(1))
+    alone = Block()
+    sharded, spread = copy.deepcopy(alone), copy.deepcopy(alone)
+    alone(x).backward()
+    truth = whole(alone)
+    fully_shard(sharded.moe)
+    fully_shard(sharded)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    parallelize(spread, mesh["ep"], {"moe": ExpertParallel()})
+    fully_shard_moe(spread, init_device_mesh("cpu", (2,)), mesh["edp"], blocks=["moe"])
+    errors = {}
+    for kind, model in (("fsdp", sharded), ("ep", spread)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch says so where a result that it hooks is a view
+            model(x).backward()
+        found = whole(model)
+        assert found.keys() == truth.keys()
+        errors |= {f"{kind} {name}": relative_error(found[name], truth[name]) for name in truth}
+    return errors
+
+
+def test_a_residual_is_added_in_place_under_fsdp2() -> None:
+    for errors in run_ranks(on_rank, 2, deadline=60.0):
+        assert {name: error for name, error in errors.items() if not error <= 2e-6} == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"latent_dim": 8}, {"shared_hidden": 6}, {"combine": "ordered"}], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (0,)], ids=str)
+def test_a_result_is_no_view(options: dict[str, object], shape: tuple[int, ...]) -> None:
+    y = build(**options)(torch.randn(*shape, D)).y
+    assert not y._is_view()
+    assert y.shape == (*shape, D)
