@@ -138,6 +138,23 @@ def late_on_rank(look: bool) -> str:
     return f"{raised.value.ranks} {raised.value}".split(" Rank ")[0]
 
 
+def other_transport_on_rank() -> str:
+    kind = AllGather if dist.get_rank() else AllToAll
+    dispatcher = Dispatcher(E, kind(dist.group.WORLD, guard=Guard(deadline=2.0)), layer="a")
+    with pytest.raises(DesyncError) as raised:
+        step(dispatcher)
+    time.sleep(2.0)  # whoever ends first must not be all that the other hears of
+    return str(raised.value)
+
+
+def test_ranks_with_different_transports_are_told_so() -> None:
+    """They wait in different collectives, which can compare nothing."""
+    for said in run_ranks(other_transport_on_rank, 2, deadline=40.0):
+        assert "rank 0 (" in said or "rank 1 (" in said
+        assert " exchanges by All" in said
+        assert "they never meet. Give every rank of a group the same transport." in said
+
+
 @pytest.mark.xdist_group("ranks4")
 @pytest.mark.parametrize(
     ("look", "says"),

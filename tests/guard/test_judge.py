@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def test_the_guilty_rank_is_named_among_those_that_wait(
     assert (error.layer, error.phase) == (known.layer, known.phase)
     with pytest.raises(kind, match=rf"(?s)rank 2 \(global rank 6, host h, pid 102\).*{says}.*Rank 1 was there"):
         raise error
+
+
+def test_the_first_exchange_knows_late_ranks_and_other_transports() -> None:
+    silent = answer(2, heard=False, place=None, process="unknown")
+    late = verdict(answer(0), silent, first="")
+    assert (late.kind, late.ranks) == ("PhaseTimeout", (2,))
+    assert "it has not come to its first call, or is dead" in late.message
+    assert verdict(answer(0), silent, first="", failure="reset").kind == "PeerLost"
+    assert "first call" not in verdict(answer(0), silent).message
+    other = replace(answer(3), peer=replace(answer(3).peer, transport="AllGather"))
+    same = replace(answer(0), peer=replace(answer(0).peer, transport="AllToAll"))
+    cause = verdict(same, other, silent, first="AllToAll")
+    assert (cause.kind, cause.ranks) == ("DesyncError", (3,))
+    assert "exchanges by AllGather, others by AllToAll" in cause.message
+    assert verdict(same, silent, first="AllToAll").ranks == (2,)
+    assert verdict(same, other, first=None).kind == "PhaseTimeout"
+    assert verdict(answer(1, process="gone"), other, first="AllToAll").kind == "PeerLost"
 
 
 def test_the_dead_come_before_the_frozen_and_these_before_the_late() -> None:

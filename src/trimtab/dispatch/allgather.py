@@ -43,7 +43,7 @@ class AllGather(SharedByCopies):
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
         self.group = group
-        self.guard = guard_for(group, guard)
+        self.guard = guard_for(self, group, guard)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 

@@ -32,7 +32,7 @@ class Auto:
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
         self.group = group
-        self.guard = guard_for(group, guard)
+        self.guard = guard_for(self, group, guard)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.chosen: Transport | None = None

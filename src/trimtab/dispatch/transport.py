@@ -55,11 +55,11 @@ class Headers:
         )
 
 
-def guard_for(group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
+def guard_for(transport: Transport, group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
     """The guard of a transport over `group`: the one given, one of its own for True, none for False."""
-    if isinstance(guard, bool):
-        return Guard().join(group) if guard else None
-    return guard.join(group)
+    if guard is False:
+        return None
+    return (Guard() if guard is True else guard).join(group, type(transport).__name__)
 
 
 def guard_of(transport: Transport | None) -> Guard | None:

@@ -57,8 +57,11 @@ class Guard(SharedByCopies):
         self._watch: Watch | None = None
         self._cause: Cause | None = None
 
-    def join(self, group: dist.ProcessGroup) -> Guard:
-        """Begin to watch `group`. Every rank of it must call, in the same order where it has several guards."""
+    def join(self, group: dist.ProcessGroup, transport: str = "") -> Guard:
+        """Begin to watch `group`. Every rank of it must call, in the same order where it has several guards.
+
+        transport: the kind that the first who calls exchanges by; ranks with different kinds never meet.
+        """
         if self._group is not None:
             if self._group is not group:
                 raise ConfigError("this guard watches another process group: give each group a guard of its own")
@@ -78,7 +81,8 @@ class Guard(SharedByCopies):
         self._store = PrefixStore(f"trimtab/guard/{number}", store)
         self._world = dist.get_process_group_ranks(group)
         self._store_host = store_host(store, self._world)
-        me = Peer.me(self.rank, self._world[self.rank], self._slate.fd if self.look else -1)
+        self._transport = transport
+        me = Peer.me(self.rank, self._world[self.rank], self._slate.fd if self.look else -1, transport)
         self._store.set(f"peer/{self.rank}", me.to_json())
         return self
 
@@ -185,7 +189,8 @@ class Guard(SharedByCopies):
             time.sleep(0.02)
         if self._known() is None:
             here = self.place() or Place(layer="", phase="count", direction="forward", call=0)
-            self._publish(judge(self._answers(), here, self.deadline, failure, self._dead_store(), first=first))
+            answers, dead = self._answers(), self._dead_store()
+            self._publish(judge(answers, here, self.deadline, failure, dead, first=self._transport if first else None))
         cause = self._known()
         assert cause is not None
         return cause.error(self._waited(start))

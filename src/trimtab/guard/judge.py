@@ -98,12 +98,13 @@ def _cause(kind: type[TrimtabError], guilty: Sequence[Answer], fallback: Place, 
 
 def judge(
     answers: Sequence[Answer], waited: Place, deadline: float, failure: str = "", store: DeadStore | None = None,
-    *, first: bool = False,
+    *, first: str | None = None,
 ) -> Cause:  # fmt: skip
     """The cause why this rank, which `waited` there, cannot go on. `answers`: of the other ranks.
 
     failure: what the collective itself said, if it failed before the deadline. store: given if it does not answer.
-    first: whether this is the first that the ranks wait for together: one that has not come there answers nobody.
+    first: where this is the first that the ranks wait for together, this one's kind of transport: a rank that has not
+        come there answers nobody, and one with another kind waits somewhere else.
     """
     gone = [a for a in answers if a.process == "gone" and not a.left]
     if gone:
@@ -120,6 +121,10 @@ def judge(
     if stopped:
         what = [f"{a.peer} is frozen: the process is stopped (SIGSTOP or a debugger){_where(a)}." for a in stopped]
         return _cause(PeerLost, stopped, waited, what)
+    others = [a for a in answers if first and a.peer.transport and a.peer.transport != first]
+    if others:
+        what = [f"{a.peer} exchanges by {a.peer.transport}, others by {first}: they never meet." for a in others]
+        return _cause(DesyncError, others, waited, [*what, "Give every rank of a group the same transport."])
     if store is not None:
         host = [a for a in answers if a.peer.rank == store.host]
         who = str(host[0].peer) if host else f"rank {store.host}"
@@ -129,9 +134,9 @@ def judge(
         return Cause(kind="PeerLost", message=message.strip(), ranks=named, layer=waited.layer, phase=waited.phase)
     silent = [a for a in answers if not a.heard]
     if silent:
-        or_late = "it has not come to its first call, or is " if first else ""
+        or_late = "it has not come to its first call, or is " if first is not None else ""
         what = [f"{a.peer} does not answer: {or_late}dead, frozen or cut off from the store." for a in silent]
-        return _cause(PhaseTimeout if first and not failure else PeerLost, silent, waited, what)
+        return _cause(PhaseTimeout if first is not None and not failure else PeerLost, silent, waited, what)
     if failure:
         message = f"the connection to a peer broke while the processes of all ranks live on ({failure})."
         return _cause(PeerLost, [], waited, [message, "Look at the network between the hosts."])

@@ -51,7 +51,7 @@ def process_state(pid: int, start: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One rank of the group. `here` and `fd` say where its record can be read."""
+    """One rank of the group. `here` and `fd` say where its record can be read; transport: the kind it exchanges by."""
 
     rank: int
     global_rank: int
@@ -60,14 +60,15 @@ class Peer:
     pid: int
     start: int
     fd: int
+    transport: str = ""
 
     @classmethod
-    def me(cls, rank: int, global_rank: int, fd: int) -> Peer:
+    def me(cls, rank: int, global_rank: int, fd: int, transport: str = "") -> Peer:
         """This process."""
         pid = os.getpid()
         return cls(
             rank=rank, global_rank=global_rank, host=socket.gethostname(), here=_here(), pid=pid,
-            start=start_of(pid), fd=fd,
+            start=start_of(pid), fd=fd, transport=transport,
         )  # fmt: skip
 
     def to_json(self) -> str:
