@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+LEAST_FREE = 20_000_000
+"""Bytes: with fewer, a disk may be why something could not be written."""
+
 
 class TrimtabError(Exception):
     """Base of all errors raised on purpose.
@@ -59,3 +65,9 @@ class PeerLost(TrimtabError, RuntimeError):
 
 class PhaseTimeout(TrimtabError, RuntimeError):
     """A rank of the expert group is alive, but did not come to where the others waited for it within the deadline."""
+
+
+def full_disk(folder: Path) -> str:
+    """What a message is to add if the disk is full or nearly so: libraries that write say other things then."""
+    free = shutil.disk_usage(folder).free
+    return f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""

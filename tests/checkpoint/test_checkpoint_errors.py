@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoint.reshard_case import D, Model
+from trimtab import errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, whole_checkpoints
 from trimtab.checkpoint.pieces import Pieces
@@ -209,3 +212,18 @@ def test_a_plain_tensor_is_one_piece() -> None:
     pieces = Pieces("x", tensor)
     assert pieces.__get_tensor_shard__(MetadataIndex("x", torch.Size([0, 0]))).data_ptr() == tensor.data_ptr()
     assert len(pieces.__create_chunk_list__()) == 1
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "trimtab.checkpoint.tensors.dcp_save"])
+def test_a_disk_without_room_is_named(writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer says `unexpected pos 704 vs 598` then."""
+
+    def fails(*args: object, **options: object) -> None:
+        error = RuntimeError("unexpected pos 704 vs 598")
+        raise CheckpointException("save", {0: (error, StackSummary())}) if "dcp" in writer else error
+
+    monkeypatch.setattr(writer, fails)
+    for least, says in ((0, "598$"), (1 << 62, rf"598; [0-9.]+ MB are free on the disk of {tmp_path}")):
+        monkeypatch.setattr(errors, "LEAST_FREE", least)
+        with pytest.raises(InputError, match=f"unexpected pos 704 vs {says}"):
+            save(tmp_path / str(least), nn.Linear(2, 2), step=1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trimtab import errors
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, compiler
 from trimtab.kernels.grouped import get_kernels, names_for
@@ -119,8 +120,8 @@ def test_who_waited_for_a_compiler_that_failed_does_not_ask_it_again(tmp_path: P
 def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "collect2: bad value")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "LEAST_FREE", 1 << 62)
-    with pytest.raises(BackendError, match=r"collect2: bad value\n[0-9.]+ MB are free on the disk of .*cache/trimtab"):
+    monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
+    with pytest.raises(BackendError, match=r"collect2: bad value; [0-9.]+ MB are free on the disk of .*cache/trimtab"):
         KernelChoice("compiled").on(CPU, torch.float32)
 
 

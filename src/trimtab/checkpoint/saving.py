@@ -17,7 +17,7 @@ from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapp
 from trimtab.checkpoint.optimizer_state import Groups, state_of
 from trimtab.checkpoint.rank_state import rank_state
 from trimtab.checkpoint.tensors import make_index, write_dcp
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError, full_disk
 
 
 def save(
@@ -77,7 +77,11 @@ def save(
 
     def write_own() -> None:
         path = unfinished / on_disk.rank_file(rank)
-        torch.save(rank_state(model, rank_extra), path)
+        state = rank_state(model, rank_extra)
+        try:
+            torch.save(state, path)
+        except RuntimeError as error:
+            raise InputError(f"{path}: {error}{full_disk(root)}") from error
         on_disk.sync(path)
 
     ranks = len(on_every_rank(write_own, group))  # and so all have written

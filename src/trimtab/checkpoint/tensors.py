@@ -23,7 +23,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import Index
 from trimtab.checkpoint.pieces import Pieces
-from trimtab.errors import InputError
+from trimtab.errors import InputError, full_disk
 
 
 def write_dcp(
@@ -170,4 +170,4 @@ def _errors_of(folder: Path) -> Iterator[None]:
             if not isinstance(first, Exception):  # a signal that asks the program to end is no failure of the save
                 raise first from None
         rank, (first, _) = min(error.failures.items())
-        raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}") from error
+        raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}{full_disk(folder)}") from error

@@ -22,13 +22,12 @@ from pathlib import Path
 
 import torch
 
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, full_disk
 from trimtab.kernels import processor
 
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
 LIMIT = 300  # seconds for a compiler that should take some
-LEAST_FREE = 20_000_000  # bytes on a disk that a compiler that failed may have filled
 _failed: dict[Path, str] = {}
 """Why a library was not made by this process."""
 
@@ -171,6 +170,5 @@ def _run(command: list[str], folder: Path) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower()][:3] or lines[-3:]
-        free = shutil.disk_usage(folder).free
-        full = [f"{free / 1e6:.1f} MB are free on the disk of {folder.parent}"] if free < LEAST_FREE else []
-        raise BackendError("\n".join([f"the C++ compiler failed: {shlex.join(command)}", *told, *full]))
+        text = "\n".join([f"the C++ compiler failed: {shlex.join(command)}", *told])
+        raise BackendError(text + full_disk(folder.parent))
