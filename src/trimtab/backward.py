@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
 from trimtab.errors import InputError
 
@@ -72,10 +73,29 @@ def _runs(node: Any) -> bool:
         return True
 
 
-def not_a_view(fresh: Tensor, shape: torch.Size) -> Tensor:
-    """`fresh`, which nobody else holds, in another shape, and no view to autograd: what FSDP2 hangs on a layer's result
-    is lost from a view that is changed in place, as by a residual `y += x`."""
-    return cast(Tensor, torch.ops.aten._unsafe_view(fresh, shape))
+class _Shaped(Function):
+    """A view that is none to autograd, but shares its counter of changes with what it was made of: whoever has saved
+    that for a backward is told of changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shape: torch.Size) -> Tensor:
+        ctx.shape = rows.shape
+        return rows.view(shape).detach()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return d.reshape(ctx.shape), None
+
+
+def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
+    """`rows` in another shape: what FSDP2 hangs on a layer's result is lost from a view that is changed in place, as by
+    a residual `y += x`."""
+    if rows.shape == shape:
+        return rows
+    if torch.compiler.is_compiling():
+        return rows.view(shape)
+    shaped: Tensor = _Shaped.apply(rows, shape)  # type: ignore[no-untyped-call]
+    return shaped
 
 
 def without_autocast() -> AbstractContextManager[Any]:

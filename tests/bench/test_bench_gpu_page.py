@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,17 +77,19 @@ def test_each_shape_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.Captu
     assert "Measured(" not in told.out  # the table of measured kernels is for devices
 
 
-def section_of(monkeypatch: pytest.MonkeyPatch, parts: list[str], end: int | None) -> tuple[int, str]:
-    """(exit code, page) where the processes have written these parts and end so; None: they do not end."""
+def section_of(
+    monkeypatch: pytest.MonkeyPatch, parts: list[str], end: str, whole: bool = False
+) -> tuple[int, str]:  # fmt: skip
+    """(exit code, page) where the processes have written these parts and end so."""
 
-    def run(command: list[str], *, timeout: float, check: bool) -> subprocess.CompletedProcess[bytes]:
+    def ended(command: list[str], limit: float) -> str:
+        assert limit == 150.0
         if parts:
-            Path(command[-1]).write_text(json.dumps({"parts": parts, "line": "a line", "failed": []}))
-        if end is None:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, end)
+            section = Section(parts, line="a line", whole=whole)
+            Path(command[-1]).write_text(json.dumps(vars(section)))
+        return end
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu, "_ended", ended)
     pages: list[list[str]] = []
     monkeypatch.setattr(gpu, "write_gpu_page", lambda sections, folder: pages.append(list(sections)))
     code = main([*SMALL, "--out", "anywhere"])
@@ -95,28 +98,36 @@ def section_of(monkeypatch: pytest.MonkeyPatch, parts: list[str], end: int | Non
 
 
 @pytest.mark.parametrize(
-    ("parts", "end", "said"),
-    [
-        (
-            ["## D", "| a table |"],
-            None,
-            "## D\n\n| a table |\n\nThe rest was not measured: it was stopped after 150 s.",
-        ),
-        (["## D"], -11, "## D\n\nThe rest was not measured: its process ended with -11."),
-        ([], 1, "{heading}\n\nThe rest was not measured: its process ended with 1."),
-        ([], None, "{heading}\n\nThe rest was not measured: it was stopped after 150 s."),
-    ],
+    "end", ["its process ended with 1", "its process ended with -11", "it was stopped after 150 s"]
 )
+@pytest.mark.parametrize("parts", [["## D", "| a table |"], ["## D"], []], ids=len)
 def test_what_a_shape_had_measured_when_it_ended_is_on_the_page(
-    monkeypatch: pytest.MonkeyPatch, parts: list[str], end: int | None, said: str
+    monkeypatch: pytest.MonkeyPatch, parts: list[str], end: str
 ) -> None:
     dim, hidden, experts, top_k = SHAPES[-1]
     case = GpuCase(dim=dim, hidden=hidden, experts=experts, top_k=top_k, tokens=8, device=CPU)
-    assert section_of(monkeypatch, parts, end) == (1, said.format(heading=heading(case)))
+    said = "\n\n".join([*(parts or [heading(case)]), f"The rest was not measured: {end}."])
+    assert section_of(monkeypatch, parts, end) == (1, said)
 
 
 def test_lines_for_the_table_are_printed_at_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert section_of(monkeypatch, ["## D"], 0) == (0, "## D")
+    assert section_of(monkeypatch, ["## D"], "its process ended with 0", whole=True) == (0, "## D")
     assert capsys.readouterr().out.count("    a line,\n") == len(SHAPES)
+
+
+def test_a_process_is_stopped_when_its_time_is_over() -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = time.monotonic()
+    assert gpu._ended(sleeper, 0.5) == "it was stopped after 0 s"
+    assert time.monotonic() - start < 30
+    assert gpu._ended([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == "its process ended with 3"
+
+
+@pytest.mark.parametrize("wrong", ["--rounds 1", "--tokens 0", "--limit nan", "--shape 1,2,3"])
+def test_numbers_that_measure_nothing_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *wrong.split()])
+    assert ended.value.code == 2
+    assert wrong.split()[0] in capsys.readouterr().err

@@ -55,7 +55,10 @@ def test_the_first_exchange_knows_late_ranks_and_other_transports() -> None:
     silent = answer(2, heard=False, place=None, process="unknown")
     late = verdict(answer(0), silent, first="")
     assert (late.kind, late.ranks) == ("PhaseTimeout", (2,))
-    assert "it has not come to its first call, or is dead" in late.message
+    assert "(global rank 6, host h, pid 102): it has not come to its first call, or is dead" in late.message
+    both = verdict(answer(0), silent, replace(silent, peer=answer(3).peer), first="")
+    assert both.ranks == (2, 3)
+    assert "at least one of them has not come to its first call" in both.message
     assert verdict(answer(0), silent, first="", failure="reset").kind == "PeerLost"
     assert "first call" not in verdict(answer(0), silent).message
     other = replace(answer(3), peer=replace(answer(3).peer, transport="AllGather"))

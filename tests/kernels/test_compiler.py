@@ -66,9 +66,10 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
             compiler.find_compiler()
 
 
-def a_compiler_that_fails(folder: Path, says: str, seconds: float = 0.0) -> Path:
+def a_compiler_that_fails(folder: Path, says: str, *, waits_for_go: bool = False, code: int = 3) -> Path:
     broken = folder / "c++"
-    broken.write_text(f"#!/bin/sh\necho called >> {folder}/calls\nsleep {seconds}\nprintf '{says}' >&2\nexit 3\n")
+    waits = f"while [ ! -e {folder}/go ]; do sleep 0.1; done\n" if waits_for_go else ""
+    broken.write_text(f"#!/bin/sh\necho called >> {folder}/calls\n{waits}printf '{says}' >&2\nexit {code}\n")
     broken.chmod(0o755)
     return broken
 
@@ -92,6 +93,7 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch, tm
 ASK = """
 from trimtab.errors import BackendError
 from trimtab.kernels.compiled import compiled_kernels
+print("asks", flush=True)
 try:
     compiled_kernels()
 except BackendError as error:
@@ -101,19 +103,34 @@ except BackendError as error:
 
 
 def test_who_waited_for_a_compiler_that_failed_does_not_ask_it_again(tmp_path: Path) -> None:
-    slow = a_compiler_that_fails(tmp_path, "no room", seconds=10.0)
+    slow = a_compiler_that_fails(tmp_path, "no room", waits_for_go=True)
     env = {**os.environ, "CXX": str(slow), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    started = [subprocess.Popen([sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, text=True)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        started += [subprocess.Popen([sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, text=True)]
+        for one in started:
+            assert one.stdout is not None
+            assert one.stdout.readline() == "asks\n"
+        time.sleep(2.0)  # both are at the lock
+        (tmp_path / "go").touch()
         assert [one.communicate(timeout=120)[0] for one in started] == ["refused\n", "refused\n"]
     finally:
+        (tmp_path / "go").touch()
         for one in started:
             one.kill()
     assert (tmp_path / "calls").read_text().split() == ["called"]
+    assert [path.name for path in (tmp_path / "cache" / "trimtab").glob("*.failed*")] != []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiler_that_makes_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "", code=0)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"cannot be kept in .*made\.so"):
+            KernelChoice("compiled").on(CPU, torch.float32)
+    assert (tmp_path / "calls").read_text().split() == ["called", "called"]  # to compile, and to link
 
 
 @pytest.mark.usefixtures("alone")

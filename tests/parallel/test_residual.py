@@ -75,3 +75,30 @@ def test_a_result_is_no_view(options: dict[str, object], shape: tuple[int, ...])
     y = build(**options)(torch.randn(*shape, D)).y
     assert not y._is_view()
     assert y.shape == (*shape, D)
+
+
+@pytest.mark.parametrize("hooked", ["experts", "from_latent"])
+@pytest.mark.parametrize("options", [{}, {"latent_dim": 8}, {"combine": "ordered"}], ids=str)
+def test_who_has_saved_what_it_was_made_of_is_told_of_a_change(options: dict[str, object], hooked: str) -> None:
+    """A hook's loss on a part's result: right if the residual is added elsewhere, refused by torch if in place."""
+    found = []
+    for in_place in (False, True):
+        moe, penalties = build(**options), list[Tensor]()
+        getattr(moe, hooked).register_forward_hook(lambda _, given, out, to=penalties: to.append(out.square().sum()))
+        h = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = moe(h).y
+        if in_place:
+            y += h
+        else:
+            y = y + h
+        refused = ""
+        try:
+            (y.sum() + penalties[0]).backward()
+        except RuntimeError as error:
+            refused = str(error)
+        if in_place and refused:
+            assert "modified by an inplace operation" in refused
+        else:
+            assert refused == ""
+            found.append(h.grad)
+    assert all(torch.equal(found[0], other) for other in found)

@@ -7,6 +7,7 @@ those are still too many, only those that a peer raced, with new gradients; then
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ def check_chart(png: Path) -> type[Figure]:
         png.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{png}: cannot be written ({error.strerror})") from error
+    if png.is_dir() or not os.access(png if png.exists() else png.parent, os.W_OK):
+        raise InputError(f"{png}: cannot be written (a folder, or no permission)")
     return Figure
 
 

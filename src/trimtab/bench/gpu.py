@@ -10,7 +10,10 @@ Legend: D model dim, F expert hidden dim, E experts, K experts per token.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,14 +34,17 @@ LIMIT = 150.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page and write it to --out. Exit code 1 where there is no CUDA device, or where anything failed."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.rounds < 2 or options.tokens < 1 or not 0 < options.limit < math.inf:
+        parser.error("--rounds must be at least 2, --tokens at least 1, --limit more than 0, and a number")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("trimtab.bench.gpu needs a CUDA device; nothing was measured", file=sys.stderr)
         return 1
     if options.into is not None:
         return _measure(options)
     where = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-    command = f"python -m trimtab.bench.gpu --tokens {options.tokens} --rounds {options.rounds}"
+    command = shlex.join(["python", "-m", "trimtab.bench.gpu", *(sys.argv[1:] if argv is None else argv)])
     title = f"# Benchmarks on one {where}, torch {torch.__version__}: `{command}`"
     print(f"{title}\n", flush=True)
     sections = [title]
@@ -69,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", type=shape, action="append", metavar="D,F,E,K", help="instead of the three; may be given again")
     add("--limit", type=float, default=LIMIT, metavar="S", help=f"seconds for a shape (default {LIMIT:.0f})")
     add("--out", type=Path, metavar="DIR", help=f"for {GPU_PAGE}")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs; nothing of it is kept")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
     add("--kernels", nargs="+", default=NAMES, metavar="NAME", help=f"default {' '.join(NAMES)}")
     add("--into", type=Path, help=argparse.SUPPRESS)  # what a process of its own is started with
     return parser
@@ -88,18 +94,26 @@ def apart(options: argparse.Namespace, shape: Sequence[int]) -> Section:
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         into = Path(folder) / "section.json"
         command = [sys.executable, "-m", "trimtab.bench.gpu", *map(str, said), "--into", str(into)]
-        try:
-            code = subprocess.run(command, timeout=options.limit, check=False).returncode
-            end = f"its process ended with {code}"
-        except subprocess.TimeoutExpired:
-            code, end = None, f"it was stopped after {options.limit:.0f} s"
+        end = _ended(command, options.limit)
         section = Section(**json.loads(into.read_text(encoding="utf-8"))) if into.exists() else Section([])
-    if code not in (0, 1) or not section.parts:
+    if not section.whole:
         section.parts = section.parts or [heading(_case(options, shape))]
         section.parts.append(f"The rest was not measured: {end}.")
         section.failed.append(end)
         print(f"{section.parts[-1]}\n", flush=True)
     return section
+
+
+def _ended(command: Sequence[str], limit: float) -> str:
+    """How the process ended, within `limit` seconds and a few more."""
+    process = subprocess.Popen(command)
+    try:
+        return f"its process ended with {process.wait(limit)}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            process.wait(10)
+        return f"it was stopped after {limit:.0f} s"
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -27,11 +27,13 @@ BOTH = "forward+backward"
 
 @dataclass
 class Section:
-    """A shape's part of the page, as far as it was measured. line: for the table of measured kernels."""
+    """A shape's part of the page, as far as it was measured; whole: to its end. line: for the table of measured
+    kernels. failed: who could not be measured."""
 
     parts: list[str]
     line: str = ""
     failed: list[str] = field(default_factory=list)
+    whole: bool = False
 
     @property
     def text(self) -> str:
@@ -58,22 +60,23 @@ def report(
     if "triton" in names:
         tables["launches"] = partial(launch_table, case, rounds=rounds)
     for name, table in tables.items():
-        gc.collect()
-        if case.device.type == "cuda":
-            torch.cuda.empty_cache()
         try:
+            gc.collect()
+            if case.device.type == "cuda":
+                torch.cuda.empty_cache()
             part = table(section)
         except Exception as error:  # whatever a device throws, what was measured before stays
             traceback.print_exc()
             section.failed.append(name)
             part = f"{name}: not measured, it failed: `{brief(error)}`"
         section.parts.append(part)
+        section.whole = name == list(tables)[-1]
         done(section, part)
     return section
 
 
 def layer_table(case: GpuCase, names: tuple[str, ...], section: Section, *, rounds: int, peer: bool) -> str:
-    """Each set of kernels, its CUDA graph, and transformers, which all that ran before it must agree with."""
+    """Each set of kernels, its CUDA graph, and transformers; all must agree with the first that runs."""
     runs, failed = _layer_runs(case, names, peer)
     against, rows, timings = PEER if peer else f"trimtab {names[-1]}", list[list[str]](), dict[str, Timing]()
     for mode, contestants in runs.items():

@@ -121,6 +121,8 @@ class Guard(SharedByCopies):
         self._slate.wait(False)
         if not self._met:
             self._meet()
+        elif self._watch is not None:
+            self._watch.rest()
 
     def fail(self, error: TrimtabError) -> None:
         """Tell the others of an error that only this rank has seen, so that they raise it too instead of waiting."""

@@ -134,9 +134,16 @@ def judge(
         return Cause(kind="PeerLost", message=message.strip(), ranks=named, layer=waited.layer, phase=waited.phase)
     silent = [a for a in answers if not a.heard]
     if silent:
-        or_late = "it has not come to its first call, or is " if first is not None else ""
-        what = [f"{a.peer} does not answer: {or_late}dead, frozen or cut off from the store." for a in silent]
-        return _cause(PhaseTimeout if first is not None and not failure else PeerLost, silent, waited, what)
+        if first is not None and not failure:
+            which = "it has" if len(silent) == 1 else "at least one of them has"
+            who = ", ".join(str(a.peer) for a in silent)
+            what = [
+                f"{who}: {which} not come to its first call, or is dead, frozen or cut off from the store. Nothing is "
+                "known of a rank of another host before its first exchange."
+            ]
+            return _cause(PhaseTimeout, silent, waited, what)
+        what = [f"{a.peer} does not answer: dead, frozen or cut off from the store." for a in silent]
+        return _cause(PeerLost, silent, waited, what)
     if failure:
         message = f"the connection to a peer broke while the processes of all ranks live on ({failure})."
         return _cause(PeerLost, [], waited, [message, "Look at the network between the hosts."])

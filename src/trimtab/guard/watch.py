@@ -52,6 +52,11 @@ class Watch:
         self._asking = True
         self._wake.set()
 
+    def rest(self) -> None:
+        """What was asked for has come by itself: the answers are of no more use, and the next `ask` is a new one."""
+        if self._asking:
+            self._asking, self._asked, self.heard = False, 0, {}
+
     def publish(self, cause: str) -> None:
         """Make this the first cause, unless there is one; which one stands comes into `cause`."""
         self._verdict = cause
@@ -101,6 +106,6 @@ class Watch:
                     self.left[rank] = store.get(f"left/{rank}").decode()
 
     def _hear(self, rank: int, answer: dict[str, Any]) -> None:
-        if answer["number"] >= self._asked:
+        if self._asked and answer["number"] >= self._asked:
             place = Place(**answer["place"]) if answer["place"] else None
             self.heard[rank] = (place, answer["seconds"])

@@ -136,16 +136,31 @@ def _compile_once(compiler: Sequence[str], flags: Sequence[str], main: Path, tar
     wait for the compiler, on each rank in turn."""
     told = target.with_suffix(".failed")
     try:
-        if told.exists() and told.stat().st_mtime >= came:
-            raise BackendError(told.read_text(encoding="utf-8", errors="replace"))
-        _compile(compiler, flags, main, target)
+        if reason := _said_since(told, came):
+            raise BackendError(reason)
+        try:
+            _compile(compiler, flags, main, target)
+        except OSError as error:
+            raise BackendError(
+                f"the compiled kernels cannot be kept in {target.parent}: {error}{full_disk(target.parent)}"
+            ) from error
     except BackendError as error:
         _failed[target] = str(error)
         with contextlib.suppress(OSError):  # as where the disk is full
-            if not told.exists() or told.stat().st_mtime < came:
-                told.write_text(str(error), encoding="utf-8")
+            if not _said_since(told, came):
+                half = told.with_suffix(f".failed-{os.getpid()}")
+                half.write_text(str(error), encoding="utf-8")
+                half.replace(told)
         raise
     told.unlink(missing_ok=True)
+
+
+def _said_since(told: Path, came: float) -> str:
+    """Why another process could not compile, if it said so since then."""
+    try:
+        return told.read_text(encoding="utf-8", errors="replace") if told.stat().st_mtime >= came else ""
+    except OSError:
+        return ""
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:

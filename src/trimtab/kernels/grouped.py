@@ -130,7 +130,7 @@ class StockKernels(HiddenKernels):
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        self._check_widths(w_eAB.shape[1:], x_RA)
+        self._check_widths(w_eAB.shape[1:] if w_eAB.stride(2) == 1 else w_eAB.shape[1:2], x_RA)
         y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)

@@ -27,18 +27,18 @@ def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
 
 
 def check_ascending(mesh: DeviceMesh | None, name: str) -> None:
-    """Raises ConfigError where this rank's place along a dim of the mesh is not its place in that dim's group, which
+    """Raises ConfigError, on all ranks of a line of the mesh, where the line's order is not that of its group, which
     torch sorts: what is cut by the one would be looked for, and put together again, by the other."""
     place = None if mesh is None else mesh.get_coordinate()
     if mesh is None or place is None:
         return
-    for dim, at in enumerate(place):
-        group = mesh.get_group(dim)
-        if dist.get_rank(group) != at:
-            ranks = dist.get_process_group_ranks(group)
+    for dim in range(mesh.ndim):
+        line = mesh.mesh[tuple(slice(None) if d == dim else at for d, at in enumerate(place))].tolist()
+        ranks = dist.get_process_group_ranks(mesh.get_group(dim))
+        if line != ranks:
             raise ConfigError(
-                f"{name}: rank {dist.get_rank()} is number {at} along dim {dim} of {mesh.mesh.tolist()}, but number "
-                f"{dist.get_rank(group)} of the group {ranks}, which torch sorts: let ranks ascend along each dim"
+                f"{name}: along dim {dim} of {mesh.mesh.tolist()} the ranks are {line}, but their group is {ranks}: "
+                "torch sorts it, so let ranks ascend along each dim"
             )
 
 

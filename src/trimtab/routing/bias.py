@@ -55,7 +55,8 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
 def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tensor] | None = None) -> None:
     """Tell every router the totals of the coming step, see `StepTotals`. counts: [E] by router name."""
     for name, router in routers(model).items():
-        router.totals = StepTotals(tokens=tokens, counts_E=None if counts is None else counts[name])
+        here = torch.as_tensor(tokens, dtype=torch.float64, device=router.weight.device)
+        router.totals = StepTotals(tokens=here, counts_E=None if counts is None else counts[name])
 
 
 def max_vio(loads_E: Tensor) -> float:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class LossGroups(SharedByCopies):
         return self.sequence if self.batch is None else self.batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepTotals:
     """What one micro-batch cannot know of its optimiser step.
 
@@ -143,7 +144,7 @@ def balance_losses(
     if totals is not None and totals.counts_E is not None:
         step_E = totals.counts_E.double()
     f, step_f = num_experts * fraction(counts_E), num_experts * fraction(step_E)
-    tokens = (n if totals is None else torch.as_tensor(totals.tokens, dtype=n.dtype, device=n.device)).clamp(min=1)
+    tokens = (n if totals is None else cast(Tensor, totals.tokens).to(n)).clamp(min=1)
     scale = groups.gradient_scale
 
     def joined(local: Tensor, everywhere: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ def test_a_shape_is_reported_beside_its_peer() -> None:
     parts: list[str] = []
     section = report(CASE, ("loop", "stock"), rounds=3, done=lambda section, part: parts.append(part))
     assert parts == section.parts
-    assert (section.line, section.failed) == ("", [])  # nothing is put down as measured that was not on a GPU
+    assert (section.failed, section.whole) == ([], True)
+    assert section.line == ""  # nothing is put down as measured that was not measured on a GPU
     for who in ("trimtab loop", "trimtab stock", "transformers grouped_mm", "dense", "copy", "combine torch"):
         assert f"| {who} |" in section.text
     assert section.text.count("| forward+backward | ") == 3

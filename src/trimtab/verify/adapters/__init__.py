@@ -31,7 +31,7 @@ def get_implementation(name: str) -> Implementation:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(f"--impl {name} can't be judged here: {error}") from error
-    if not isinstance(found, type) or not all(hasattr(found, part) for part in ("name", "refusal", "lacks", "build")):
+    made: Implementation | None = found() if isinstance(found, type) else None
+    if made is None or not all(hasattr(made, part) for part in ("name", "refusal", "lacks", "build")):
         raise ConfigError(f"--impl {name}: must be a class as trimtab.verify.adapters.base.Implementation says")
-    made: Implementation = found()
     return made
