@@ -177,7 +177,7 @@ class Guard(SharedByCopies):
             meeting = threading.Thread(target=self._meet, daemon=True)
             meeting.start()
             meeting.join(self.patience)
-        unasked = self._watch is not None and not self._watch.heard  # met just now, or long before its deadline
+        unasked = self._watch is not None and not self._watch.asking  # met just now, or failed before its deadline
         if unasked and self._watch is not None:
             self._watch.ask()
         # A process that dies closes its connections a moment before it is seen to be gone.

@@ -31,7 +31,7 @@ class Watch:
 
     cause: the first verdict as JSON, once there is one. heard: what each rank answered since this one asked, this
         one's own answer included. left: which ranks have ended with an error, and which.
-    store_error: why the store is no longer used; empty while it works.
+    asking: whether this one has asked. store_error: why the store is no longer used; empty while it works.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, mine: SlateView) -> None:
@@ -42,20 +42,22 @@ class Watch:
         self._store, self._rank, self._ranks, self._mine = store, rank, ranks, mine
         self._verdict = self._why = ""
         self._asked = self._answered = 0
-        self._asking = False
+        self.asking = False
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="trimtab-guard", daemon=True)
         self._thread.start()
 
     def ask(self) -> None:
         """Have every rank say where it is; the answers come into `heard`."""
-        self._asking = True
+        if not self.asking:
+            self._asked, self.heard = 0, {}  # the thread may have been in the middle of the last question
+        self.asking = True
         self._wake.set()
 
     def rest(self) -> None:
         """What was asked for has come by itself: the answers are of no more use, and the next `ask` is a new one."""
-        if self._asking:
-            self._asking, self._asked, self.heard = False, 0, {}
+        if self.asking:
+            self.asking, self._asked, self.heard = False, 0, {}
 
     def publish(self, cause: str) -> None:
         """Make this the first cause, unless there is one; which one stands comes into `cause`."""
@@ -76,7 +78,7 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
             while not self._stop.is_set():
-                self._wake.wait(_ASKING if self._asking else _EVERY)
+                self._wake.wait(_ASKING if self.asking else _EVERY)
                 self._wake.clear()
                 if not self._stop.is_set():
                     self._turn()
@@ -91,14 +93,14 @@ class Watch:
             self.cause = store.compare_set("cause", "", self._verdict).decode()
         elif not self.cause and store.check(["cause"]):
             self.cause = store.get("cause").decode()
-        if self._asking and not self._asked:
+        if self.asking and not self._asked:
             self._asked = store.add("ask", 1)
         if store.check(["ask"]) and (number := int(store.get("ask"))) != self._answered:
             place = self._mine.place()
             answer = {"number": number, "seconds": seconds_at(place), "place": asdict(place) if place else None}
             store.set(f"answer/{self._rank}", json.dumps(answer))
             self._answered = number
-        if self._asking:
+        if self.asking:
             for rank in range(self._ranks):
                 if rank not in self.heard and store.check([f"answer/{rank}"]):
                     self._hear(rank, json.loads(store.get(f"answer/{rank}")))
