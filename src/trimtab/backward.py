@@ -59,8 +59,10 @@ def needed(ctx: Any) -> tuple[bool, ...]:
     """Of a function's inputs, those whose gradient this backward is for: of all that need one, as `needs_input_grad`
     says, `torch.autograd.grad(y, x)` and each half of a zero-bubble schedule's backward want some."""
     needs: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needs
     edges = getattr(ctx, "next_functions", None)  # an operator's context has none
-    if edges is None or torch.compiler.is_compiling():
+    if edges is None:
         return needs
     nodes = iter([node for node, _ in edges if node is not None])
     return tuple(need and _runs(next(nodes)) for need in needs)
