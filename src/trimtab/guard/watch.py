@@ -55,9 +55,8 @@ class Watch:
         self._wake.set()
 
     def rest(self) -> None:
-        """What was asked for has come by itself: the answers are of no more use, and the next `ask` is a new one."""
-        if self.asking:
-            self.asking, self._asked, self.heard = False, 0, {}
+        """What was waited for has come: the next `ask` is a new question."""
+        self.asking = False
 
     def publish(self, cause: str) -> None:
         """Make this the first cause, unless there is one; which one stands comes into `cause`."""
