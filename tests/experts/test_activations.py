@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cut import cut
 from experts.test_expert_module import TRUTH
-from trimtab.experts.activations import BY_NAME, GELU, Activation, GeGLU
+from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU
 
 
 def geglu_tanh(pre: Tensor) -> Tensor:
@@ -17,10 +18,17 @@ def geglu_tanh(pre: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def clamped_halves(pre: Tensor) -> Tensor:
+    """DeepSeek-V4's."""
+    gate, up = pre.chunk(2, -1)
+    return torch.nn.functional.silu(cut(gate, 7.0)) * cut(up, 7.0, -7.0)
+
+
 CASES: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
     name: (make(), TRUTH[name]) for name, make in BY_NAME.items()
 } | {
     "geglu_tanh": (GeGLU("tanh"), geglu_tanh),
+    "clamped_halves": (ClampedSwiGLU(1.0, 7.0, 0.0, interleaved=False), clamped_halves),
     "gelu_tanh": (GELU("tanh"), lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
 }
 
@@ -34,6 +42,7 @@ def test_backward_equals_autograd(name: str, rows: int) -> None:
     pre = (5 * torch.randn(rows, 20, generator=g, dtype=torch.float64)).requires_grad_()
     with torch.no_grad():
         pre[:1, :6] = torch.tensor([7.0, 7.0, -7.0, -7.0, 0.0, 0.0])  # at the limits and at the kink
+        pre[:1, 10:16] = torch.tensor([7.0, -7.0, 7.0, 0.0, -7.0, 0.0])  # and of the halves of a row
     before = pre.detach().clone()
     h = ours.forward(pre.detach())
     dh = torch.randn(h.shape, generator=g, dtype=torch.float64)

@@ -77,6 +77,8 @@ CASES = (
     Case(rows=30, D=130, F=515, transposed=True, threads=2),
     Case(rows=30, D=34, F=280, transposed=True, weights="combine"),
     Case(rows=20, D=600, F=560, activation="clamped_swiglu", bias=True),
+    Case(rows=50, D=64, F=64, activation="clamped_halves", main=torch.float32),
+    Case(rows=330, D=290, F=270, activation="clamped_halves", hot=True, transposed=True, threads=2, bias=True),
     Case(rows=9, D=1060, F=35),
     Case(rows=9, D=35, F=1060, activation="gelu", transposed=True, threads=2),
     Case(rows=540, D=150, F=530, activation="relu_squared", hot=True, threads=2),

@@ -2,7 +2,7 @@
 
     SwiGLU          silu(gate) * up of [gate | up]                                  (Shazeer 2020, arXiv 2002.05202)
     GeGLU           gelu(gate) * up of [gate | up]                                  (the same)
-    ClampedSwiGLU   (up + 1) * gate * sigmoid(alpha * gate), interleaved, clamped   (gpt-oss)
+    ClampedSwiGLU   (up + shift) * gate * sigmoid(alpha * gate), clamped            (gpt-oss, DeepSeek-V4)
     ReluSquared     relu(x)^2                                                       (So et al. 2021, arXiv 2109.08668)
     GELU            gelu(x)                                                         (Hendrycks 2016, arXiv 1606.08415)
     Recomputed      any differentiable function, and its parameters' gradients, by running it again
@@ -86,35 +86,48 @@ class GeGLU:
 
 
 class ClampedSwiGLU:
-    """gpt-oss's gate: gate and up interleaved, both cut at `limit` (the gate from above only), up shifted by one."""
+    """(up + shift) * gate * sigmoid(alpha * gate), both cut at `limit` first, the gate from above only.
+
+    By default gpt-oss's, whose gate and up are interleaved. alpha 1 and shift 0 make it SwiGLU between limits.
+    """
 
     gated: ClassVar[bool] = True
     params: tuple[Tensor, ...] = ()
 
-    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
-        self.alpha, self.limit = alpha, limit
+    def __init__(
+        self, alpha: float = 1.702, limit: float = 7.0, shift: float = 1.0, *, interleaved: bool = True
+    ) -> None:
+        self.alpha, self.limit, self.shift, self.interleaved = alpha, limit, shift, interleaved
 
     def forward(self, pre_nI: Tensor) -> Tensor:
         gate, up = self._cut(pre_nI)
-        return (self.alpha * gate).sigmoid_().mul_(gate).mul_(up.add_(1))
+        return (self.alpha * gate).sigmoid_().mul_(gate).mul_(up.add_(self.shift))
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         gate, up = self._cut(pre_nI)
         sigmoid = (self.alpha * gate).sigmoid_()
         d_pre = torch.empty_like(pre_nI)
-        d_gate, d_up = d_pre[..., ::2], d_pre[..., 1::2]
+        d_gate, d_up = self._parts(d_pre)
         torch.mul(gate, sigmoid, out=d_up).mul_(dh_nF)
         # d/dgate of gate * sigmoid(alpha * gate) is sigmoid * (1 + alpha * gate * (1 - sigmoid))
         gate.mul_(self.alpha).addcmul_(gate, sigmoid, value=-1).add_(1).mul_(sigmoid)
-        torch.mul(gate, up.add_(1), out=d_gate).mul_(dh_nF)
+        torch.mul(gate, up.add_(self.shift), out=d_gate).mul_(dh_nF)
         del gate, up, sigmoid
         # What was cut has no slope; what lies at the limit has, as in torch's clamp before 2.15.
-        d_gate.masked_fill_(pre_nI[..., ::2] > self.limit, 0)
-        d_up.masked_fill_(pre_nI[..., 1::2].abs() > self.limit, 0)
+        gate, up = self._parts(pre_nI)
+        d_gate.masked_fill_(gate > self.limit, 0)
+        d_up.masked_fill_(up.abs() > self.limit, 0)
         return d_pre, ()
 
+    def _parts(self, pre_nI: Tensor) -> tuple[Tensor, Tensor]:
+        if self.interleaved:
+            return pre_nI[..., ::2], pre_nI[..., 1::2]
+        gate, up = pre_nI.chunk(2, dim=-1)
+        return gate, up
+
     def _cut(self, pre_nI: Tensor) -> tuple[Tensor, Tensor]:
-        return pre_nI[..., ::2].clamp(max=self.limit), pre_nI[..., 1::2].clamp(-self.limit, self.limit)
+        gate, up = self._parts(pre_nI)
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
 
 
 class ReluSquared:

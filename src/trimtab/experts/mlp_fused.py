@@ -183,10 +183,13 @@ def _fields(
     _check(call, x, w_MK, up, down, up_bias, down_bias)
     up, down = laid_out(up, dtype, "up"), laid_out(down, dtype, "down")
     up_bias, down_bias = (b if b is None else laid_out(b, dtype, "a bias") for b in (up_bias, down_bias))
-    shape = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
-    return {
+    shape = {
+        "alpha": activation.alpha, "limit": activation.limit, "shift": activation.shift,
+        "interleaved": int(activation.interleaved),
+    } if isinstance(activation, ClampedSwiGLU) else {}  # fmt: skip
+    return shape | {
         "type": TYPES[dtype], "act": number_of(activation), "folded": int(math.folded),
-        "transposed": int(call.weights.transposed), "alpha": shape[0], "limit": shape[1],
+        "transposed": int(call.weights.transposed),
         "M": x.shape[0], "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
         "F": down.shape[1 if call.weights.transposed else 2],
         "row_R": plan.row_R.contiguous(), "slot_R": plan.slot_R.contiguous(), "offsets": plan.offsets_e.contiguous(),

@@ -8,18 +8,15 @@ Legend: T rows, K slots per row, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
 
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.activations import Recomputed, SwiGLU
+from trimtab.experts.activations import Recomputed
 from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
+from trimtab.hf.gates import activation_of
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.recompute import always_recomputed
 
@@ -104,31 +101,13 @@ def weights_of(module: nn.Module) -> ExpertWeights:
 
 
 def math_of(module: nn.Module) -> ExpertMath:
-    """Activation and norm of a module. `_apply_gate` is the module's word on the gate, so it is what runs."""
-    act_fn = getattr(module, "act_fn", None)
-    owner = act_fn if isinstance(act_fn, nn.Module) else None
+    """Activation and norm of a module."""
     post_norm = None
     if module.has_post_expert_norm:
         norm = module.post_expert_norm
         assert isinstance(norm, nn.Module)
         post_norm = Recomputed(norm, module=norm)
-    if not module.has_gate:
-        assert callable(act_fn)
-        return ExpertMath(activation=Recomputed(act_fn, module=owner), post_norm=post_norm)
-    apply_gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
-    if getattr(apply_gate, "__func__", None) is _default_apply_gate and is_silu(act_fn):
-        return ExpertMath(activation=SwiGLU(), post_norm=post_norm)
-    return ExpertMath(activation=Recomputed(apply_gate, module=owner), post_norm=post_norm)
-
-
-def is_silu(act_fn: object) -> bool:
-    """Whether an activation is SiLU and nothing else: a hook on it would not be called."""
-    if isinstance(act_fn, nn.Module) and any(getattr(act_fn, hooks) for hooks in _HOOKS):
-        return False
-    return act_fn is torch.nn.functional.silu or type(act_fn) in (nn.SiLU, SiLUActivation)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return ExpertMath(activation=activation_of(module), post_norm=post_norm)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -49,7 +49,10 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 """In the order of their numbers in cpu/call.h."""
 _CLAMPED = ACTIVATIONS.index("clamped_swiglu")
 
-_INTS = ("type", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down")
+_INTS = (
+    "type", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down",
+    "interleaved",
+)  # fmt: skip
 _SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
@@ -62,7 +65,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in _INTS),
-        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "shift")),
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in _TENSORS),
     )

@@ -4,8 +4,9 @@
 #include "simd.h"
 
 struct Shape {  // of CLAMPED
-    float alpha, limit;
+    float alpha, limit, shift;
 };
+inline Shape shape_of(const Call& c) { return {c.alpha, c.limit, c.shift}; }
 
 struct SwiGLU {
     static constexpr bool gate = true;
@@ -23,16 +24,16 @@ struct Clamped {
     static INLINE vf forward(vf g, vf u, Shape p) {
         g = g > p.limit ? splat(p.limit) : g;
         u = u > p.limit ? splat(p.limit) : u < -p.limit ? splat(-p.limit) : u;
-        return (u + 1.0f) * (g * sigmoid(p.alpha * g));  // as the backward has it
+        return (u + p.shift) * (g * sigmoid(p.alpha * g));  // as the backward has it
     }
     static INLINE vf backward(vf g, vf u, vf dh, vf* dg, vf* du, Shape p) {
         vi g_cut = g > p.limit, u_cut = (u > p.limit) | (u < -p.limit);  // what was cut has no slope
         g = g_cut ? splat(p.limit) : g;
         u = u > p.limit ? splat(p.limit) : u < -p.limit ? splat(-p.limit) : u;
         vf s = sigmoid(p.alpha * g), gs = g * s;
-        *dg = g_cut ? vf{} : dh * (u + 1.0f) * s * (1.0f + p.alpha * g * (1.0f - s));
+        *dg = g_cut ? vf{} : dh * (u + p.shift) * s * (1.0f + p.alpha * g * (1.0f - s));
         *du = u_cut ? vf{} : dh * gs;
-        return (u + 1.0f) * gs;
+        return (u + p.shift) * gs;
     }
 };
 

@@ -12,7 +12,7 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
     for (long i = 0; i < n; i += VL) {
         vf a = load(dg + i), b = load(du + i);
         long at = i, far = c.F, left = n - i, more = gated(c) ? left : 0;
-        if (interleaved(c)) {
+        if (c.interleaved) {
             vf first = zipped<0>(a, b, lanes);
             b = zipped<1>(a, b, lanes);
             a = first;
@@ -48,7 +48,7 @@ template <class T, class Op>
 void hidden_gradients(
     const Call& c, Rows t, typename Op::Value* d_pre, const Kept<T>& kept, Scratch s, const Rows* next
 ) {
-    const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = interleaved(c) ? 2 : 1;
+    const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = c.interleaved ? 2 : 1;
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
@@ -85,10 +85,10 @@ void hidden_gradients(
                 }
                 const float w = weight_of(c, r);
                 if (kept.hidden) {
-                    act.both(g, u, dh, nn, w, {c.alpha, c.limit}, hw, dg, du, s.sums + i * VL);
+                    act.both(g, u, dh, nn, w, shape_of(c), hw, dg, du, s.sums + i * VL);
                     for (long n = 0; n < nn; n += VL) store(kept.hidden + r * F + n0 + n, load(hw + n), nn - n);
                 } else {
-                    act.backward(g, u, dh, nn, w, {c.alpha, c.limit}, dg, du, s.sums + i * VL);
+                    act.backward(g, u, dh, nn, w, shape_of(c), dg, du, s.sums + i * VL);
                 }
                 keep_gradients(c, dg, du, nn, to, beside);
                 end_row(d_pre + i * ldh, I);

@@ -16,7 +16,8 @@ struct Call {
     int32_t transposed;   // up is [E, D, I] and down [E, F, D], else [E, I, D] and [E, D, F]
     int32_t type_up, type_down;  // of the gradients
     int32_t add_up, add_down;    // to what they hold
-    float alpha, limit;          // of CLAMPED
+    int32_t interleaved;         // gate and up are in the parameters, else gate first
+    float alpha, limit, shift;   // of CLAMPED
     int64_t M, R, E, D, F;
     const int64_t *row_R, *slot_R, *offsets;
     const float* w;                // [M, K]
@@ -35,5 +36,4 @@ struct Call {
 };
 
 inline bool gated(const Call& c) { return c.act <= CLAMPED; }
-inline bool interleaved(const Call& c) { return c.act == CLAMPED; }
 inline int64_t width(const Call& c) { return gated(c) ? 2 * c.F : c.F; }

@@ -17,11 +17,11 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
 // The first blocks of weights that an expert's products bring.
 template <class T, class Op>
 Ahead first_of_up(const Call& c, const Rows& t) {
-    const int parts = gated(c) ? 2 : 1, step = interleaved(c) ? 2 : 1;
+    const int parts = gated(c) ? 2 : 1, step = c.interleaved ? 2 : 1;
     const Brought b = brought<Op>(t.count, c.D, parts);
     const Weight<T> up = up_of<T>(c, t.expert);
     const auto part = [&](long first) { return up.outputs_at(0, b.k, 0, std::min(c.F, b.n), first, step); };
-    return gated(c) ? part(0).and_beside(part(interleaved(c) ? 1 : c.F)) : part(0);
+    return gated(c) ? part(0).and_beside(part(c.interleaved ? 1 : c.F)) : part(0);
 }
 template <class T, class Op>
 Ahead first_of_down(const Call& c, const Rows& t, long from, long until) {
@@ -35,8 +35,8 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
-    const int parts = act.gate ? 2 : 1, step = interleaved(c) ? 2 : 1;
-    const long second = interleaved(c) ? 1 : F;
+    const int parts = act.gate ? 2 : 1, step = c.interleaved ? 2 : 1;
+    const long second = c.interleaved ? 1 : F;
     gather((const T*)c.x, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
     const Weight<T> up = up_of<T>(c, t.expert);
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
@@ -66,7 +66,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
                 const float w = c.folded ? weight_of(c, r) : 1.0f;
                 typename Op::Value* row = hidden + i * ldh;
                 float* h = open_row(row + n0, beside);
-                act.forward(got, got + Op::wide / 2, nn, w, {c.alpha, c.limit}, h);
+                act.forward(got, got + Op::wide / 2, nn, w, shape_of(c), h);
                 close_row(row + n0, h, nn);
                 end_row(row, F);
             }

@@ -38,7 +38,7 @@ void bring(const Operands<T>& o, Operand which, long start, long k0, long kn, lo
                     widen_row(pre + c.F, u, nn);
                     blank(rows_of(u, 0), 0, nn);
                 }
-                act.forward(g, u, nn, weight_of(c, r0 + k), {c.alpha, c.limit}, h);
+                act.forward(g, u, nn, weight_of(c, r0 + k), shape_of(c), h);
                 put_row(h, to, k, nn);
             }
         }

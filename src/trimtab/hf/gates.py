@@ -1,0 +1,111 @@
+"""Which of our activations computes what an experts module of transformers has between its two products.
+
+transformers' own activations are known by their types. A gate of its own (gpt-oss, DeepSeek-V4, MiniMax-M3 …) is tried
+once on values on both sides of its limits, handed nothing but the module's numbers: where one of ours gives the same
+in float64, ours is what runs. Any other function is run as it is.
+
+Legend: n rows, I width of the pre-activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import product
+from types import FunctionType, SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import (
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+    ReLUSquaredActivation,
+    SiLUActivation,
+)
+from transformers.integrations.moe import _default_apply_gate
+
+from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, Recomputed, ReluSquared, SwiGLU
+
+GATED: dict[str, Callable[[], Activation]] = {"silu": SwiGLU, "gelu": GeGLU, "gelu_tanh": partial(GeGLU, "tanh")}
+UNGATED: dict[str, Callable[[], Activation]] = {
+    "relu_squared": ReluSquared, "gelu": GELU, "gelu_tanh": partial(GELU, "tanh"),
+}  # fmt: skip
+LIMITS, SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+def activation_of(module: nn.Module) -> Activation:
+    """What an experts module computes of its pre-activations. `_apply_gate` is the module's word on its gate."""
+    act_fn = getattr(module, "act_fn", None)
+    name, owner = known(act_fn), act_fn if isinstance(act_fn, nn.Module) else None
+    if not module.has_gate:
+        assert callable(act_fn)
+        ours = UNGATED.get(name or "")
+        return ours() if ours else Recomputed(act_fn, module=owner)
+    gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
+    function = getattr(gate, "__func__", None)
+    if function is _default_apply_gate and name in GATED:
+        return GATED[name]()
+    if isinstance(function, FunctionType) and _is_transformers(function):
+        numbers = [(key, getattr(module, key, None)) for key in (*LIMITS, *SLOPES)]
+        plain = tuple((key, float(value)) for key, value in numbers if isinstance(value, (int, float)))
+        clamped = _clamped(function, plain, name == "silu")
+        if clamped is not None:
+            return clamped
+    return Recomputed(gate, module=owner)
+
+
+def known(act_fn: object) -> str | None:
+    """The name of an activation that is one of transformers' or torch's and no more: a hook would not be called."""
+    if isinstance(act_fn, nn.Module) and any(getattr(act_fn, hooks) for hooks in _HOOKS):
+        return None
+    kind, inside = type(act_fn), getattr(act_fn, "act", None)
+    tanh = isinstance(inside, partial) and inside.func is F.gelu and inside.keywords == {"approximate": "tanh"}
+    if act_fn is F.silu or kind in (nn.SiLU, SiLUActivation):
+        return "silu"
+    if act_fn is F.gelu or (kind is GELUActivation and inside is F.gelu) or _torch_gelu(act_fn, "none"):
+        return "gelu"
+    if kind in (NewGELUActivation, FastGELUActivation) or (kind is GELUTanh and tanh) or _torch_gelu(act_fn, "tanh"):
+        return "gelu_tanh"
+    return "relu_squared" if kind is ReLUSquaredActivation else None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _torch_gelu(act_fn: object, approximate: str) -> bool:
+    return type(act_fn) is nn.GELU and act_fn.approximate == approximate
+
+
+def _is_transformers(function: FunctionType) -> bool:
+    """Whether it is a plain function of a model's file, and not one that somebody put around it."""
+    home = function.__module__.startswith("transformers.models.")
+    return home and function.__closure__ is None and not hasattr(function, "__wrapped__")
+
+
+@lru_cache(maxsize=64)
+def _clamped(function: FunctionType, numbers: tuple[tuple[str, float], ...], silu: bool) -> ClampedSwiGLU | None:
+    """The clamped gate that gives what `function` gives; None where there is none, or where it needs more than this.
+
+    Kept for the process: a model has a module a layer, each asks at each call, and the answer depends on nothing else.
+    """
+    given = dict(numbers)
+    limits = {given[key] for key in LIMITS if given.get(key, 0.0) > 0}
+    slopes = {1.0, *(given[key] for key in SLOPES if key in given)}
+    reach = 3 * max((limit for limit in limits if limit < math.inf), default=7.0)
+    with torch.device("cpu"), torch.no_grad():
+        spread = torch.arange(2048, dtype=torch.float64) * 0.7548776662466927 % 1
+        pre_nI = (2 * spread - 1).mul_(reach).view(-1, 8)
+        try:
+            truth = function(SimpleNamespace(**given, **({"act_fn": F.silu} if silu else {})), pre_nI.clone())
+        except AttributeError:  # it reads something else
+            return None
+        for slope, limit, shift, interleaved in product(slopes, limits, (0.0, 1.0), (False, True)):
+            ours = ClampedSwiGLU(slope, limit, shift, interleaved=interleaved)
+            h = ours.forward(pre_nI)
+            if h.shape == truth.shape and torch.allclose(h, truth.double(), rtol=1e-12, atol=1e-12):
+                return ours
+    return None
