@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from comparing import assert_close
 from routing.router_truth import truth_group_top, truth_top
 from trimtab.errors import ConfigError
+from trimtab.routing import select as selecting
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.select import select, sinkhorn, top
 
@@ -71,8 +72,24 @@ def test_no_tokens_and_no_real_tokens(name: str) -> None:
     assert nobody.tolist() == [[-1] * columns] * 3
 
 
-def test_nan_counts_as_the_largest() -> None:
+@pytest.mark.parametrize("few", [-1, selecting.FEW])
+def test_nan_counts_as_the_largest(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selecting, "FEW", few)
     assert top(torch.tensor([[1.0, float("nan"), 3.0]]), 2).tolist() == [[1, 2]]
+    assert top(torch.tensor([[float("nan"), 2.0, -float("nan")]]), 3).tolist() == [[0, 2, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (64, 8), (5, 5), (1, 1)])
+def test_few_tokens_get_what_they_get_among_many(
+    dtype: torch.dtype, experts: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    for scores in (torch.rand(9, experts, generator=g), torch.randint(0, 3, (9, experts), generator=g)):
+        few = top(scores.to(dtype), k)
+        with monkeypatch.context() as patch:
+            patch.setattr(selecting, "FEW", -1)
+            assert torch.equal(top(scores.to(dtype), k), few)
 
 
 def test_sinkhorn_evens_out_columns_and_rows() -> None:

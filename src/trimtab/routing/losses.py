@@ -108,6 +108,7 @@ def balance_losses(
     logits_TE: Tensor,
     scores_TE: Tensor,
     chosen_TK: Tensor,
+    chosen_E: Tensor,
     real_T: Tensor,
     *,
     config: RouterConfig,
@@ -119,7 +120,7 @@ def balance_losses(
     """(name -> scalar, counts of this micro-batch over all ranks [E] float64). Collective over the groups.
 
     Args:
-        chosen_TK: ids picked, -1 for none and for tokens that are not real.
+        chosen_TK: ids picked, -1 for none and for tokens that are not real. chosen_E: how often each.
         counts_before_E: counts of the step's earlier micro-batches, zeros in the first.
 
     Without any coefficient there is nothing to compute, nothing to exchange, and the counts are None.
@@ -136,7 +137,7 @@ def balance_losses(
     z = _log_sum_exp(logits_TE).square().masked_fill(~real_T, 0).sum()
     f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
     sequence = (f_BE * _per(p_TE, batch)).sum()
-    sums = (real_T.sum()[None], count_ids(chosen_TK, num_experts), p_E, sequence[None], z[None])
+    sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
     with unseen():  # ranks are summed in place
         everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])

@@ -141,18 +141,20 @@ class Router(nn.Module):
                 choice = self._given(ids_TK, real_T, batch) or self._choose(logits.detach(), scores.detach(), real_T)
         weights = pick_weights(logits, scores, choice.chosen, c).masked_fill(choice.kept < 0, 0)
         weights = weights.masked_fill(~logits.detach().isfinite().all(-1, keepdim=True), math.nan)
+        chosen_E = count_ids(choice.chosen, c.num_experts)
         losses, counts_E = balance_losses(
-            logits, scores, choice.chosen, real_T,
+            logits, scores, choice.chosen, chosen_E, real_T,
             config=c, batch=batch, groups=self.groups, totals=self.totals, counts_before_E=before_E,
         )  # fmt: skip
         if again is None:
             with unseen():
-                self._count(choice, counts_E, batch)
+                self._count(choice, chosen_E, counts_E, batch)
         if sum_E is not None:
             noise = noise if again is None else again.noise
             made = Remembered(choice=choice, sum_E=sum_E, noise=noise, counts_before_E=before_E)
             weights = self.memory.hold(made, weights, self.training)
-        ids, loads = choice.kept, count_ids(choice.kept, c.num_experts)
+        ids = choice.kept
+        loads = chosen_E if ids is choice.chosen else count_ids(ids, c.num_experts)
         if c.pad:
             filled = padding(ids, c, capacity(tokens, c))
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
@@ -178,16 +180,16 @@ class Router(nn.Module):
         kept = drop_over(chosen, weights, c.num_experts, capacity(chosen.shape[0], c), c.drop)
         return Choice(chosen=chosen, kept=kept)
 
-    def _count(self, choice: Choice, counts_E: Tensor | None, batch: int) -> None:
+    def _count(self, choice: Choice, chosen_E: Tensor, counts_E: Tensor | None, batch: int) -> None:
+        """chosen_E: of this rank. counts_E: of all, where a loss counted them."""
         if self.training:
-            counts = count_ids(choice.chosen, self.config.num_experts)
             if torch.compiler.is_compiling():
                 from trimtab.routing.compiled import counted_once
 
                 of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
-                counts = counted_once(counts, False)
+                chosen_E = counted_once(chosen_E, False)
                 counts_E = None if counts_E is None else counted_once(counts_E, of_step)
-            self._loads.add_(counts)
+            self._loads.add_(chosen_E)
             if counts_E is not None:
                 self._counts.add_(counts_E)
         if self.tap is not None:

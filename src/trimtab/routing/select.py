@@ -14,9 +14,16 @@ from torch import Tensor
 
 from trimtab.routing.config import RouterConfig
 
+FEW = 2048
+"""Scores up to which one stable sort takes less time than K times argmax: on one thread 7 us in place of 37 for a token
+of 8 of 128 experts."""
+
 
 def top(scores_TE: Tensor, k: int) -> Tensor:
-    """The k best, best first: [T, k] int64. `torch.topk` leaves the order of ties open; argmax takes the first."""
+    """The k best, best first: [T, k] int64. `torch.topk` leaves the order of ties open; argmax takes the first, and a
+    stable sort leaves it in front."""
+    if not torch.compiler.is_compiling() and scores_TE.numel() <= FEW:  # a graph serves any number of tokens
+        return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     left = scores_TE.clone()
     picks = []
     for _ in range(k):
