@@ -276,7 +276,8 @@ def test_what_lies_between_the_products_takes_one_pass(
 ) -> None:
     """Of large experts, in as many calls as there are blocks: experts of few rows may share one."""
     go_by_blocks(monkeypatch)
-    monkeypatch.setattr(expert_call, "TOGETHER", together)
+    for most in ("TOGETHER", "AT_ONCE"):
+        monkeypatch.setattr(expert_call, most, together)
     module = ExpertMLP(3, 32, 16, kernels="compiled", dtype=torch.float32)
     x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
     module(x, ids, w)

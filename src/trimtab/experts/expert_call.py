@@ -17,10 +17,12 @@ from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
 from trimtab.experts.products import Products
+from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, Kernels
 
-TOGETHER = 256
-"""Rows in all of the experts that may share a block: the calls between their products cost more than the work."""
+TOGETHER, AT_ONCE = 256, 2048
+"""Rows in all of the experts that may share a block: the calls between their products cost more than the work. The
+second where one call multiplies all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,9 @@ class ExpertCall:
     as_compiled: bool = False
 
     def blocks(self) -> Iterator[Block]:
-        made = self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0], TOGETHER, self.weights.up.dtype)
+        up, down, plan = self.weights.up, self.weights.down, self.plan
+        most = AT_ONCE if at_once(self.kernels, up, down) else TOGETHER
+        made = self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, up.dtype)
         return (replace(block, as_compiled=True) for block in made) if self.as_compiled else made
 
     def by_row(self, weight: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class ExpertMLP(GroupedModule):
 
     Large experts in float32, D F >= 2^20, are as on "loop", except on AMD's processors (`trimtab.kernels.mkl`). On
     Intel's with AVX-512 they need 1.6 MB more for each thread where they have 48 to 199 rows, and those without biases,
-    already from 2^19 on, take either way (`trimtab.experts.mlp_fused.fused_is_faster`).
+    already from 2^19 on, take either way (`trimtab.experts.mlp_fused.fused_is_faster`). Where the products of what goes
+    that way are their own (`CompiledKernels.multiplies`), r = 2048.
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 

@@ -59,6 +59,11 @@ class Gradients:
         ]
         self._buffers = [gradient.open() for gradient in self._each]
 
+    @property
+    def stack(self) -> Tensor | None:
+        """Where all groups are written, [e, ...], if their parameter is one."""
+        return self._buffers[0] if self._stacked else None
+
     @contextmanager
     def block(self, e: slice) -> Iterator[tuple[Tensor, bool]]:
         """Where to write the groups `e`, [e, ...] of a parameter's shape, and whether to add to what is there."""

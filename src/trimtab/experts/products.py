@@ -9,7 +9,7 @@ Legend: S rows in segments, e experts, A in features, B out features, C either w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,8 @@ from trimtab.experts.per_group import Gradients, take
 from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, RowsRole, Way
 from trimtab.experts.recipes.engine import Engine, Packed
 from trimtab.experts.recipes.quantised import Quantiser
-from trimtab.kernels.grouped import Kernels, put
+from trimtab.kernels.compiled import at_once
+from trimtab.kernels.grouped import Block, Kernels, put
 
 Kept = tuple[Tensor, ...]
 
@@ -93,10 +94,15 @@ class Plain:
 
     def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
         dtype = self.kernels.compute_dtype(dy[0].dtype)
-        for block in self.kernels.blocks(self.offsets_e, dy[0].shape[0]):
+        for block in self._blocks(dy[0].shape[0], into.stack):
             a, b = x[0][block.rows].to(dtype), dy[0][block.rows].to(dtype)
             with into.block(block.experts) as (out_eBA, add):
                 self.kernels.grouped_wgrad(a, b, block, out_eBA.transpose(1, 2), add=add)
+
+    def _blocks(self, rows: int, stack_eBA: Tensor | None) -> Iterator[Block]:
+        """A group each, but all in one where their weights are one tensor that is multiplied at once."""
+        whole = stack_eBA is not None and at_once(self.kernels, stack_eBA)
+        return self.kernels.blocks(self.offsets_e, rows, rows + 1 if whole else 0)
 
     def _product(self, rows_SX: Tensor, w: GroupWeights, *, transpose: bool) -> Tensor:
         """Rows times w, plus bias, or with `transpose` times w^T: [S, Y]."""
@@ -107,7 +113,7 @@ class Plain:
         width = w.widths[0 if transpose else 1]
         result_SY = kernels.empty_rows(rows_SX.shape[0], width, w.dtype, self.offsets_e)
         direct = dtype == w.dtype
-        for block in kernels.blocks(self.offsets_e, rows_SX.shape[0]):
+        for block in self._blocks(rows_SX.shape[0], w.weights[0] if w.stacked else None):
             e, r = block.experts, block.rows
             w_eAB = w.by_row(e) if quantised_eAB is None else quantised_eAB[e]
             w_eXY = w_eAB.transpose(1, 2) if transpose else w_eAB

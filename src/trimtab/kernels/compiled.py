@@ -7,9 +7,10 @@
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
-What these do not cover goes the way of the loop, see `trimtab.experts.mlp_fused`. In float32 what lies between its
-products then takes one pass over memory (cpu/elementwise.h), with gate and up as halves of a row, and weight gradients
-over so many rows that MKL is slow go to cpu/wgrad.h.
+What these do not cover goes block by block, see `trimtab.experts.mlp_fused`, with the loop's products, or the first of
+cpu/forward.h and those of cpu/wgrad.h: `CompiledKernels.multiplies`. In float32 what lies between them then takes one
+pass over memory (cpu/elementwise.h), with gate and up as halves of a row, and weight gradients over so many rows that
+MKL is slow go to cpu/wgrad.h.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`), sums are taken in float32, and an expert row's bits depend on no other row, on no thread and
@@ -40,13 +41,16 @@ from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
-from trimtab.kernels.mkl import rows_mm, slow_gradient
+from trimtab.kernels.memory import plain
+from trimtab.kernels.mkl import rows_mm, slow_gradient, slower_than_compiled
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
+SMALL = 1 << 17
+"""Values of an expert's weight up to which a call of the loop costs more than the better of two products saves."""
 _CLAMPED = ACTIVATIONS.index("clamped_swiglu")
 
 _INTS = (
@@ -159,25 +163,60 @@ class CompiledKernels(LoopKernels):
         """Run cpu/wgrad.h, likewise."""
         self._run("weight_gradients", fields)
 
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        """As the loop, but by cpu/forward.h where it `multiplies`."""
+        transposed = w_eAB.is_contiguous()
+        weight = w_eAB if transposed else w_eAB.transpose(1, 2)
+        (e, deep, wide), rows = w_eAB.shape, x_RA.shape[0]
+        given = [x_RA, weight] if out is None else [x_RA, weight, out]
+        legal = x_RA.shape[1] == deep and self.multiplies(weight) and not block.as_compiled
+        if not legal or not self._takes(given, block, e):
+            return super().grouped_mm(x_RA, w_eAB, block, out)
+        if out is None:
+            out = self.empty(rows, wide, dtype=x_RA.dtype)
+        # As the pre-activations of experts without a gate, and no more.
+        self.forward({
+            "type": TYPES[x_RA.dtype], "act": ACTIVATIONS.index("relu_squared"), "transposed": int(transposed),
+            "M": rows, "R": rows, "E": e, "D": deep, "F": wide, "row_R": torch.arange(rows, device="cpu"),
+            "offsets": block.offsets_e, "x": x_RA, "up": weight, "pre": out,
+        })  # fmt: skip
+        return out
+
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        """As the loop, but by cpu/wgrad.h where MKL is slow over the block's mean number of rows."""
+        """As the loop, but by cpu/wgrad.h where it `multiplies`, or MKL is slow over a block's mean number of rows."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
-        (e, wide, deep), rows, offsets_e = targets.shape, a.shape[0], block.offsets_e
-        taken = (
-            slow_gradient(rows // max(1, e), add=add)
-            and all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in (targets, a, b))
-            and (a.shape, b.shape) == ((rows, wide), (rows, deep))
-            and offsets_e.shape == (e + 1,) and offsets_e.dtype == torch.int64 and int(offsets_e[-1]) == rows
-        )  # fmt: skip
-        if not taken:
+        (e, wide, deep), rows = targets.shape, a.shape[0]
+        fits = (a.shape, b.shape) == ((rows, wide), (rows, deep)) and targets.is_contiguous()
+        slow = a.dtype == targets.dtype == torch.float32 and slow_gradient(rows // max(1, e), add=add)
+        taken = slow or (targets.dtype in TYPES and self.multiplies(targets))
+        if not fits or not taken or not self._takes([a, b], block, e):
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
         self.weight_gradients({
             "type": TYPES[a.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": e, "D": deep,
-            "F": wide, "row_R": torch.arange(rows, device="cpu"), "offsets": offsets_e.contiguous(), "x": b, "d_pre": a,
+            "F": wide, "row_R": torch.arange(rows, device="cpu"), "offsets": block.offsets_e, "x": b, "d_pre": a,
             "d_up": targets, "type_up": TYPES[targets.dtype], "add_up": int(add),
         })  # fmt: skip
+
+    def multiplies(self, weight_eAB: Tensor) -> bool:
+        """Whether products of rows and these weights are made here, all experts' in one call: of small weights, since
+        the loop takes a call an expert, and of all where the machine's GEMM is no faster. It does not hang on the
+        number of rows, or the bits of a row would.
+
+        On Zen 4, in the time of the loop, 4, 32, 128 and 512 rows an expert, forward and backward: 0.33, 0.47, 0.72
+        and 0.94 of 256 x 256 in bfloat16, 0.46, 0.73, 0.93 and 0.96 of 1024 x 1024; float32 likewise.
+        """
+        dtype, values = weight_eAB.dtype, weight_eAB.shape[-1] * weight_eAB.shape[-2]
+        native = dtype in TYPES and self.compute_dtype(dtype) == dtype
+        return native and (values <= SMALL or slower_than_compiled())
+
+    def _takes(self, operands: Sequence[Tensor], block: Block, groups: int) -> bool:
+        """Whether these lie as the C++ reads them."""
+        (rows, *_), dtype = operands[0].shape, operands[0].dtype
+        here = dtype in TYPES and all(t.device.type == "cpu" and plain(t, dtype) for t in operands)
+        placed = plain(block.offsets_e, torch.int64) and block.offsets_e.shape == (groups + 1,)
+        return here and placed and block.rows.stop - block.rows.start == rows
 
     def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> SlotPlaces:
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
@@ -309,6 +348,11 @@ def compiled_kernels() -> CompiledKernels:
     if kernels is None:
         kernels = _shared.setdefault("cpu", CompiledKernels())
     return kernels
+
+
+def at_once(kernels: object, *weights_eAB: Tensor) -> bool:
+    """Whether `kernels` multiply by all experts of each of these in one call, see `CompiledKernels.multiplies`."""
+    return isinstance(kernels, CompiledKernels) and all(map(kernels.multiplies, weights_eAB))
 
 
 def switched_off() -> bool:

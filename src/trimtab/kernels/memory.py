@@ -13,16 +13,21 @@ def in_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and (t.data_ptr() != 0 or not t.nbytes)
 
 
+def plain(t: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
+    known = type(t) in (Tensor, nn.Parameter)
+    return known and t.dtype == dtype and t.is_contiguous() and not t.is_neg() and bool(t.data_ptr() or not t.nbytes)
+
+
 def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     """The values of `t` in `dtype`, contiguous, whatever it is a view or a promise of.
 
     Raises:
         InputError: it wraps other tensors. `what` says in the message what it is.
     """
-    plain = type(t) in (Tensor, nn.Parameter)
-    if plain and t.dtype == dtype and t.is_contiguous() and t.data_ptr() and not t.is_neg():
+    if plain(t, dtype):
         return t  # as nearly always
-    if not plain:
+    if type(t) not in (Tensor, nn.Parameter):
         t = _arrived(t)
     if t._is_zerotensor():
         t = t.clone()

@@ -67,7 +67,8 @@ class Pages:
         weakref.finalize(block, self._give, pages).atexit = False
         flat = torch.frombuffer(block, dtype=dtype, count=math.prod(shape))
         values = torch.empty(0, dtype=dtype, device="cpu")
-        values.set_(flat.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())  # no view of another
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        values.set_(flat.untyped_storage(), 0, shape, strides)  # no view of another
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values

@@ -24,7 +24,7 @@ struct Call {
     const void *x, *up, *down;     // rows [M, D]
     const void *up_bias, *down_bias;  // [E, I], [E, D], or null
     void* pre;                     // [R, I], or null if no backward comes
-    void* y;                       // [M, D]
+    void* y;                       // [M, D], or null if pre is all that is wanted
     const void* dy;                // [M, D]
     void* d_pre;                   // [R, I] in the parameters' order; null if the weights' gradients come with the rows'
     void* dx;                      // [M, D], or null where it is not wanted

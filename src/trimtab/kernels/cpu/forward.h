@@ -1,4 +1,5 @@
-// pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a token's outs.
+// pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a token's outs. Where there is
+// no y, pre is all that is made.
 #pragma once
 #include "rows.h"
 
@@ -49,7 +50,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
         [&](int part, long k0, long kn, long n0, long nn) {
             return up.outputs_at(k0, kn, n0, nn, part * second, step);
         },
-        next ? first_of_up<T, Op>(c, *next) : first_of_down<T, Op>(c, t, 0, D),
+        next ? first_of_up<T, Op>(c, *next) : c.y ? first_of_down<T, Op>(c, t, 0, D) : Ahead(),
         [&](long m0, long mn, long n0, long nn, float* got) {
             float shift[2][NC + VL], beside[NC + VL];
             for (long n = 0; bias && n < nn; n++)
@@ -63,6 +64,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
                     float* v = got + part * Op::wide / 2;
                     keep_row(v, nn, bias ? shift[part] : nullptr, pre ? pre + part * F : nullptr);
                 }
+                if (!c.y) continue;
                 const float w = c.folded ? weight_of(c, r) : 1.0f;
                 typename Op::Value* row = hidden + i * ldh;
                 float* h = open_row(row + n0, beside);
@@ -117,7 +119,9 @@ void forward(const Call& c) {
         two_products(
             c, all, (Value*)shared.second, Op::pitch(c.F),
             [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, Op>(c, t, to, s, next); },
-            [&](Rows t, const Value* from, const Rows* next) { out_rows<T, Op>(c, t, from, s, y, next); },
+            [&](Rows t, const Value* from, const Rows* next) {
+                if (c.y) out_rows<T, Op>(c, t, from, s, y, next);
+            },
             [](const Wave&) {});
     }
 }

@@ -103,7 +103,7 @@ inline bool by_wave(const Call& c) { return c.threads > 1 || reads_operand(c); }
 struct Shared {
     float *second, *d_pre, *hidden, *end;
     Shared(const Call& c, const std::vector<Wave>& waves) {
-        const bool products = c.y || c.dw;
+        const bool products = c.up;  // else gradients of weights alone
         const long most = wave_rows(waves), piece = products ? largest(c, waves) : 0, size = c.type == FLOAT ? 4 : 2;
         second = c.scratch + c.threads * Scratch::each(c, piece);
         const long rows = products ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole

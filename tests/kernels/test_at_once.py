@@ -1,0 +1,132 @@
+"""Grouped products of all experts in one call of the C++: numbers, bits, and what is left to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comparing import assert_close
+from threads import torch_threads
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.activations import Recomputed
+from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.kernels import compiled
+from trimtab.kernels.block import Block
+from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
+
+SIZES = (3, 0, 70, 1, 9)
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever PyTorch has instructions for: what the C++ lacks it widens."""
+    monkeypatch.setattr(CompiledKernels, "compute_dtype", lambda self, dtype: dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Experts of each product that the C++ made."""
+    made: list[int] = []
+    real = CompiledKernels.forward
+
+    def spy(self: CompiledKernels, fields: Mapping[str, Any]) -> None:
+        made.append(fields["E"])
+        real(self, fields)
+
+    monkeypatch.setattr(CompiledKernels, "forward", spy)
+    return made
+
+
+def block_of(sizes: tuple[int, ...]) -> Block:
+    offsets = torch.tensor((0, *sizes)).cumsum(0)
+    return Block(slice(0, len(sizes)), slice(0, sum(sizes)), offsets, sizes)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("widths", [(64, 96), (17, 3), (300, 258)], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0), (300,)], ids=str)
+def test_products_of_all_experts(
+    calls: list[int], sizes: tuple[int, ...], widths: tuple[int, int], turned: bool, threads: int, dtype: torch.dtype
+) -> None:
+    (deep, wide), rows = widths, sum(sizes)
+    x, w = torch.randn(rows, deep).to(dtype), torch.randn(len(sizes), *widths).to(dtype)
+    given = w.transpose(1, 2).contiguous().transpose(1, 2) if turned else w
+    into = torch.full((rows, wide), torch.nan, dtype=dtype)
+    with torch_threads(threads):
+        made = compiled_kernels().grouped_mm(x, given, block_of(sizes))
+        assert compiled_kernels().grouped_mm(x, given, block_of(sizes), into) is into
+    truth = torch.cat([a.double() @ b.double() for a, b in zip(x.split(sizes), w, strict=True)])
+    assert_close(made, truth, BOUNDS[dtype], "made")
+    assert torch.equal(made, into)
+    assert calls == [len(sizes)] * 2
+
+
+def test_what_does_not_lie_as_it_is_read_goes_the_way_of_the_loop(calls: list[int]) -> None:
+    block, kernels = block_of(SIZES), compiled_kernels()
+    x, w = torch.randn(sum(SIZES), 64), torch.randn(len(SIZES), 64, 96)
+    truth = kernels.grouped_mm(x, w, block)
+    assert len(calls) == 1
+    into = torch.empty(sum(SIZES), 192)[:, ::2]
+    kernels.grouped_mm(x, w, block, into)
+    assert_close(into, truth, 2e-6, "strided result")
+    wide = torch.randn(sum(SIZES), 128)
+    wide[:, ::2] = x
+    assert_close(kernels.grouped_mm(wide[:, ::2], w, block), truth, 2e-6, "strided rows")
+    assert_close(kernels.grouped_mm(torch._neg_view(-x), w, block), truth, 2e-6, "a sign that is a flag")
+    assert_close(kernels.grouped_mm(x, w.double(), block), truth, 2e-6, "weights of another dtype")
+    assert_close(kernels.grouped_mm(x.double(), w.double(), block), truth, 2e-6, "float64")
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError):
+        kernels.grouped_mm(x[:, :-1].contiguous(), w, block)
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_which_weights(slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "slower_than_compiled", lambda: slower)
+    kernels = compiled_kernels()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert kernels.multiplies(torch.empty(2, 512, 256, dtype=dtype, device="meta"))
+        assert kernels.multiplies(torch.empty(2, 512, 257, dtype=dtype, device="meta")) == slower
+    assert not kernels.multiplies(torch.empty(2, 8, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    """Of an activation of one's own, whether or not experts share a block."""
+    torch.manual_seed(0)
+    up, down = (torch.randn(*shape).mul_(0.1).to(dtype).requires_grad_() for shape in ((4, 40, 48), (4, 48, 40)))
+    x, w, dy = torch.randn(3000, 48).to(dtype), torch.rand(3000, 2), torch.randn(3000, 48).to(dtype)
+    ids = torch.rand(3000, 4).topk(2).indices
+    found = []
+    for rows in (7, 600, 3000):
+        leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
+        y = expert_mlp(
+            *leaves, plan_experts(ids[:rows], 4), ExpertWeights(up=up, down=down),
+            ExpertMath(activation=Recomputed(torch.tanh)), compiled_kernels(),
+        )  # fmt: skip
+        y.backward(dy[:rows])
+        found.append([t[:7].detach() for t in (y, leaves[0].grad, leaves[1].grad) if t is not None])
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(others, found[0], strict=True))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_grouped_linear_takes_one_call_a_product(calls: list[int], stacked: bool) -> None:
+    module = GroupedLinear(5, 24, 40, bias=True, kernels="compiled", dtype=torch.float32, single_parameter=stacked)
+    x = torch.randn(sum(SIZES), 24, requires_grad=True)
+    module(x, torch.tensor(SIZES))  # with the self-test
+    calls.clear()
+    y: Tensor = module(x, torch.tensor(SIZES))
+    assert calls == ([5] if stacked else [1] * 5)
+    y.backward(torch.ones_like(y))
+    assert len(calls) == (2 if stacked else 10)
