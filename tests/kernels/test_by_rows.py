@@ -1,4 +1,5 @@
-"""Few rows times a weight whose rows lie one after the other: brought row by row or block by block, the same bits."""
+"""Few rows times a weight whose rows lie one after the other: read there, or brought row by row or block by block, the
+same bits."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from trimtab.kernels.compiled import CompiledKernels
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
 
 
-def kernels_of(products: str, way: int) -> CompiledKernels:
-    define = f"TRIMTAB_BY_ROWS={way}"
-    return emulated(products, define) if products in INSTRUCTIONS else CompiledKernels(defines=[define])
+WAYS = (("TRIMTAB_BY_ROWS=0", "TRIMTAB_STRAIGHT=0"), ("TRIMTAB_BY_ROWS=1", "TRIMTAB_STRAIGHT=0"), ())
+
+
+def kernels_of(products: str, way: tuple[str, ...]) -> CompiledKernels:
+    return emulated(products, *way) if products in INSTRUCTIONS else CompiledKernels(defines=way)
 
 
 def test_the_way_is_the_one_that_was_asked_for() -> None:
@@ -57,7 +60,7 @@ def bits(
 
 @pytest.mark.parametrize(("plain", "threads"), [(True, 1), (False, 2)], ids=["plain", "biased"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (40, 1100), (2100, 40)])
+@pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (40, 1100), (2112, 64), (96, 1120)])
 @pytest.mark.parametrize("products", ["float32", "own", *INSTRUCTIONS])
 def test_a_weight_brought_either_way_gives_the_same_bits(
     products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int
@@ -65,8 +68,8 @@ def test_a_weight_brought_either_way_gives_the_same_bits(
     """The largest widths have sums of several rounds. products: of bfloat16 the machine's own, or emulated ones."""
     dtype = torch.float32 if products == "float32" else torch.bfloat16
     with torch_threads(threads):
-        blocks, rows = (bits(kernels_of(products, way), dtype, dim, hidden, transposed, plain) for way in (0, 1))
-    assert len(rows) == (5 if plain else 7)
-    for a, b in zip(blocks, rows, strict=True):
-        assert torch.equal(a, b)
-        assert torch.isfinite(a).all()
+        found = [bits(kernels_of(products, way), dtype, dim, hidden, transposed, plain) for way in WAYS]
+    assert len(found[0]) == (5 if plain else 7)
+    for blocks, *others in zip(*found, strict=True):
+        assert torch.isfinite(blocks).all()
+        assert all(torch.equal(other, blocks) for other in others)

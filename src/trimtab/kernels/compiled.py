@@ -115,7 +115,8 @@ class CompiledKernels(LoopKernels):
     Args:
         products: of `trimtab.kernels.bf16.PRODUCTS` those alone instead of the fastest.
         defines: macros for the compiler, for tests. TRIMTAB_EMULATE_BF16 gives any machine all products, slowly;
-            TRIMTAB_BY_ROWS is whether few rows bring a weight row by row, whatever the processor.
+            TRIMTAB_BY_ROWS is whether few rows bring a weight row by row, whatever the processor, TRIMTAB_STRAIGHT up
+            to how many read it where its rows lie.
 
     Raises:
         BackendError: switched off, not compiled, or not for this machine.

@@ -177,6 +177,92 @@ void gemm_swapped(
     }
 }
 
+// Words of K whose rows of B `gemm_straight` holds in registers; its sums that wait, at most; and the rows of A up to
+// which it takes less time than bringing B: on Zen 4 of 1, 8 and 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
+constexpr int HELD = VL == 16 ? 8 : 4;
+#if !defined(TRIMTAB_STRAIGHT)
+#define TRIMTAB_STRAIGHT NR
+#endif
+constexpr long WAITING = 4096, STRAIGHT = TRIMTAB_STRAIGHT;
+
+// Whether a product is made by `gemm_straight`. `weight` says where B lies, row by row. Tiles cannot.
+template <class Op>
+bool straight(long M, long N, long K, const Ahead& weight) {
+    const bool as_it_is = weight.bytes == N * weight.step * (long)sizeof(typename Op::Value);  // not widened
+    return Op::tall < NR && as_it_is && M > 0 && M <= STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
+}
+
+// HELD words of K of NR columns of B, from `w` on, times M rows of A: added to `sums`, or written if they are the first.
+template <class Op>
+INLINE void straight_block(
+    long M, const typename Op::Word* a, long lda, const typename Op::Value* w, long ld, float* sums, long pitch,
+    bool first
+) {
+    decltype(Op::spread(*a)) right[HELD][2];
+    UNROLL for (int k = 0; k < HELD; k++) Op::read_rows(w + k * Op::values * ld, ld, right[k]);
+    for (int k = 0; k < HELD * Op::values; k++) {  // those that come next
+        __builtin_prefetch(w + (HELD * Op::values + k) * ld, 0, 2);
+        if (sizeof(*w) == 4) __builtin_prefetch(w + (HELD * Op::values + k) * ld + VL, 0, 2);
+    }
+    for (long m = 0; m < M; m++, a += lda, sums += pitch) {
+        vf x = first ? vf{} : load(sums), y = first ? vf{} : load(sums + VL);
+        UNROLL for (int k = 0; k < HELD; k++) {
+            const auto v = Op::spread(a[k]);
+            x = Op::add(x, v, right[k][0]);
+            y = Op::add(y, v, right[k][1]);
+        }
+        store(sums, x);
+        store(sums + VL, y);
+    }
+}
+
+// As `gemm`, for few rows of A and a B whose rows lie in memory one after the other: read once from end to end, and
+// neither brought nor turned. Sums are taken in the steps of `multiply`, so an element has the same bits.
+template <class Op, class Weight, class Done>
+void gemm_straight(
+    long M, long N, long K, int parts, Left<typename Op::Word> a, float* b, float* c, Weight weight, Done done
+) {
+    using Value = typename Op::Value;
+    const Ahead first = weight(0);
+    const long step = first.step, width = Op::wide / parts, words = K / Op::values, ld = first.ld / (long)sizeof(Value);
+    const int runs = step > 1 ? 1 : parts;  // columns in turn are read together
+    const long chunk = std::max(width, WAITING / (M * parts) / width * width), pitch = chunk * step + VL;
+    float *total = b, *sums = b + runs * M * pitch;
+    for (long from = 0; from < N; from += chunk) {
+        const long nn = std::min(chunk, N - from), columns = nn * step;
+        for (int run = 0; run < runs; run++) {
+            const Value* w = (const Value*)weight(run).p + from * step;
+            float* all = total + run * M * pitch;
+            for (long k0 = 0; k0 < words; k0 += Op::deep) {
+                float* to = k0 ? sums : all;
+                for (long k = k0; k < std::min(words, k0 + Op::deep); k += HELD)
+                    for (long n = 0; n < columns; n += NR)
+                        straight_block<Op>(M, a.p + k, a.ld, w + k * Op::values * ld + n, ld, to + n, pitch, k == k0);
+                for (long m = 0; k0 && m < M; m++)
+                    for (long n = m * pitch; n < m * pitch + columns; n += VL)
+                        store(all + n, load(sums + n) + load(all + n));
+            }
+        }
+        const auto lanes = std::make_integer_sequence<int, VL>{};
+        for (long n0 = 0; n0 < nn; n0 += width) {
+            const long wide = std::min(width, nn - n0);
+            for (long m = 0; m < M; m++) {
+                for (long n = 0; n < wide; n += VL) {
+                    float* to = c + m * LDC + n;
+                    const float* got = total + m * pitch + (n0 + n) * step;
+                    if (step == 1) {
+                        for (int part = 0; part < parts; part++) store(to + part * width, load(got + part * M * pitch));
+                        continue;
+                    }
+                    store(to, every_second<0>(load(got), load(got + VL), lanes));
+                    store(to + width, every_second<1>(load(got), load(got + VL), lanes));
+                }
+            }
+            done(0, M, from + n0, wide, c);
+        }
+    }
+}
+
 #if defined(HAVE_AMX)
 // As `gemm`, where all of K is brought at once: the sums of some rows are done with while they are near. Those of all
 // rows would leave no room in the second cache for the operands.
@@ -227,8 +313,10 @@ void gemm(
     long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,
     Load load, Where where, const Ahead& then, Done done
 ) {
-    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     const auto all = [&](int part) { return where(part, 0, K, 0, N); };
+    if constexpr (Op::tall < NR)
+        if (by_rows && straight<Op>(M, N, K, all(0))) return gemm_straight<Op>(M, N, K, parts, a, (float*)b, c, all, done);
+    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
     if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
 #if defined(HAVE_AMX)
     if constexpr (Op::chunk > 0)

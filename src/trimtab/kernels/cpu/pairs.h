@@ -27,11 +27,26 @@ struct Pairs {
     struct Session {};
 };
 
+// Pairs of values of two rows, of the first VL columns or the others.
+template <int... L>
+INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<0>) {
+    return (vu)__builtin_shufflevector(even, odd, (L / 2 + L % 2 * 2 * VL)...);
+}
+template <int... L>
+INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<1>) {
+    return (vu)__builtin_shufflevector(even, odd, (VL + L / 2 + L % 2 * 2 * VL)...);
+}
 #if defined(HAVE_DOT)
 struct Dots : Pairs {
     // Addresses are made anew for each k: as many pointers as there are rows would go to the stack.
     static INLINE void new_row(long& ld) { asm volatile("" : "+r"(ld)); }
     static INLINE vu read(const uint32_t* p) { return *(const vu_any*)p; }
+    static INLINE void read_rows(const bf16* p, long ld, vu* to) {
+        const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
+        const vhh even = *(const vhh_any*)p, odd = *(const vhh_any*)(p + ld);
+        to[0] = pairs_of(even, odd, lanes, int_constant<0>());
+        to[1] = pairs_of(even, odd, lanes, int_constant<1>());
+    }
     static INLINE vu spread(uint32_t pair) { return pair - vu{}; }
     static INLINE vf add(vf sum, vu a, vu b) { return dot(sum, a, b); }
 };
@@ -91,14 +106,6 @@ INLINE void put_row(const T* from, const PairPlace& to, long k, long nn) {
     else put_halves<false>(from, to, k, nn);
 }
 // Rows k and k + 1, k even.
-template <int... L>
-INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<0>) {
-    return (vu)__builtin_shufflevector(even, odd, (L / 2 + L % 2 * 2 * VL)...);
-}
-template <int... L>
-INLINE vu pairs_of(vhh even, vhh odd, std::integer_sequence<int, L...>, int_constant<1>) {
-    return (vu)__builtin_shufflevector(even, odd, (VL + L / 2 + L % 2 * 2 * VL)...);
-}
 INLINE void put_rows(const bf16* even, const bf16* odd, const PairPlace& to, long k, long nn) {
     const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
     long n = 0;

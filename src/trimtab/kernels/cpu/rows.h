@@ -127,15 +127,15 @@ struct Weight {
         end_block(to, kn, nn);
     }
     Ahead outputs_at(long k0, long kn, long n0, long nn, long first, int step) const {
-        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn, nn * step);
+        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn, nn * step, step);
         return ahead(w + (first + n0 * step) * in + k0, in * step, nn, kn);
     }
     Ahead inputs_at(long k0, long kn, long n0, long nn) const {
         if (transposed) return ahead(w + n0 * out + k0, out, nn, kn);
         return ahead(w + k0 * in + n0, in, kn, nn);
     }
-    static Ahead ahead(const T* p, long ld, long rows, long values) {
-        return {(const char*)p, ld * (long)sizeof(T), rows, values * (long)sizeof(T)};
+    static Ahead ahead(const T* p, long ld, long rows, long values, long step = 1) {
+        return {(const char*)p, ld * (long)sizeof(T), rows, values * (long)sizeof(T), step};
     }
     template <class To>
     void inputs(const To& to, long k0, long kn, long n0, long nn) const {

@@ -57,13 +57,13 @@ struct Sums {
     }
 };
 
-// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart; and as many `beside` bytes behind them, if
-// they are others. What is brought next is asked for meanwhile.
+// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart, of which every `step`th value belongs to it;
+// and as many `beside` bytes behind them, if they are others. What is brought next is asked for meanwhile.
 struct Ahead {
     const char* p = nullptr;
-    long ld = 0, rows = 0, bytes = 0, beside = 0;
+    long ld = 0, rows = 0, bytes = 0, step = 1, beside = 0;
     Ahead and_beside(const Ahead& other) const {  // of columns in turn the bytes are the same
-        return {p, ld, rows, bytes, other.p - p < bytes ? 0 : other.p - p};
+        return {p, ld, rows, bytes, step, other.p - p < bytes ? 0 : other.p - p};
     }
     // Of `calls` that ask for all of it in turn. Rows far from each other: lines of several pages come sooner than as
     // many of one.
@@ -89,6 +89,10 @@ struct Floats {
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
     static INLINE vf read(const float* p) { return *(const vf*)p; }
+    static INLINE void read_rows(const float* p, long, vf* to) {  // NR columns of a word's rows where they lie
+        to[0] = load(p);
+        to[1] = load(p + VL);
+    }
     static INLINE vf spread(float x) { return splat(x); }
     static INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
 };
