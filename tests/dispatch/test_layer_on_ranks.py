@@ -94,3 +94,25 @@ def test_layer_equals_oracle(ranks: int, combine: str, transport: str, dtype: to
     for rank, errors in enumerate(run_ranks(layer_on_rank, ranks, transport, combine, dtype)):
         bad = {name: error for name, error in errors.items() if not error <= bound}
         assert not bad, (rank, bad)
+
+
+def changed_on_rank(transport: str) -> tuple[float, float]:
+    """Experts that save the weights for their backward, and then change the rows where they lie."""
+    dispatcher = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), layer="moe")
+    x, ids, w, _ = case("random", dist.get_rank(), dist.get_world_size(), E, K, D, torch.float64)
+    rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_())
+    factor = rows.weights.square().masked_fill(rows.ids < 0, 0).sum(1, keepdim=True)
+    y = dispatcher.combine(rows.x.mul_(2) * factor, rows)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    x, w = x.detach(), w.detach()
+    return (
+        relative(dx, 2 * w.square().sum(1, keepdim=True).expand_as(x)),
+        relative(dw, 4 * w * x.sum(1, keepdim=True)),
+    )
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_rows_may_be_changed_where_they_lie(transport: str) -> None:
+    """Not so for what else came with them: it may be saved for a backward."""
+    for errors in run_ranks(changed_on_rank, 2, transport):
+        assert max(errors) <= 1e-12
