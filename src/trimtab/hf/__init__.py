@@ -50,6 +50,9 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     if name == "eager" or (known is not None and getattr(known, "func", None) is not experts_forward):
         raise ConfigError(f"name={name!r}: transformers has an experts implementation of that name; choose another")
+    known_ep = dict(EPImplementationInterface().items()).get(name)
+    if known_ep is not None and not (isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP)):
+        raise ConfigError(f"name={name!r}: transformers has an EP implementation of that name; choose another")
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
