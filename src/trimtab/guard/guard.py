@@ -53,6 +53,7 @@ class Guard(SharedByCopies):
         self.layers = 0
         self._group: dist.ProcessGroup | None = None
         self._met = False
+        self._store_error = ""
         self._peers: dict[int, tuple[Peer, SlateView | None]] = {}
         self._watch: Watch | None = None
         self._cause: Cause | None = None
@@ -148,20 +149,30 @@ class Guard(SharedByCopies):
 
     def _meet(self) -> None:
         """Learn who the peers are. Those that have come to a first collective have all said it before."""
-        for rank, global_rank in enumerate(self._world):
-            if rank != self.rank:
-                known = self._store.check([f"peer/{rank}"])
-                peer = Peer.from_json(self._store.get(f"peer/{rank}")) if known else Peer.absent(rank, global_rank)
-                self._peers[rank] = (peer, peer.open())
-        self._met = True
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        keys = [f"peer/{rank}" for rank in others]
+        texts = self._store.multi_get(keys) if self._store.check(keys) else map(self._said, keys)
+        for rank, text in zip(others, texts, strict=True):
+            peer = Peer.absent(rank, self._world[rank]) if text is None else Peer.from_json(text)
+            self._peers[rank] = (peer, peer.open())
         if any(view is None for _, view in self._peers.values()):
             self._watch = Watch(self._store, self.rank, self.size, self._slate.view())
             self._watches.append(self._watch)
+        self._met = True
+
+    def _said(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def _try_to_meet(self) -> None:
+        try:
+            self._meet()
+        except Exception as error:  # whatever the store raises
+            self._store_error = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _known(self) -> Cause | None:
         """The first cause, if some rank has found it."""
         if self._cause is None:
-            texts = [view.note() for _, view in self._peers.values() if view is not None]
+            texts = [view.note() for _, view in self._peers.copy().values() if view is not None]
             texts += [self._watch.cause] if self._watch is not None else []
             self._cause = next((Cause.from_json(text) for text in texts if text.startswith("{")), None)
         return self._cause
@@ -174,7 +185,7 @@ class Guard(SharedByCopies):
         """The error to raise: a cause that is known by now, or this rank's own verdict, told to all."""
         first = not self._met
         if first:  # in a thread of its own, for the store may be as dead as the peer
-            meeting = threading.Thread(target=self._meet, daemon=True)
+            meeting = threading.Thread(target=self._try_to_meet, daemon=True)
             meeting.start()
             meeting.join(self.patience)
         unasked = self._watch is not None and not self._watch.asking  # met just now, or failed before its deadline
@@ -201,13 +212,13 @@ class Guard(SharedByCopies):
         """Why the others cannot be asked, if they cannot: a live store hands out this rank's own answer too."""
         if self._met and (self._watch is None or self.rank in self._watch.heard):
             return None
-        error = self._watch.store_error if self._watch is not None else ""
+        error = self._watch.store_error if self._watch is not None else self._store_error
         return DeadStore(host=self._store_host, error=error or f"no answer within {self.patience:g} s")
 
     def _answers(self) -> list[Answer]:
         """What is known of the other ranks now."""
         answers = []
-        for rank, (peer, view) in self._peers.items():
+        for rank, (peer, view) in self._peers.copy().items():  # `_try_to_meet` may still be at it
             process = peer.state()
             if view is None:
                 place, seconds = self._watch.heard.get(rank, (None, 0.0)) if self._watch else (None, 0.0)
