@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.errors import InputError
+from trimtab.errors import BackendError, InputError
 from trimtab.verify.flight_recorder import read_traces
 from trimtab.verify.flight_recorder_diagnosis import diagnose
 from trimtab.verify.flight_recorder_dump import dump, dump_on_signal
@@ -103,6 +105,34 @@ def test_a_late_rank_is_named_with_phase_direction_and_layer(
     assert f"not there: rank 1, whose last collective is over: {last}" in stop.what
     assert late.where == "rank 1"
     assert "py-spy dump" in late.do
+
+
+def unwritable_at_first_on_rank(folder: str) -> str:
+    said, where = io.StringIO(), Path(folder) / "dumps"
+    where.touch()  # a file, where the folder should be
+    with contextlib.redirect_stderr(said):
+        dump_on_signal(where, rank=0)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        while "\n" not in said.getvalue():
+            time.sleep(0.02)
+        where.unlink()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_for(where, 1)
+    return said.getvalue()
+
+
+def test_a_dump_that_cannot_be_written_is_said_and_the_next_one_is(tmp_path: Path) -> None:
+    (said,) = run_ranks(unwritable_at_first_on_rank, 1, str(tmp_path), deadline=60)
+    assert said.startswith(f"trimtab: no Flight Recorder dump in {tmp_path}/dumps: ")
+
+
+def test_a_torch_without_recorder_is_refused_before_any_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(BackendError, match=r"has no Flight Recorder that can be read here: take torch 2\.13"):
+        dump_on_signal(tmp_path)
+    assert signal.getsignal(signal.SIGUSR2) is before
 
 
 def frames(*places: str) -> list[dict[str, Any]]:

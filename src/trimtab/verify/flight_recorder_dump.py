@@ -1,6 +1,7 @@
 """Writing Flight Recorder dumps on any backend, also from a process whose main thread is stuck in a collective.
 
-NCCL writes its own when it times out; Gloo records as well, in torch 2.13, but writes nothing by itself.
+NCCL writes its own when it times out; Gloo records as well, in torch 2.13 or a build with CUDA, but writes nothing by
+itself.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,13 +29,7 @@ def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
     Raises:
         BackendError: this torch has no recorder.
     """
-    c10d = getattr(torch._C, "_distributed_c10d", None)
-    for name in ("_dump_nccl_trace", "_dump_fr_trace") if torch.cuda.is_available() else ("_dump_fr_trace",):
-        record = getattr(c10d, name, None)
-        if record is not None:
-            break
-    else:
-        raise BackendError(f"torch {torch.__version__} has no Flight Recorder that can be read; torch 2.13 has")
+    record = _recorder()
     path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
@@ -41,12 +38,28 @@ def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
     return path
 
 
+def _recorder() -> Callable[[], bytes]:
+    """torch's function that gives the dump."""
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace") if torch.cuda.is_available() else ("_dump_fr_trace",):
+        if (record := getattr(c10d, name, None)) is not None:
+            return record  # type: ignore[no-any-return]
+    raise BackendError(
+        f"torch {torch.__version__} has no Flight Recorder that can be read here: take torch 2.13, or a build with CUDA"
+    )
+
+
 def dump_on_signal(folder: str | os.PathLike[str], number: int = signal.SIGUSR2, rank: int | None = None) -> None:
     """From now on `kill -USR2 PID` writes a dump to `folder`, whatever the main thread does. Call it in that thread.
 
     Python runs signal handlers between two of its own instructions, which a thread stuck in a collective never
-    reaches; the wake-up pipe is written at once, and a thread waits at its other end.
+    reaches; the wake-up pipe is written at once, and a thread waits at its other end. A dump that cannot be written is
+    said on stderr, and the next signal tries again.
+
+    Raises:
+        BackendError: this torch has no recorder.
     """
+    _recorder()
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.signal(number, lambda *_: None)
@@ -57,7 +70,10 @@ def dump_on_signal(folder: str | os.PathLike[str], number: int = signal.SIGUSR2,
             if before >= 0:
                 os.write(before, data)  # whoever listened before hears it too
             if number in data:
-                dump(folder, rank)
+                try:
+                    dump(folder, rank)
+                except OSError as error:
+                    print(f"trimtab: no Flight Recorder dump in {folder}: {error}", file=sys.stderr, flush=True)
         kept.close()
 
     threading.Thread(target=watch, args=(theirs,), name="trimtab flight recorder", daemon=True).start()
