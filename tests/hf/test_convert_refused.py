@@ -6,15 +6,19 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hf.convert_case import Tensors, build, rewrite_config, spoil
+from trimtab import errors
 from trimtab.checkpoint import read_tensors, save, write_tensors
 from trimtab.errors import ConfigError, InputError, TrimtabError
 from trimtab.hf.convert import convert
@@ -363,3 +367,27 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_name_to_leave_behind_that_there_is_not(saved: Path) -> None:
     refused(saved / "square", "--leave nomatch*: ", ConfigError, leave=["model.layers.1.*", "nomatch*"])
+
+
+@pytest.mark.parametrize(
+    ("to", "writer", "error"),
+    [
+        (
+            "dcp",
+            "trimtab.hf.convert_dcp.save",
+            CheckpointException("", {0: (RuntimeError("pos 7 vs 5"), StackSummary())}),
+        ),
+        ("safetensors", "trimtab.hf.convert_files.save_file", SafetensorError("pos 7 vs 5")),
+    ],
+)
+def test_a_disk_without_room_is_named(
+    to: str, writer: str, error: BaseException, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(writer, fails)
+    monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
+    src = shutil.copytree(saved / ("square" if to == "dcp" else "run"), tmp_path / "src")
+    refused(src, "pos 7 vs 5; ", to=to)
+    refused(src, " MB are free on the disk of ", to=to)

@@ -35,7 +35,7 @@ def write_dcp(
     """
     pieces = _pieces(tensors, group, alone)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _errors_of(folder):
+    with errors_of(folder):
         dcp_save(
             pieces,
             storage_writer=FileSystemWriter(folder),
@@ -54,7 +54,7 @@ def read_dcp(
     """
     pieces = _pieces(into, group, alone)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _errors_of(folder):
+    with errors_of(folder):
         dcp_load(
             pieces,
             storage_reader=FileSystemReader(folder),
@@ -80,7 +80,7 @@ def _pieces(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, alon
 
 def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
     """Shapes (`size`) and dtypes (`properties.dtype`) by key, of what a checkpoint holds."""
-    with _errors_of(Path(folder)):
+    with errors_of(Path(folder)):
         found = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
 
@@ -159,8 +159,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 @contextmanager
-def _errors_of(folder: Path) -> Iterator[None]:
-    """What went wrong on any rank, as one InputError on every rank."""
+def errors_of(folder: Path) -> Iterator[None]:
+    """torch's way to fail at a checkpoint's files, as one InputError on every rank, which names the rank and a full
+    disk; an InputError of ours, or a signal, as it was."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -170,4 +171,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
             if not isinstance(first, Exception):  # a signal that asks the program to end is no failure of the save
                 raise first from None
         rank, (first, _) = min(error.failures.items())
+        if isinstance(first, InputError):
+            raise first from None
         raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}{full_disk(folder)}") from error

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -20,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.checkpoint.folder import MODEL, read_index
+from trimtab.checkpoint.tensors import errors_of
 from trimtab.errors import InputError
 from trimtab.hf.convert_store import TensorInfo, TensorStore
 
@@ -103,17 +101,3 @@ class _FillingPlanner(DefaultSavePlanner):
         tensor = self.store.read([name])[name].contiguous()
         self.done(name)
         return tensor
-
-
-@contextmanager
-def errors_of(folder: Path) -> Iterator[None]:
-    """torch's way to fail, as one InputError; an InputError of ours as it was."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:  # a BaseException
-        first = next(iter(error.failures.values()))[0]
-        if isinstance(first, InputError) or not isinstance(first, Exception):  # or a signal to end
-            raise first from None
-        raise InputError(f"{folder}: {type(first).__name__}: {first}") from error

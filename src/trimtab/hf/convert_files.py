@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab.errors import InputError
+from trimtab.errors import InputError, full_disk
 from trimtab.hf.convert_store import TensorInfo, TensorStore
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -98,6 +98,7 @@ def write_safetensors(
     """Write all of `store` into `folder`, in its order; returns the files' names.
 
     Memory: one file's tensors, `shard_bytes` or the largest tensor if that is more, beside what the store holds.
+    Raises InputError where a file cannot be written.
     """
     files: list[list[str]] = [[]]
     room = shard_bytes
@@ -117,7 +118,10 @@ def write_safetensors(
         for name in held:
             tensors |= {n: t.contiguous() for n, t in store.read([name]).items()}
             done(name)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{folder / file}: cannot be written: {error}{full_disk(folder)}") from error
     if len(files) > 1:
         total = sum(info.nbytes for info in store.infos.values())
         weight_map = {name: file for file, held in zip(names, files, strict=True) for name in held}
