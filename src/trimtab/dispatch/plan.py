@@ -36,14 +36,11 @@ class RankPlan:
     row_token_M: [M] token of each row; rows are grouped by rank, in token order within a rank.
     token_bags: T bags over the M rows, the ranks of a token in the order of its slots.
     slot_bags: T bags over the kept slots grouped by (rank, token, k), the order in which slots come back; or None.
-    rows_P, slots_P: [P] int64 rows and kept slots for each rank.
     """
 
     row_token_M: Tensor
     token_bags: Bags
     slot_bags: Bags | None
-    rows_P: Tensor
-    slots_P: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,10 @@ def bags_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSort:
-    """The part of a `RankPlan` that needs no count from the host: what is sent to be counted, and the sort."""
+    """The part of a `RankPlan` that needs no count from the host: what is sent to be counted, and the sort.
+
+    rows_P, slots_P: [P] int64 rows and kept slots for each rank.
+    """
 
     rows_P: Tensor
     slots_P: Tensor
@@ -168,8 +168,6 @@ def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool =
         row_token_M=compact(sort.token_N, sort.new_row_N, num_rows),
         token_bags=bags_of(slot_row_N, first_N, sort.tokens, num_rows),
         slot_bags=bags_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots) if ordered else None,
-        rows_P=sort.rows_P,
-        slots_P=sort.slots_P,
     )
 
 

@@ -18,12 +18,12 @@ SIZE = 4096
 """Bytes of a guard's record: one page."""
 
 
-def create(name: str, size: int = SIZE) -> tuple[Any, int]:
-    """Fresh zeros, as a writable buffer, and the descriptor by which others find them (-1: they cannot)."""
-    fd = reserve(name, size)
+def create(name: str) -> tuple[Any, int]:
+    """A page of zeros, as a writable buffer, and the descriptor by which others find them (-1: they cannot)."""
+    fd = reserve(name, SIZE)
     if fd < 0:
-        return mmap.mmap(-1, size), -1
-    return map_range(fd, size), fd
+        return mmap.mmap(-1, SIZE), -1
+    return map_range(fd, SIZE), fd
 
 
 def reserve(name: str, size: int) -> int:

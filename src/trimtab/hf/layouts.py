@@ -89,9 +89,10 @@ def layout_of(module: nn.Module, name: str = "") -> ExpertLayout:
     )
 
 
-def gate_packing(module: nn.Module, pairs: int = 4) -> Packing:
+def gate_packing(module: nn.Module) -> Packing:
     """Where gate and up lie among the inputs of a module's gate, found by running it. Raises ConfigError if nowhere."""
     apply_gate: Any = module._apply_gate
+    pairs = 4
     point = torch.linspace(-1.1, 1.2, 2 * pairs, dtype=torch.float64)
 
     def run(x: Tensor) -> Tensor:

@@ -47,11 +47,11 @@ def build_named(name: str, dtype: torch.dtype, folder: Path, launch: Launch = LA
     rows_types = {"x": X, "w": X, "offsets": I64, "y": X}
     rows_types |= dict.fromkeys(("experts", "rows", "contracted", "width", "w_e"), "i32")
     if name == "rows, weighted":  # h W_down: the weight's contracted axis is contiguous
-        constants = GEMM | {"GATHER": False, "SCALE": True, "TAIL": False, "index": None, "w_a": 1}
+        constants = GEMM | {"SCALE": True, "TAIL": False, "w_a": 1}
         types = rows_types | {"scale": F32, "w_b": "i32"}
         return gemm(rows_kernel, launch.tiles(launch.rows, dtype), types, constants, folder)
     if name == "rows, back":  # d_pre W_up: the weight's output axis is contiguous
-        constants = GEMM | {"GATHER": False, "SCALE": False, "TAIL": True, "index": None, "scale": None, "w_b": 1}
+        constants = GEMM | {"SCALE": False, "TAIL": True, "scale": None, "w_b": 1}
         types = rows_types | {"w_a": "i32"}
         return gemm(rows_kernel, launch.tiles(launch.across, dtype), types, constants, folder)
     if name == "gate_up":

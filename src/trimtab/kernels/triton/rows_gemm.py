@@ -1,6 +1,6 @@
-"""Grouped GEMM over rows: y[segment i] = scale * (x[index][segment i] @ w[i]); gathered on load, weighted at the end.
+"""Grouped GEMM over rows: y[segment i] = scale * (x[segment i] @ w[i]); weighted at the end.
 
-Legend: R rows of all segments, n rows of x, e segments, A contracted width, B output width.
+Legend: R rows of all segments, e segments, A contracted width, B output width.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from trimtab.kernels.triton.language import (
 
 
 def _rows(  # type: ignore[no-untyped-def]
-    x,  # [n, A]
-    index,  # [R] int64, only with GATHER
+    x,  # [R, A]
     w,  # [e, A, B], any strides
     scale,  # [R] float32, only with SCALE
     offsets,  # [e + 1] int64
@@ -33,7 +32,6 @@ def _rows(  # type: ignore[no-untyped-def]
     w_e,
     w_a,
     w_b,
-    GATHER: tl.constexpr,
     SCALE: tl.constexpr,
     TAIL: tl.constexpr,  # write zeros behind the last segment
     EVEN: tl.constexpr,  # the contracted width divides into steps and the output width into tiles
@@ -49,25 +47,19 @@ def _rows(  # type: ignore[no-untyped-def]
         expert, row, end, column = tile_of(offsets, experts, rows, tile, columns, TAIL, EXPERTS, BM)
         lane = tl.arange(0, BM)
         here = lane < (end - row).to(tl.int32)
-        read = here
         first = row * contracted  # 64 bits once, 32 for each row: fewer registers
-        source = lane
-        if GATHER:
-            first = 0
-            source = tl.load(index + row + lane, mask=here, other=-1)
-            read = source >= 0
         b = column * BN + tl.arange(0, BN)
         total_RB = tl.zeros((BM, BN), dtype=tl.float32)
         steps = tl.where(expert < experts, contracted, 0)  # the tail multiplies nothing
         for step in range(0, steps, BK):
             a = step + tl.arange(0, BK)
-            x_at = x + first + source[:, None] * contracted + a[None, :]
+            x_at = x + first + lane[:, None] * contracted + a[None, :]
             w_at = w + expert * w_e + a[:, None] * w_a + b[None, :] * w_b
             if EVEN:
-                left = tl.load(x_at, mask=read[:, None], other=0.0)
+                left = tl.load(x_at, mask=here[:, None], other=0.0)
                 right = tl.load(w_at)
             else:
-                left = tl.load(x_at, mask=read[:, None] & (a < contracted)[None, :], other=0.0)
+                left = tl.load(x_at, mask=here[:, None] & (a < contracted)[None, :], other=0.0)
                 right = tl.load(w_at, mask=(a < contracted)[:, None] & (b < width)[None, :], other=0.0)
             if WIDE:
                 left = left.to(tl.float32)
@@ -83,20 +75,19 @@ rows_kernel = kernel(_rows, "experts", "rows")
 
 
 def grouped_rows(
-    x_nA: Tensor,
+    x_RA: Tensor,
     w_eAB: Tensor,
     offsets_e: Tensor,
     out_RB: Tensor,
     launch: Launch,
     *,
-    index_R: Tensor | None = None,
     scale_R: Tensor | None = None,
     zero_tail: bool = False,
 ) -> Tensor:
     """Into `out_RB`, and that.
 
     Args:
-        x_nA: contiguous; [R, A] itself, or any rows that `index_R` names (-1: a row of zeros).
+        x_RA: contiguous.
         w_eAB: any strides, x's dtype.
         offsets_e: [e + 1] int64.
         out_RB: contiguous, any dtype.
@@ -104,12 +95,12 @@ def grouped_rows(
         zero_tail: rows behind the last segment come out zero; without it they are left as they are.
     """
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
-    tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_nA.dtype)
+    tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_RA.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
-    with on_device_of(x_nA):
-        rows_kernel[launch.grid(x_nA.device, bound)](
-            x_nA, index_R, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
-            GATHER=index_R is not None, SCALE=scale_R is not None, TAIL=zero_tail,
+    with on_device_of(x_RA):
+        rows_kernel[launch.grid(x_RA.device, bound)](
+            x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
+            SCALE=scale_R is not None, TAIL=zero_tail,
             EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, WIDE=launch.wide, EXPERTS=segments_power(experts),
             **tiles.options(),
         )  # fmt: skip
