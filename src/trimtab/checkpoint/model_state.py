@@ -13,7 +13,7 @@ from trimtab.errors import InputError
 from trimtab.experts.module import ExpertMLP
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-_EXPERTS_OF_TRANSFORMERS = ("_apply_gate", "has_gate", "num_experts")
+_MARKS = ("_apply_gate", "has_gate", "num_experts")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -50,11 +50,16 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {param: plain_name(name) for name, param in unwrapped(model).named_parameters()}
 
 
+def is_transformers_experts(module: nn.Module) -> bool:
+    """Whether a module runs through transformers' experts registry: it has what is set on those, and on no others."""
+    return all(hasattr(module, mark) for mark in _MARKS)
+
+
 def expert_shapes(model: nn.Module) -> dict[str, dict[str, list[int]]]:
     """Global shapes of the parameters of each experts module, ours and transformers'."""
     found = {}
     for name, module in unwrapped(model).named_modules():
-        if isinstance(module, ExpertMLP) or all(hasattr(module, mark) for mark in _EXPERTS_OF_TRANSFORMERS):
+        if isinstance(module, ExpertMLP) or is_transformers_experts(module):
             shapes = {own: list(param.shape) for own, param in module.named_parameters(recurse=False)}
             found[plain_name(name)] = shapes
     return found

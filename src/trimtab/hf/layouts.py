@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.checkpoint.model_state import is_transformers_experts
 from trimtab.errors import ConfigError
 
 Packing = Literal["gate|up", "up|gate", "gate,up,gate,up", "up,gate,up,gate", "up"]
@@ -51,7 +52,7 @@ class ExpertLayout:
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that run through transformers' experts registry, by qualified name."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "has_post_expert_norm")}
+    return {name: module for name, module in model.named_modules() if is_transformers_experts(module)}
 
 
 def layout_of(module: nn.Module, name: str = "") -> ExpertLayout:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.checkpoint.model_state import is_transformers_experts
 from trimtab.routing.bias import max_vio
 from trimtab.routing.recompute import in_backward
 from trimtab.routing.scores import count_ids
@@ -18,8 +19,7 @@ from trimtab.routing.scores import count_ids
 
 def experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The (name, module) pairs of a model's MoE layers: what transformers' experts registry dispatches."""
-    marks = ("_apply_gate", "has_gate", "num_experts")
-    return [(name, m) for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)]
+    return [(name, module) for name, module in model.named_modules() if is_transformers_experts(module)]
 
 
 class LoadCounter:
