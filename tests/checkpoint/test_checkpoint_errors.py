@@ -227,3 +227,12 @@ def test_a_disk_without_room_is_named(writer: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(errors, "LEAST_FREE", least)
         with pytest.raises(InputError, match=f"unexpected pos 704 vs {says}"):
             save(tmp_path / str(least), nn.Linear(2, 2), step=1)
+
+
+def test_a_router_without_the_generator_that_was_saved_is_named(tmp_path: Path) -> None:
+    model = Model()
+    model.layers[0]["moe"].router.generator = torch.Generator()
+    save(tmp_path, model, step=1)
+    with pytest.warns(UserWarning, match=r"router layers\.0\.moe\.router: .* before `load`") as warned:
+        load(tmp_path, Model())
+    assert [warning.filename for warning in warned] == [__file__]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +30,19 @@ def rank_state(model: nn.Module, extra: Any = None) -> State:
 
 
 def put_rank_state(model: nn.Module, state: State) -> None:
-    """Restore what the same rank saved."""
+    """Restore what the same rank saved. Warns where a router has no generator for a saved state."""
     set_random(state["random"])
     for name, router in routers(unwrapped(model)).items():
         saved = state["generators"].get(plain_name(name))
-        if router.generator is not None and saved is not None:
+        if saved is None:
+            continue
+        if router.generator is None:
+            warnings.warn(
+                f"router {plain_name(name)}: the checkpoint has the state of its own generator, which it lacks here. "
+                "Attach router.generator before `load`, or it draws other numbers than were to come",
+                stacklevel=3,
+            )
+        else:
             router.generator.set_state(saved)
     put_loads(model, [state], 0, 1)
 
