@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +50,13 @@ def test_wrong_input_names_the_layer() -> None:
     for sizes, says in (({"shared_hidden": -1}, "shared experts"), ({"latent_dim": 0}, "of 0 x")):
         with pytest.raises(ConfigError, match=says):
             build(**sizes)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_are_refused_with_the_layer_s_name(transform: Any) -> None:
+    moe = build(layer="blocks.3.moe")
+    with pytest.raises(InputError, match=r"MoE blocks\.3\.moe does not run under torch\.func's transforms"):
+        transform(lambda x: moe(x).y.sum())(torch.randn(2, 5, D))
 
 
 def test_the_router_stays_in_float32() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trimtab.backward import not_a_view
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.errors import InputError
+from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.base import Recipe
@@ -145,9 +146,11 @@ class MoE(nn.Module):
             ids: int [..., K], decisions to replay; scores and weights stay live.
 
         Raises:
-            InputError: shapes or dtypes other than these, ids out of range, logits not finite.
+            InputError: shapes or dtypes other than these, ids out of range, logits not finite; under a transform of
+                `torch.func`.
             DesyncError: the ranks of the group are not in the same call.
         """
+        self._refuse_transforms()
         self.dispatcher.begin()
         mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
         batch = mine.shape[0] if mine.dim() > 2 else 1
@@ -159,6 +162,10 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared(x_TD)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x)
         return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+
+    def _refuse_transforms(self) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_transforms(f"MoE {self.dispatcher.layer}".rstrip())
 
     def _take(
         self, x: Tensor, mask: Tensor | None, ids: Tensor | None

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from comparing import relative_error
 from parallel.layout_truth import D as DIM
 from parallel.layout_truth import Model, build
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.clip import clip_grad_norm_
-from trimtab.parallel.ddp import ddp
+from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
@@ -65,6 +65,9 @@ def refused_main_grad(whole: DeviceMesh, edp: DeviceMesh) -> str:
     parallelize(model, whole, {"layers.*.moe": ExpertParallel()})
     with pytest.raises(ConfigError) as caught:
         fully_shard_moe(model, whole, edp)
+    with pytest.raises(InputError, match=r"^layers\.0\.moe\.experts\.up, .*: no main_grad to reduce") as absent:
+        reduce_main_grads(model, whole, edp)
+    assert "layers.1.moe.experts.down" in str(absent.value)
     return str(caught.value)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 
@@ -77,11 +77,23 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
 
     For experts built with main_grad="accumulate" (or "overwrite", one micro-batch a step); the optimiser then reads
     `main_grad` and zeroes it. Every rank of `edp_mesh` must call. Biases have ordinary gradients, which `ddp` reduces.
+
+    Raises:
+        InputError: a trained parameter has no `main_grad`; before any is reduced.
     """
-    for module in model.modules():
-        if isinstance(module, ParallelExperts):
-            params = [param for param in map(module.get_parameter, module.fused) if param.requires_grad]
-            _average([_local(getattr(p, "main_grad", None)) for p in params], edp_mesh.get_group(), dp_mesh.size())
+    experts = [(name, module) for name, module in model.named_modules() if isinstance(module, ParallelExperts)]
+    params = {
+        f"{name}.{own}".lstrip("."): param
+        for name, module in experts
+        for own in module.fused
+        if (param := module.get_parameter(own)).requires_grad
+    }
+    if absent := [name for name, param in params.items() if getattr(param, "main_grad", None) is None]:
+        raise InputError(
+            f"{', '.join(absent)}: no main_grad to reduce. Give each trained parameter of experts with main_grad= a "
+            "tensor of its shape as `main_grad`, before the backward"
+        )
+    _average([_local(p.main_grad) for p in params.values()], edp_mesh.get_group(), dp_mesh.size())  # type: ignore[attr-defined]
 
 
 def _reduced(module: ParallelExperts) -> list[nn.Parameter]:
@@ -127,6 +139,5 @@ def _average(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int) 
         tensor.div_(divisor)
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

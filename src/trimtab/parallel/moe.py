@@ -46,6 +46,7 @@ class ParallelMoE(MoE):
         group = self.tp_group
         if group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
+        self._refuse_transforms()
         places = self._replicated()
         params = [module._parameters[name] for module, name in places]
         summed = sum_gradients([p for p in params if p is not None], group) if params else ()
