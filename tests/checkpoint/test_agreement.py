@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.checkpoint import load, save
+from trimtab.checkpoint.folder import whole_checkpoints
 from trimtab.errors import InputError
 from trimtab.verify.ranks import run_ranks
 
@@ -38,3 +40,18 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     for seen, held in said:
         assert "rank 0: step-00000001, rank 1: step-00000002" in seen
         assert "weight" in held
+
+
+def on_a_host_of_its_own(root: str) -> tuple[str, list[Path]]:
+    os.chdir(Path(root) / str(dist.get_rank()))
+    with pytest.raises(InputError) as refused:
+        save("run", nn.Linear(3, 3), step=1)
+    return str(refused.value), whole_checkpoints("run")
+
+
+def test_files_on_another_hosts_disk_make_no_checkpoint(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for said, whole in run_ranks(on_a_host_of_its_own, 2, str(tmp_path), deadline=90.0):
+        assert "rank(s) 1 wrote elsewhere: __1_0.distcp is not there; save to a folder that all hosts share" in said
+        assert whole == []

@@ -16,7 +16,7 @@ from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapped
 from trimtab.checkpoint.optimizer_state import Groups, state_of
 from trimtab.checkpoint.rank_state import rank_state
-from trimtab.checkpoint.tensors import make_index, write_dcp
+from trimtab.checkpoint.tensors import files_of, make_index, write_dcp
 from trimtab.errors import ConfigError, InputError, full_disk
 
 
@@ -39,7 +39,7 @@ def save(
     known here: put their states into `rank_extra`.
 
     Args:
-        root: one folder for all ranks.
+        root: one folder for all ranks, on whatever hosts they are.
         model: plain, or under `parallelize`, `fully_shard_moe`, `ddp`, transformers' own sharding or torch.compile;
             the same modules on every rank.
         step: optimiser steps taken.
@@ -53,7 +53,7 @@ def save(
 
     Raises, on every rank:
         ConfigError: there is a checkpoint of this step, or `root` cannot be written.
-        InputError: state that cannot be saved, or a rank that could not write.
+        InputError: state that cannot be saved, or a rank that could not write, or wrote to another folder of that name.
     """
     root = Path(root)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -87,6 +87,7 @@ def save(
     ranks = len(on_every_rank(write_own, group))  # and so all have written
 
     def end() -> Path:
+        _check_gathered(unfinished, ranks)
         for name, text in files.items():
             (unfinished / name).write_bytes(text.encode() if isinstance(text, str) else text)
         index = make_index(
@@ -100,6 +101,19 @@ def save(
         return folder
 
     return on_first_rank(end, group)
+
+
+def _check_gathered(unfinished: Path, ranks: int) -> None:
+    """Raise InputError where a rank's files are not there: its host has another folder of that name."""
+    names = {on_disk.rank_file(rank): rank for rank in range(ranks)}
+    names |= {name: int(name.removeprefix("__").split("_")[0]) for name in files_of(unfinished)}
+    missing = {name: rank for name, rank in names.items() if not (unfinished / name).is_file()}
+    if missing:
+        away = ", ".join(map(str, sorted(set(missing.values()))))
+        raise InputError(
+            f"{unfinished}: rank(s) {away} wrote elsewhere: {min(missing)} is not there; save to a folder that all "
+            "hosts share"
+        )
 
 
 def _config_file(model: nn.Module) -> dict[str, str | bytes]:

@@ -85,6 +85,12 @@ def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
     return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
 
 
+def files_of(folder: Path) -> set[str]:
+    """The names of the files that torch's index says hold the tensors."""
+    with errors_of(folder):
+        return {info.relative_path for info in FileSystemReader(folder).read_metadata().storage_data.values()}
+
+
 def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Whole tensors on the CPU, in one process and without a process group; all of them if no keys are given.
 

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME|PATH", help="preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint")
     add("--data", nargs="+", metavar="FILE|DIR", help="text, or .jsonl with `text` or `messages`")
-    add("--out", metavar="DIR", help="where everything is written (default runs/train)")
+    add("--out", metavar="DIR", help="where everything is written, shared by all hosts (default runs/train)")
     add("--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)")
     add("--ep", type=int, metavar="N", help="ranks that share the experts (default: as many as fit)")
     add("--fsdp", type=int, metavar="N", help="ranks that share the other weights (default: what is left)")

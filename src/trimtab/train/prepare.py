@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
+import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,13 @@ def claim(plan: Plan) -> TextIO:
         mark.flush()
         failed.pop_all()
     return mark
+
+
+def leave_token(out: Path) -> Path:
+    """A new file in the output folder, of a name that was nowhere before: who sees it shares the folder."""
+    token = out / f"{uuid.uuid4().hex}.shared"
+    token.touch()
+    return token
 
 
 def write_init(plan: Plan) -> None:

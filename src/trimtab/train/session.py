@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from trimtab.checkpoint.agree import on_every_rank, on_first_rank
+from trimtab.errors import ConfigError
 from trimtab.train.checkpoints import Checkpoints
-from trimtab.train.checks import RUN
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
-from trimtab.train.prepare import Plan, check_data, claim, make_room, plan_run, write_init
+from trimtab.train.prepare import Plan, check_data, leave_token, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
 
 
@@ -72,19 +73,22 @@ def _join_world() -> None:
 
 
 def _prepare_everywhere(plan: Plan, rank: int, held: contextlib.ExitStack) -> None:
-    """Rank 0 makes the output folder; a node that does not share the disk makes its own, with the first weights.
+    """Rank 0 makes the output folder. Raises ConfigError on every rank where a host has another folder of that name.
 
-    `held` has, on the rank that made it, what marks the folder as this run's.
+    `held` has, on rank 0, what marks the folder as this run's.
     """
     if rank == 0:
         check_data(plan)
         held.enter_context(make_room(plan))
     _barrier()
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        if not (plan.out / RUN).exists():
-            held.enter_context(claim(plan))
-        write_init(plan)
-    _barrier()
+    token = on_first_rank(lambda: leave_token(plan.out), None)
+    sees = on_every_rank(lambda: int(os.environ.get("LOCAL_RANK", 0)) > 0 or token.is_file(), None)
+    on_first_rank(token.unlink, None)
+    if away := [str(other) for other, found in enumerate(sees) if not found]:
+        raise ConfigError(
+            f"--out {plan.out}: the host of rank(s) {', '.join(away)} has another folder there than that of rank 0; "
+            "give one that all hosts share"
+        )
 
 
 def _barrier() -> None:
