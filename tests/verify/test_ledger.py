@@ -270,6 +270,10 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = command("--only", *CASES, "--out", str(tmp_path), *broken, launcher=launcher)
     assert done.returncode != 0
     assert "no answer within 10 s" in (tmp_path / "ledger.md").read_text()
+    (tmp_path / "taken" / "ledger.md").mkdir(parents=True)
+    done = command(*("--only", CASES[0], "--out", str(tmp_path / "taken")), launcher=launcher)
+    assert done.returncode != 0
+    assert f"trimtab: --out {tmp_path / 'taken'}: cannot be written (Is a directory)" in done.stderr
 
 
 def test_a_ledger_shows_the_worst_of_its_dtypes() -> None:

@@ -6,8 +6,10 @@ Rank 0 collects in a thread, from the store: when a case hangs, in whatever coll
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 import torch
@@ -31,7 +33,8 @@ def run_cluster(
     report: Callable[[Verdict], None],
     finish: Callable[[], int],
 ) -> int:
-    """Every rank that torchrun started calls this. Returns the exit code; `report` and `finish` run on rank 0 alone."""
+    """Every rank that torchrun started calls this. Returns the exit code; `report` and `finish` run on rank 0 alone,
+    which raises what they raise."""
     judged = get_implementation(implementation)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -42,9 +45,9 @@ def run_cluster(
     mine: Store = store.clone()  # type: ignore[attr-defined]  # a client serves one thread at a time
     reasons = [judged.lacks(case.topology, case.pattern) for case in cases]
     asked = list(enumerate(case for case, reason in zip(cases, reasons, strict=True) if reason is None))
-    codes: list[int] = []
+    code: Future[int] = Future()
 
-    def collect_all() -> None:
+    def collect_all() -> int:
         for case, reason in zip(cases, reasons, strict=True):
             if reason is not None:
                 report(Verdict(case=case, status="lacking", details=[reason]))
@@ -52,17 +55,29 @@ def run_cluster(
             for _, verdict in collect(asked, mine, deadline, START, list):
                 report(verdict)
         except Stalled as stalled:
-            report(stalled_verdict(dict(asked)[stalled.index], stalled, deadline, "the cases behind it were not run"))
-            finish()
+            try:
+                said = "the cases behind it were not run"
+                report(stalled_verdict(dict(asked)[stalled.index], stalled, deadline, said))
+                finish()
+            except Exception as error:
+                print(f"trimtab: {error}", file=sys.stderr, flush=True)
             os._exit(1)  # this process may itself be in the collective that hangs; torchrun then ends the others
-        codes.append(finish())
+        return finish()
 
-    collector = threading.Thread(target=collect_all, daemon=True)
-    if dist.get_rank() == 0:
-        collector.start()
+    first = dist.get_rank() == 0
+    if first:
+        threading.Thread(target=_settle, args=(code, collect_all), daemon=True).start()
     run_on_rank(asked, judged, store, device, repeat)
-    if dist.get_rank() == 0:
-        collector.join()
+    if first:
+        wait([code])
     dist.barrier()
     dist.destroy_process_group()
-    return codes[0] if codes else 0
+    return code.result() if first else 0
+
+
+def _settle(code: Future[int], action: Callable[[], int]) -> None:
+    """What `action` returns or raises, for whoever waits for `code`: an exception would end with its thread."""
+    try:
+        code.set_result(action())
+    except BaseException as error:
+        code.set_exception(error)
