@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -67,8 +67,17 @@ class Dies(_Wrapped):
         return outcome
 
 
+class RaisesAfter(_Wrapped):
+    """One rank raises when all have done their part."""
+
+    def spoil(self, outcome: Outcome) -> Outcome:
+        if self.rank == 1:
+            raise KeyError("no such slot")
+        return outcome
+
+
 class _Made(Impl):
-    wrapper: type[_Wrapped]
+    wrapper: Callable[[Subject, int], Subject]
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         subject = super().build(place, sizes, weights)
@@ -98,3 +107,15 @@ class DiesImpl(_Made):
 class LacksImpl(Impl):
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         return "knows one expert only" if pattern.name == "top1" else None
+
+
+class RaisesOnceImpl(Impl):
+    """Goes wrong in the first case alone, on one rank; what follows has the same sizes."""
+
+    def __init__(self) -> None:
+        self.built = 0
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        self.built += 1
+        subject = super().build(place, sizes, weights)
+        return RaisesAfter(subject, place.rank) if self.built == 1 else subject

@@ -210,6 +210,15 @@ def test_a_hang_and_a_death_cost_one_case_each() -> None:
     assert "rank(s) 1 died" in dead.details[0]
 
 
+def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:
+    cases = plan_cases("quick", 4, only=["2r-ep2/random/float32", "2r-ep2/short/float32"])
+    assert len({make_problem(c.topology, c.pattern, torch.float32, c.data_seed).sizes for c in cases}) == 1
+    bad, good = run_local(cases, "verify.broken_impls:RaisesOnceImpl", deadline=30.0)
+    assert (bad.status, good.status, good.details) == ("error", "ok", [])
+    assert len(bad.details) == 1
+    assert bad.details[0].startswith("rank 1: KeyError: ")
+
+
 def test_who_has_died_is_told_from_who_still_waits_for_them() -> None:
     (case, *_) = plan_cases("quick", 4, only=CASES)
     with pytest.raises(Stalled) as caught:

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
@@ -76,14 +77,27 @@ def run_on_rank(
         for index, case in group:
             if rank < topology.ranks:
                 store.set(key_of(index, rank), bench.run(case, repeat).to_json())
+                if _any_fault(index, topology.ranks, store):
+                    bench.clear()
+
+
+def _any_fault(index: int, ranks: int, store: Store) -> bool:
+    """Whether a rank's finding on case `index` is a fault, once all are there; the same on all ranks."""
+    keys = [key_of(index, rank) for rank in range(ranks)]
+    store.wait(keys, timedelta(hours=1))  # the collector's deadline comes first
+    return any(Finding.from_json(text.decode()).fault is not None for text in store.multi_get(keys))
 
 
 class Bench:
-    """The subjects of one place. Equal sizes share one; after an error all are built anew."""
+    """The subjects of one place. Equal sizes share one; after a fault of any rank all ranks build theirs anew."""
 
     def __init__(self, implementation: Implementation, place: Place) -> None:
         self.implementation, self.place = implementation, place
         self._subjects: dict[Sizes, tuple[Subject, list[LayerWeights]]] = {}
+
+    def clear(self) -> None:
+        """Have all subjects built anew."""
+        self._subjects.clear()
 
     def run(self, case: Case, repeat: int) -> Finding:
         """One case on this rank, `repeat` times. Collective over the ranks of the topology."""
@@ -92,7 +106,7 @@ class Bench:
         try:
             finding = self._judge(problem, repeat)
         except Exception as error:
-            self._subjects.clear()
+            self.clear()  # also where all ranks were right to refuse
             good = problem.raises and isinstance(error, self.implementation.refusal)
             shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
             finding = Finding(rank=self.place.rank, fault=None if good else f"{type(error).__name__}: {shown}")
@@ -107,7 +121,6 @@ class Bench:
         share, batch, here = share_of(self.place, problem)
         outcome = subject.step(share)
         if problem.raises:
-            self._subjects.clear()
             expected = self.implementation.refusal.__name__
             return Finding(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
         truth = solve(problem, weights)
