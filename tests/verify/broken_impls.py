@@ -67,6 +67,18 @@ class Dies(_Wrapped):
         return outcome
 
 
+class RaisesAlone:
+    """One rank raises where the others wait for it."""
+
+    def __init__(self, subject: Subject, rank: int) -> None:
+        self.subject, self.rank = subject, rank
+
+    def step(self, share: Share) -> Outcome:
+        if self.rank == 1:
+            raise KeyError("no such slot")
+        return self.subject.step(share)
+
+
 class RaisesAfter(_Wrapped):
     """One rank raises when all have done their part."""
 
@@ -102,6 +114,10 @@ class HangsImpl(_Made):
 
 class DiesImpl(_Made):
     wrapper = Dies
+
+
+class RaisesAloneImpl(_Made):
+    wrapper = RaisesAlone
 
 
 class LacksImpl(Impl):

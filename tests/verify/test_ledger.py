@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,16 @@ def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:
     assert (bad.status, good.status, good.details) == ("error", "ok", [])
     assert len(bad.details) == 1
     assert bad.details[0].startswith("rank 1: KeyError: ")
+
+
+def test_who_raises_is_told_from_who_waits_for_it_in_vain() -> None:
+    began = time.monotonic()
+    bad, good = judged("verify.broken_impls:RaisesAloneImpl", deadline=60.0)
+    assert time.monotonic() - began < 50.0  # the others had a few seconds, not the deadline
+    assert (bad.status, good.status) == ("error", "ok")
+    assert bad.details[0].startswith("rank 1: KeyError: ")
+    assert "no such slot" in bad.details[0]
+    assert bad.details[1] == "rank(s) 0: no answer within 5 s of that"
 
 
 def test_who_has_died_is_told_from_who_still_waits_for_them() -> None:

@@ -15,6 +15,8 @@ from trimtab.verify.on_rank import Finding, key_of, ready_key
 Status = Literal["ok", "mismatch", "error", "hang", "lacking"]
 MARKS: dict[Status, str] = {"ok": ".", "mismatch": "X", "error": "E", "hang": "H", "lacking": "-"}
 """How the table shows each."""
+GRACE = 5.0
+"""Seconds that the other ranks of a case have once one has found a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,11 @@ class Verdict:
 
 class Stalled(Exception):
     """A case's findings did not come in time, or ranks died. `index`: the case; `silent`: those that died, if any did,
-    else those that are waited for."""
+    else those that are waited for; `findings`: of the others, as far as they are there."""
 
-    def __init__(self, index: int, silent: list[int], dead: bool) -> None:
+    def __init__(self, index: int, silent: list[int], dead: bool, findings: Sequence[Finding] = ()) -> None:
         super().__init__(index)
-        self.index, self.silent, self.dead = index, silent, dead
+        self.index, self.silent, self.dead, self.findings = index, silent, dead, findings
 
 
 def collect(
@@ -50,34 +52,50 @@ def collect(
 ) -> Iterator[tuple[int, Verdict]]:
     """Verdicts in order, as the findings come in.
 
-    start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on.
+    start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on,
+    and `GRACE` at most once a rank has found a fault: the others may wait for it in vain.
     died: the ranks that have died. Raises Stalled where either is exceeded, or one died while some are waited for.
     """
     for place, (index, case) in enumerate(cases):
         ranks = range(case.topology.ranks)
         if place == 0:
             _wait_for(index, {rank: ready_key(rank) for rank in ranks}, store, start, died)
-        _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, died)
-        findings = [Finding.from_json(store.get(key_of(index, rank)).decode()) for rank in ranks]
+        findings = _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, died)
         yield index, judge_case(case, findings)
 
 
 def _wait_for(
     index: int, keys: dict[int, str], store: Store, deadline: float, died: Callable[[], list[int]]
-) -> None:  # fmt: skip
+) -> list[Finding]:
     end = time.monotonic() + deadline
     dead: list[int] = []
-    while missing := sorted(rank for rank, key in keys.items() if not store.check([key])):
+    found: dict[int, Finding] = {}
+    hurried = False
+    while True:
+        for rank in keys.keys() - found.keys():
+            if store.check([keys[rank]]):
+                found[rank] = Finding.from_json(store.get(keys[rank]).decode())
+        findings = [found[rank] for rank in keys if rank in found]
+        if len(findings) == len(keys):
+            return findings
+        if not hurried and _faults(findings):
+            end, hurried = min(end, time.monotonic() + GRACE), True
         if dead or time.monotonic() > end:
-            raise Stalled(index, dead or missing, bool(dead))
+            missing = [rank for rank in keys if rank not in found]
+            raise Stalled(index, dead or missing, bool(dead), findings)
         dead = died()  # looked at before the keys are read once more: a rank may have died behind its answer
         if not dead:
             time.sleep(0.002)
 
 
+def _faults(findings: Sequence[Finding]) -> list[str]:
+    """The soonest first: others often follow from it."""
+    return [f"rank {f.rank}: {f.fault}" for f in sorted(findings, key=lambda f: f.seconds) if f.fault is not None]
+
+
 def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
     """One verdict: a fault outweighs a mismatch."""
-    faults = [f"rank {f.rank}: {f.fault}" for f in findings if f.fault is not None]
+    faults = _faults(findings)
     mismatches = [str(mismatch) for f in findings for mismatch in f.mismatches]
     errors: dict[str, float] = {}
     for finding in findings:
@@ -90,7 +108,9 @@ def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
 
 def stalled_verdict(case: Case, stalled: Stalled, deadline: float, said: str) -> Verdict:
     """What is said of a case whose findings did not come. `said`: the last words of the silent ranks."""
+    faults = _faults(stalled.findings)
     who = f"rank(s) {', '.join(map(str, stalled.silent))}"
-    what = f"{who} died" if stalled.dead else f"{who}: no answer within {deadline:g} s"
-    details = [f"{what}: {said}" if said else what]
-    return Verdict(case=case, status="error" if stalled.dead else "hang", details=details, seconds=deadline)
+    waited = f"{GRACE:g} s of that" if faults else f"{deadline:g} s"
+    what = f"{who} died" if stalled.dead else f"{who}: no answer within {waited}"
+    details = [*faults, f"{what}: {said}" if said else what]
+    return Verdict(case=case, status="error" if faults or stalled.dead else "hang", details=details, seconds=deadline)

@@ -70,7 +70,7 @@ def run_on_rank(
 ) -> None:
     """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
     rank = dist.get_rank()
-    store.set(ready_key(rank), "")
+    store.set(ready_key(rank), Finding(rank=rank).to_json())
     for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
         place = make_place(topology, rank, device)
         bench = Bench(implementation, place)
