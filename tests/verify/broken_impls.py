@@ -88,6 +88,15 @@ class RaisesAfter(_Wrapped):
         return outcome
 
 
+class Overwrites(_Wrapped):
+    """Computes with other numbers than it was given, and puts them where those were."""
+
+    def step(self, share: Share) -> Outcome:
+        share.x_BlD.mul_(2)
+        share.dy_BlD.zero_()
+        return self.subject.step(share)
+
+
 class _Made(Impl):
     wrapper: Callable[[Subject, int], Subject]
 
@@ -118,6 +127,10 @@ class DiesImpl(_Made):
 
 class RaisesAloneImpl(_Made):
     wrapper = RaisesAlone
+
+
+class OverwritesImpl(_Made):
+    wrapper = Overwrites
 
 
 class LacksImpl(Impl):

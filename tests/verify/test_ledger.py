@@ -202,6 +202,17 @@ def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
     assert "y of run 2[0, 0, 0]" in bad.details[0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_implementation_overwrites_is_not_what_it_is_held_against(dtype: str) -> None:
+    cases = plan_cases("full", 2, only=[f"2r-ep2/random/{dtype}"])
+    (bad,) = run_local(cases, "verify.broken_impls:OverwritesImpl", deadline=30.0)
+    assert bad.status == "error"
+    assert sorted(bad.details[:2]) == [f"rank {rank}: changed its input in place: x, dy" for rank in range(2)]
+    assert any("y[" in said and "dx" not in said for said in bad.details[2:])
+    assert bad.errors["y"] > 0.1
+    assert bad.errors["dx"] > 0.1
+
+
 def test_a_hang_and_a_death_cost_one_case_each() -> None:
     hang, good = judged("verify.broken_impls:HangsImpl", deadline=10.0)
     assert (hang.status, good.status) == ("hang", "ok")

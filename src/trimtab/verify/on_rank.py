@@ -119,6 +119,7 @@ class Bench:
             self._subjects[problem.sizes] = self.implementation.build(self.place, problem.sizes, weights), weights
         subject, weights = self._subjects[problem.sizes]
         share, batch, here = share_of(self.place, problem)
+        given = {name: tensor.clone() for name, tensor in _named(share).items()}
         outcome = subject.step(share)
         if problem.raises:
             expected = self.implementation.refusal.__name__
@@ -136,7 +137,10 @@ class Bench:
         for name, (error, _) in found.items():
             column = _column(name)
             errors[column] = max(errors.get(column, 0.0), error)
-        return Finding(rank=rank, errors=errors, mismatches=[*mismatches, *self._again(subject, share, got, repeat)])
+        mismatches += self._again(subject, share, got, repeat)
+        changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
+        fault = f"changed its input in place: {', '.join(changed)}" if changed else None
+        return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault)
 
     def _again(self, subject: Subject, share: Share, first: dict[str, torch.Tensor], repeat: int) -> Iterator[Mismatch]:
         """Where one of `repeat - 1` further runs differs from the first, in any bit."""
@@ -145,6 +149,17 @@ class Bench:
                 _, mismatch = compare(self.place.rank, f"{name} of run {run + 1}", tensor, first[name], 0.0)
                 if mismatch is not None:
                     yield mismatch
+
+
+def _named(share: Share) -> dict[str, torch.Tensor]:
+    """All that a rank is given, by name."""
+    named = {"x": share.x_BlD, "dy": share.dy_BlD, "ids": share.ids_BlK, "mask": share.mask_Bl}
+    return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is equal to itself here."""
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _tensors(outcome: Outcome) -> dict[str, torch.Tensor]:

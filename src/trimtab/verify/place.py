@@ -42,14 +42,14 @@ def positions_of(place: Place, batch: Batch) -> slice:
 
 
 def share_of(place: Place, problem: Problem) -> tuple[Share, Batch, slice]:
-    """What this rank is given, the batch that it is cut from, and where."""
+    """What this rank is given, in memory of its own, the batch that it is cut from, and where."""
     batch = problem.batches[place.rank // place.topology.tp]
     here = positions_of(place, batch)
     dtype, device = problem.sizes.dtype, place.device
     share = Share(
-        x_BlD=batch.x_BLD[:, here].to(device, dtype).contiguous(),
-        dy_BlD=batch.dy_BLD[:, here].to(device, dtype).contiguous(),
-        ids_BlK=batch.ids_BLK[:, here].to(device).contiguous() if batch.replayed else None,
-        mask_Bl=None if batch.mask_BL is None else batch.mask_BL[:, here].to(device).contiguous(),
+        x_BlD=batch.x_BLD[:, here].to(device, dtype, copy=True).contiguous(),
+        dy_BlD=batch.dy_BLD[:, here].to(device, dtype, copy=True).contiguous(),
+        ids_BlK=batch.ids_BLK[:, here].to(device, copy=True).contiguous() if batch.replayed else None,
+        mask_Bl=None if batch.mask_BL is None else batch.mask_BL[:, here].to(device, copy=True).contiguous(),
     )
     return share, batch, here
