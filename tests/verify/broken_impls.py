@@ -97,6 +97,14 @@ class Overwrites(_Wrapped):
         return self.subject.step(share)
 
 
+class Widens(_Wrapped):
+    """The right numbers in another dtype, and a gradient that nobody asked for."""
+
+    def spoil(self, outcome: Outcome) -> Outcome:
+        grads = {**outcome.grads, "7.up": torch.zeros(3)}
+        return replace(outcome, y=outcome.y.double(), dx=outcome.dx.double(), grads=grads)
+
+
 class _Made(Impl):
     wrapper: Callable[[Subject, int], Subject]
 
@@ -131,6 +139,10 @@ class RaisesAloneImpl(_Made):
 
 class OverwritesImpl(_Made):
     wrapper = Overwrites
+
+
+class WidensImpl(_Made):
+    wrapper = Widens
 
 
 class LacksImpl(Impl):

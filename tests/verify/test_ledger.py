@@ -197,6 +197,12 @@ def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
     assert bad.details[0].startswith("rank 1: d 0.down[1, 2, 3]: got ")
     (bad, _) = judged("verify.broken_impls:NoGradientImpl")
     assert "d 0.up: got no tensor, expected shape (4, 16, 24)" in bad.details[0]
+    (bad, _) = judged("verify.broken_impls:WidensImpl")
+    assert [said.removesuffix(" (relative error inf)") for said in bad.details[:3]] == [
+        "rank 0: y: got dtype torch.float64, expected dtype torch.float32",
+        "rank 0: dx: got dtype torch.float64, expected dtype torch.float32",
+        "rank 0: d 7.up: got shape (3,), expected no such tensor",
+    ]
     bad, good = judged("verify.broken_impls:FlakyImpl", repeat=3)
     assert (bad.status, good.status) == ("mismatch", "ok")
     assert "y of run 2[0, 0, 0]" in bad.details[0]

@@ -13,7 +13,8 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Where a tensor first leaves its bound. `place` is empty and the values are text where the shape is wrong."""
+    """Where a tensor first leaves its bound. `place` is empty and the values are text where shape or dtype is wrong, or
+    no such tensor was asked for."""
 
     rank: int
     tensor: str
@@ -30,14 +31,15 @@ class Mismatch:
         )
 
 
-def compare(rank: int, name: str, got: Tensor | None, truth: Tensor, bound: float) -> tuple[float, Mismatch | None]:
-    """(relative error, first element beyond `bound` or None). NaN is beyond any bound."""
+def compare(
+    rank: int, name: str, got: Tensor | None, truth: Tensor, bound: float, dtype: torch.dtype | None = None
+) -> tuple[float, Mismatch | None]:
+    """(relative error, first element beyond `bound` or None). NaN is beyond any bound. dtype: of `got`; any if None."""
     if got is None or got.shape != truth.shape:
         shown = "no tensor" if got is None else f"shape {tuple(got.shape)}"
-        expected = f"shape {tuple(truth.shape)}"
-        return float("inf"), Mismatch(
-            rank=rank, tensor=name, place=(), got=shown, expected=expected, error=float("inf")
-        )
+        return float("inf"), unlike(rank, name, shown, f"shape {tuple(truth.shape)}")
+    if dtype is not None and got.dtype != dtype:
+        return float("inf"), unlike(rank, name, f"dtype {got.dtype}", f"dtype {dtype}")
     ours, true = got.detach().double().reshape(-1), truth.detach().double().reshape(-1)
     scale = true.abs().max().item() if true.numel() else 0.0
     off = ((ours - true).abs() / (scale or 1.0)).nan_to_num(nan=float("inf"))
@@ -49,3 +51,8 @@ def compare(rank: int, name: str, got: Tensor | None, truth: Tensor, bound: floa
     return error, Mismatch(
         rank=rank, tensor=name, place=place, got=ours[first].item(), expected=true[first].item(), error=error
     )
+
+
+def unlike(rank: int, name: str, got: str, expected: str) -> Mismatch:
+    """A tensor that is wrong before a number of it is read."""
+    return Mismatch(rank=rank, tensor=name, place=(), got=got, expected=expected, error=float("inf"))

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from trimtab.errors import TrimtabError
 from trimtab.verify.adapters.base import Implementation, Outcome, Place, Share, Subject
 from trimtab.verify.cases import DTYPES, Case
-from trimtab.verify.judge import BOUNDS, Mismatch, compare
+from trimtab.verify.judge import BOUNDS, Mismatch, compare, unlike
 from trimtab.verify.patterns import make_problem
 from trimtab.verify.place import make_place, share_of
 from trimtab.verify.problem import LayerWeights, Problem, Sizes, make_weights
@@ -131,8 +131,14 @@ class Bench:
         true |= {f"loads {i}": loads for i, loads in enumerate(truth.loads) if outcome.loads is not None}
         got = _tensors(outcome)
         bound = BOUNDS[problem.sizes.dtype]
-        found = {name: compare(rank, name, got.get(name), t.to(self.place.device), bound) for name, t in true.items()}
+        as_x = {"y": share.x_BlD.dtype, "dx": share.x_BlD.dtype}
+        found = {
+            name: compare(rank, name, got.get(name), t.to(self.place.device), bound, as_x.get(name))
+            for name, t in true.items()
+        }
         mismatches = [mismatch for _, mismatch in found.values() if mismatch is not None]
+        more = [name for name in got if name not in true]
+        mismatches += [unlike(rank, name, f"shape {tuple(got[name].shape)}", "no such tensor") for name in more]
         errors: dict[str, float] = {}
         for name, (error, _) in found.items():
             column = _column(name)
