@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,6 +106,13 @@ class Widens(_Wrapped):
         return replace(outcome, y=outcome.y.double(), dx=outcome.dx.double(), grads=grads)
 
 
+class Leaves(_Wrapped):
+    def spoil(self, outcome: Outcome) -> Outcome:
+        if self.rank == 1:
+            sys.exit(0)
+        return outcome
+
+
 class _Made(Impl):
     wrapper: Callable[[Subject, int], Subject]
 
@@ -143,6 +151,10 @@ class OverwritesImpl(_Made):
 
 class WidensImpl(_Made):
     wrapper = Widens
+
+
+class LeavesImpl(_Made):
+    wrapper = Leaves
 
 
 class LacksImpl(Impl):

@@ -182,6 +182,8 @@ def test_implementations_that_do_not_exist() -> None:
     for name in ("os:path", "os:getcwd", "collections:OrderedDict"):
         with pytest.raises(ConfigError, match=f"--impl {name}: must be a class as .*base.Implementation says"):
             get_implementation(name)
+    with pytest.raises(ConfigError, match="--impl os:Missing: os has no Missing; name a class of it"):
+        get_implementation("os:Missing")
     with pytest.raises(BackendError, match="--impl :Impl can't be judged here"):
         get_implementation(":Impl")
 
@@ -225,7 +227,10 @@ def test_a_hang_and_a_death_cost_one_case_each() -> None:
     assert "rank(s) 1: no answer within 10 s" in hang.details[0]
     dead, good = judged("verify.broken_impls:DiesImpl")
     assert (dead.status, good.status) == ("error", "ok")
-    assert "rank(s) 1 died" in dead.details[0]
+    assert "rank(s) 1 died: SIGKILL" in dead.details[0]
+    gone, good = judged("verify.broken_impls:LeavesImpl")
+    assert (gone.status, good.status) == ("error", "ok")
+    assert "rank(s) 1 died: exit code 0" in gone.details[0]
 
 
 def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:

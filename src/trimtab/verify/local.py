@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +72,12 @@ def _pool(
             process.start()
 
         def died() -> list[int]:
-            return [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+            """Who has gone: with code 0, too, for nobody leaves before all have answered."""
+            return [rank for rank, process in enumerate(processes) if process.exitcode is not None]
 
         def last_words(silent: list[int]) -> str:
-            texts = [
-                Path(logs[rank]).read_text(errors="replace").strip() for rank in silent if Path(logs[rank]).exists()
-            ]
-            return "; ".join(text.splitlines()[-1] for text in texts if text)
+            said = [_last_words(processes[rank].exitcode, Path(logs[rank])) for rank in silent]
+            return "; ".join(words for words in said if words)
 
         patience = 0.0  # for a caller that stops early
         try:
@@ -85,9 +85,17 @@ def _pool(
             patience = 2.0
         finally:
             for process in processes:
-                process.join(patience if process.exitcode is None and not died() else 0.0)
+                broken = any(other.exitcode not in (None, 0) for other in processes)
+                process.join(patience if process.exitcode is None and not broken else 0.0)
                 process.kill()
                 process.join()
+
+
+def _last_words(code: int | None, log: Path) -> str:
+    """How a process ended, if it did, and the last line that it said."""
+    how = "" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return ", ".join(filter(None, (how, *lines[-1:])))
 
 
 def _rank_main(

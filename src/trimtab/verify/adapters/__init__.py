@@ -28,9 +28,12 @@ def get_implementation(name: str) -> Implementation:
     """
     module, attribute = home_of(name)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        home = importlib.import_module(module)
     except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(f"--impl {name} can't be judged here: {error}") from error
+    if not hasattr(home, attribute):
+        raise ConfigError(f"--impl {name}: {module} has no {attribute}; name a class of it")
+    found = getattr(home, attribute)
     made: Implementation | None = found() if isinstance(found, type) else None
     if made is None or not all(hasattr(made, part) for part in ("name", "refusal", "lacks", "build")):
         raise ConfigError(f"--impl {name}: must be a class as trimtab.verify.adapters.base.Implementation says")
