@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 LEAST_FREE = 20_000_000
@@ -68,6 +69,17 @@ class PhaseTimeout(TrimtabError, RuntimeError):
 
 
 def full_disk(folder: Path) -> str:
-    """What a message is to add if the disk is full or nearly so: libraries that write say other things then."""
-    free = shutil.disk_usage(folder).free
-    return f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""
+    """What a message is to add if the disk is full or nearly so, or files are limited in size: libraries that write say
+    other things then."""
+    free, most = shutil.disk_usage(folder).free, _file_limit()
+    full = f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""
+    return full + (f"; this process may write files of {most / 1e6:.1f} MB at most (ulimit -f)" if most >= 0 else "")
+
+
+def _file_limit() -> int:
+    """Bytes that this process may write to one file; negative for any number."""
+    if sys.platform == "win32":
+        return -1
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -23,6 +24,7 @@ from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes.amax_history import AmaxHistory
 from trimtab.experts.recipes.formats import E4M3
+from trimtab.verify.ranks import run_ranks
 
 
 @pytest.fixture
@@ -236,3 +238,15 @@ def test_a_router_without_the_generator_that_was_saved_is_named(tmp_path: Path) 
     with pytest.warns(UserWarning, match=r"router layers\.0\.moe\.router: .* before `load`") as warned:
         load(tmp_path, Model())
     assert [warning.filename for warning in warned] == [__file__]
+
+
+def save_with_small_files(root: str) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(InputError) as refused:
+        save(root, nn.Linear(200, 200), step=1)
+    return str(refused.value)
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    (said,) = run_ranks(save_with_small_files, 1, str(tmp_path), deadline=90.0)
+    assert "this process may write files of 0.1 MB at most (ulimit -f)" in said
