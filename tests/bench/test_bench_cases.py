@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from comparing import assert_close
 from trimtab import oracle
+from trimtab.bench import layer_ours
 from trimtab.bench.cost import combine_bytes, gather_bytes, layer_bytes
-from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights, parse_shape
+from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_weights, parse_shape
+from trimtab.bench.layer_peers import build_transformers
 from trimtab.bench.layer_truth import BOUNDS, compare, probe, truth
+from trimtab.bench.subject import Where
 from trimtab.bench.workloads import WORKLOADS, draw, lane_rows, token_counts
 from trimtab.errors import ConfigError
 
@@ -85,6 +90,18 @@ def test_the_judges_truth_is_the_oracles() -> None:
         got = torch.cat([rank[name] for rank in found])
         assert_close(got, value @ probe(value.shape[-1]).double(), 1e-12, name)
     assert_close(torch.cat([rank["routing weight gradient"] for rank in found]), w.grad, 1e-12, "dw")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("peer", ["", "eager", "grouped_mm", "trimtab-hf"])
+def test_the_truth_of_a_family_is_its_own_loops(family: str, peer: str) -> None:
+    case = replace(CASE, dim=8, hidden=4, family=family, ranks=1, workload="balanced")
+    build, more = (build_transformers, {"peer": peer}) if peer else (layer_ours.build, {"kernels": "auto"})
+    outcome = build(case.as_args(**more), Where(rank=0, ranks=1)).outcome()
+    assert outcome is not None
+    assert compare([outcome], truth(case), 2e-6) is None
+    other = truth(replace(case, family=next(name for name in FAMILIES if name != family)))
+    assert compare([outcome], other, BOUNDS["fp32"]) is not None
 
 
 def test_wrong_numbers_are_found() -> None:

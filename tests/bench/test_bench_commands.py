@@ -68,6 +68,7 @@ def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["layer", "--peers", "all_to_all"], "peer 'all_to_all' does not race on 1 rank(s)"),
         (["layer", "--ranks", "3"], "64 experts do not divide over 3 ranks"),
+        (["layer", "--family", "gpt_oss", "--ranks", "2"], "--family gpt_oss: races on one rank"),
         (["layer", "--turns", "0"], "--turns must be at least 1"),
         (["layer", "--seconds", "nan"], "--seconds and --patience more than 0, and numbers"),
         (["layer", "--seconds", "inf"], "--seconds and --patience more than 0, and numbers"),

@@ -39,7 +39,7 @@ def tasks_of(o: Namespace) -> list[Task]:
             layer_task(
                 shape, tokens=tokens, dtype=dtype, threads=threads, ranks=ranks, workloads=o.workloads,
                 kernels=o.kernels or ["auto"], transports=transports, peers=o.peers, modes=o.modes,
-                in_place=o.in_place, memory=o.memory,
+                in_place=o.in_place, memory=o.memory, family=o.family,
             )
             for shape, tokens, dtype, threads, ranks in product(shapes, o.tokens, o.dtype, o.threads, o.ranks)
         ]  # fmt: skip

@@ -35,20 +35,25 @@ def layer_task(
     in_place: bool = False,
     memory: bool = False,
     copy_bytes: int = COPY_BYTES,
+    family: str = "qwen3_moe",
 ) -> Task:
     """Contestants: ours by kernels (and transport), the peers, the limits; each once per workload.
 
-    threads: of each rank. Raises ConfigError for a peer that does not run on so many ranks, or sizes that do not fit.
+    threads: of each rank. family: whose experts, of `trimtab.bench.layer_case.FAMILIES`.
+
+    Raises ConfigError for a peer that does not run on so many ranks or has no such experts, or sizes that do not fit.
     """
     dim, hidden, num_experts, top_k = shape
     able = MANY_RANKS if ranks > 1 else ONE_RANK
     if wrong := [peer for peer in peers if peer not in able]:
         raise ConfigError(f"peer {wrong[0]!r} does not race on {ranks} rank(s): there are {', '.join(able)}")
+    if family != "qwen3_moe" and (ranks > 1 or "torchtitan" in peers):
+        raise ConfigError(f"--family {family}: races on one rank, and not against torchtitan")
     experts_per_rank(num_experts, ranks)
     cases = [
         LayerCase(
             dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, tokens=tokens, dtype=dtype,
-            workload=workload, ranks=ranks, in_place=in_place,
+            workload=workload, ranks=ranks, in_place=in_place, family=family,
         )
         for workload in workloads
     ]  # fmt: skip
@@ -84,6 +89,8 @@ def layer_task(
         "shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": threads, "ranks": ranks,
         "workloads": list(workloads), "in_place": in_place,
     }  # fmt: skip
+    if family != "qwen3_moe":
+        described["family"] = family
     if list(kernels) != ["auto"]:
         described["kernels"] = list(kernels)
     if ranks > 1 and list(transports) != ["alltoall"]:

@@ -17,6 +17,8 @@ from trimtab.layout import experts_per_rank
 
 SHAPES = {"A": (512, 256, 64, 8), "B": (1024, 512, 32, 4), "C": (1024, 2816, 8, 2)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FAMILIES = {"qwen3_moe": "swiglu", "gpt_oss": "clamped_swiglu"}
+"""Whose experts, and their activation; gpt-oss's have biases."""
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
@@ -35,7 +37,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
     """tokens: per rank on average. in_place: gradients of weights are added to what is there, ours into
-    main_grad, peers' into .grad.
+    main_grad, peers' into .grad. family: one of `FAMILIES`.
     """
 
     dim: int
@@ -47,6 +49,7 @@ class LayerCase:
     workload: str = "balanced"
     ranks: int = 1
     in_place: bool = False
+    family: str = "qwen3_moe"
 
     def as_args(self, **more: Any) -> dict[str, Any]:
         """For a contestant."""
@@ -94,7 +97,7 @@ class LayerData:
 
 
 def expert_weights(case: LayerCase, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    """up [e, 2F, D], gate first, and down [e, D, F] of a rank; of all experts for None."""
+    """up [e, 2F, D], gate and up as the family has them, and down [e, D, F] of a rank; of all experts for None."""
     dtype, e = case.torch_dtype, experts_per_rank(case.num_experts, case.ranks)
     experts = range(case.num_experts) if rank is None else range(rank * e, rank * e + e)
     up = torch.empty(len(experts), 2 * case.hidden, case.dim, dtype=dtype)
@@ -103,4 +106,14 @@ def expert_weights(case: LayerCase, rank: int | None = None) -> tuple[Tensor, Te
         g = torch.Generator().manual_seed(3000 + expert)
         up[i] = torch.randn(up.shape[1:], generator=g) * case.dim**-0.5
         down[i] = torch.randn(down.shape[1:], generator=g) * case.hidden**-0.5
+    return up, down
+
+
+def expert_biases(case: LayerCase) -> tuple[Tensor, Tensor] | None:
+    """[E, 2F] and [E, D] of a family that has biases."""
+    if case.family != "gpt_oss":
+        return None
+    g = torch.Generator().manual_seed(4000)
+    widths = 2 * case.hidden, case.dim
+    up, down = (torch.randn(case.num_experts, width, generator=g).mul(0.1).to(case.torch_dtype) for width in widths)
     return up, down

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights
+from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import layer_subject
 from trimtab.bench.subject import Subject, Where
 from trimtab.bench.transports import make_transport
@@ -19,14 +19,17 @@ from trimtab.experts.module import ExpertMLP
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: the case, `kernels`, and `transport` where there are ranks."""
     case = LayerCase.of(args)
-    up, down = expert_weights(case, where.rank)
+    (up, down), biases = expert_weights(case, where.rank), expert_biases(case)
     experts = ExpertMLP(
         up.shape[0], case.dim, case.hidden, dtype=case.torch_dtype, kernels=args["kernels"],
+        activation=FAMILIES[case.family], bias=biases is not None,
         main_grad="accumulate" if case.in_place else "off",
     )  # fmt: skip
     with torch.no_grad():
         experts.up.copy_(up)
         experts.down.copy_(down)
+        for own, bias in zip((experts.up_bias, experts.down_bias), biases or (), strict=False):
+            own.copy_(bias)  # type: ignore[union-attr]
     if case.in_place:
         for param in (experts.up, experts.down):
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.bench.layer_case import LayerCase, LayerData, expert_weights
+from trimtab.bench.layer_case import LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import Layer, layer_subject
 from trimtab.bench.subject import Subject, Where
 
@@ -27,22 +27,14 @@ MANY_RANKS = ("all_to_all", "torchtitan")
 
 
 def build_transformers(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case and `peer`. Qwen3-MoE's experts."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
+    """args: the case and `peer`. The experts of the case's family."""
     case, peer = LayerCase.of(args), args["peer"]
-    up, down = expert_weights(case, where.rank)
-    config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=up.shape[0])
-    config._experts_implementation = {"all_to_all": "grouped_mm", "trimtab-hf": "trimtab"}.get(peer, peer)
     if peer == "trimtab-hf":
         import trimtab.hf
 
         trimtab.hf.register()
-    experts: Any = Qwen3MoeExperts(config).to(case.torch_dtype)
-    with torch.no_grad():
-        experts.gate_up_proj.copy_(up)
-        experts.down_proj.copy_(down)
+    implementation = {"all_to_all": "grouped_mm", "trimtab-hf": "trimtab"}.get(peer, peer)
+    experts = (_gpt_oss if case.family == "gpt_oss" else _qwen3_moe)(case, where, implementation)
     layer: Layer = experts
     if where.ranks > 1:
         from transformers.distributed.expert_parallel import AllToAllEP
@@ -52,10 +44,42 @@ def build_transformers(args: dict[str, Any], where: Where) -> Subject:
         layer = AllToAllEP(experts, meshes["ep"], meshes["tp"])
 
     def gradients() -> tuple[Tensor, Tensor]:
-        return experts.gate_up_proj.grad, experts.down_proj.grad
+        found = experts.gate_up_proj.grad, experts.down_proj.grad
+        return (found[0].mT, found[1].mT) if experts.is_transposed else found
 
     data, params = LayerData.of(case, where.rank), list(experts.parameters())
     return layer_subject(layer, data, params, gradients, accumulate=case.in_place)
+
+
+def _qwen3_moe(case: LayerCase, where: Where, implementation: str) -> Any:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    up, down = expert_weights(case, where.rank)
+    config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=up.shape[0])
+    config._experts_implementation = implementation
+    experts: Any = Qwen3MoeExperts(config).to(case.torch_dtype)
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(up)
+        experts.down_proj.copy_(down)
+    return experts
+
+
+def _gpt_oss(case: LayerCase, where: Where, implementation: str) -> Any:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    (up, down), biases = expert_weights(case, where.rank), expert_biases(case)
+    assert biases is not None
+    config = GptOssConfig(hidden_size=case.dim, intermediate_size=case.hidden, num_local_experts=up.shape[0])
+    config._experts_implementation = implementation
+    experts: Any = GptOssExperts(config).to(case.torch_dtype)
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(up.mT)
+        experts.down_proj.copy_(down.mT)
+        experts.gate_up_proj_bias.copy_(biases[0])
+        experts.down_proj_bias.copy_(biases[1])
+    return experts
 
 
 def build_torchtitan(args: dict[str, Any], where: Where) -> Subject:

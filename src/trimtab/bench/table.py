@@ -63,7 +63,7 @@ def title(record: Record) -> str:
             continue
         if name == "shape":
             words.append(f"D,F,E,K {','.join(map(str, value))}")
-        elif name in ("dtype", "preset", "workload"):
+        elif name in ("dtype", "preset", "workload", "family"):
             words.append(str(value))
         elif name == "in_place":
             words.append("gradients in place")

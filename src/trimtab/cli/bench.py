@@ -20,6 +20,7 @@ of its own, is checked, warmed up, and takes turns with the others; with malloc 
   trimtab bench layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   trimtab bench layer --shape 1024,512,32,4 --ranks 2 --peers all_to_all --transports alltoall shared_memory
   trimtab bench layer --workloads balanced zipf hot
+  trimtab bench layer --family gpt_oss --tokens 4 2048 --peers trimtab-hf grouped_mm eager
   trimtab bench kernels --shape A --tokens 2048
   trimtab bench exchange --ranks 2 4 --tokens 8192 --peers all_to_all
   trimtab bench train --ranks 2 --peers stock
@@ -76,6 +77,7 @@ def add_parser(commands: Any) -> None:
     add = made["layer"].add_argument
     add("--workloads", nargs="+", default=["balanced"], choices=WORKLOADS, metavar="NAME",
         help=f"{', '.join(WORKLOADS)}; several race each other")  # fmt: skip
+    add("--family", default="qwen3_moe", choices=("qwen3_moe", "gpt_oss"), help="whose experts (default qwen3_moe)")
     where = "gradients of weights are added to what is there: ours into main_grad, peers' into .grad"
     add("--in-place", action="store_true", help=where)
     add("--memory", action="store_true", help="measure peak memory as well")
