@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,8 +88,10 @@ def test_what_does_not_lie_as_it_is_read_goes_the_way_of_the_loop(calls: list[in
     assert_close(kernels.grouped_mm(x, w.double(), block), truth, 2e-6, "weights of another dtype")
     assert_close(kernels.grouped_mm(x.double(), w.double(), block), truth, 2e-6, "float64")
     assert len(calls) == 1
-    with pytest.raises(RuntimeError):
-        kernels.grouped_mm(x[:, :-1].contiguous(), w, block)
+    for rows, result in ((x[:, :-1].contiguous(), None), (x, torch.empty(sum(SIZES), 95))):
+        with pytest.raises((RuntimeError, UserWarning)), warnings.catch_warnings(action="error"):
+            kernels.grouped_mm(rows, w, block, result)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("slower", [False, True])

@@ -170,7 +170,8 @@ class CompiledKernels(LoopKernels):
         weight = w_eAB if transposed else w_eAB.transpose(1, 2)
         (e, deep, wide), rows = w_eAB.shape, x_RA.shape[0]
         given = [x_RA, weight] if out is None else [x_RA, weight, out]
-        legal = x_RA.shape[1] == deep and self.multiplies(weight) and not block.as_compiled
+        fits = x_RA.shape[1] == deep and (out is None or out.shape == (rows, wide))
+        legal = fits and self.multiplies(weight) and not block.as_compiled
         if not legal or not self._takes(given, block, e):
             return super().grouped_mm(x_RA, w_eAB, block, out)
         if out is None:
@@ -187,7 +188,8 @@ class CompiledKernels(LoopKernels):
         """As the loop, but by cpu/wgrad.h where it `multiplies`, or MKL is slow over a block's mean number of rows."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
         (e, wide, deep), rows = targets.shape, a.shape[0]
-        fits = (a.shape, b.shape) == ((rows, wide), (rows, deep)) and targets.is_contiguous()
+        there = targets.device.type == "cpu" and plain(targets, targets.dtype)
+        fits = there and (a.shape, b.shape) == ((rows, wide), (rows, deep))
         slow = a.dtype == targets.dtype == torch.float32 and slow_gradient(rows // max(1, e), add=add)
         taken = slow or (targets.dtype in TYPES and self.multiplies(targets))
         if not fits or not taken or not self._takes([a, b], block, e):
