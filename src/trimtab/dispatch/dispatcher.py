@@ -58,6 +58,7 @@ class Rows:
     weights: Tensor
     num_slots: int | None
     route: Route
+    sent: Tensor
     slot_row_R: Tensor | None
 
 
@@ -142,16 +143,16 @@ class Dispatcher:
             else:
                 torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
             route: Route = LocalRoute(ids_TK=ids)
-            x, rows_w, rows_ids = x_TD, w, ids
+            x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
             route = self._connect(ids, bad, self._named, x_TD)
-            x, rows_w, rows_ids = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
+            x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             rows_ids = rows_ids.contiguous() - self._named.rank * self.experts_per_rank  # strided, ops are 10x slower
             mine = (rows_ids >= 0) & (rows_ids < self.experts_per_rank)
             rows_ids = torch.where(mine, rows_ids, -1)
         if self.combine_mode == "sum":
             return Rows(
-                x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route,
+                x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route, sent=sent,
                 slot_row_R=None,
             )  # fmt: skip
         slots, slot_bags = slots_of(rows_ids, route.num_slots)
@@ -163,6 +164,7 @@ class Dispatcher:
             weights=rows_w.reshape(-1).index_select(0, slots)[:, None],
             num_slots=route.num_slots,
             route=route,
+            sent=sent,
             slot_row_R=row_R,
         )
 
@@ -183,11 +185,11 @@ class Dispatcher:
             )  # fmt: skip
             rows.route.refuse(error, y)
         if rows.slot_row_R is not None:
-            out: Tensor = CollectSlots.apply(rows.route, y, rows.x, rows.slot_row_R)  # type: ignore[no-untyped-call]
+            out: Tensor = CollectSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
         elif self.transport is None:
             out = y
         else:
-            out = Collect.apply(rows.route, y, rows.x)  # type: ignore[no-untyped-call]
+            out = Collect.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
         return out
 
     def _runs_eagerly(self) -> bool:

@@ -3,9 +3,10 @@
     Spread   forward P,   backward P^T     tokens and routing weights -> rows
     Collect  forward P^T, backward P       rows -> tokens
 
-Neither saves a tensor, and neither can be differentiated twice (it raises). Collect also takes the rows that Spread
-gave out, without reading them: so Spread's backward follows its own on every rank, even where the experts in between
-returned rows that depend on nothing (a loop over experts does, where none has a row).
+Neither saves a tensor, and neither can be differentiated twice (it raises). Collect also takes `sent`, of no elements,
+which Spread gave out beside the rows: so Spread's backward follows its own on every rank, even where the experts in
+between returned rows that depend on nothing (a loop over experts does, where none has a row). Nobody else reads it, so
+its gradient, None, is added to no other.
 
 Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -24,24 +25,26 @@ from trimtab.kernels.rows import Bags, combine_rows, gather_rows
 
 
 class Spread(Function):
-    """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *]."""
+    """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *], and `sent`."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, route: Route, x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.route = route
         x, w, ids = route.spread([x_TD, w_TK, ids_TK])
         ctx.mark_non_differentiable(ids)
-        return x, w, ids
+        return x, w, ids, x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor, dw: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor, None]:
+    def backward(ctx: Any, dx: Tensor, dw: Tensor, *_: Tensor) -> tuple[None, Tensor, Tensor, None]:
         dx_TD, dw_TK = ctx.route.collect([dx, dw], "backward")
         return None, dx_TD, dw_TK, None
 
 
 class Collect(Function):
-    """Rows [M', D] -> tokens [T, D]. `sent` is what Spread gave out."""
+    """Rows [M', D] -> tokens [T, D]. `sent` is Spread's."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:

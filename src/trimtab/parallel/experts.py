@@ -130,9 +130,9 @@ class ParallelExperts(ExpertMLP):
             if self.etp is None:
                 return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
             every = self.etp.meet(x_MD, num_slots)
-            x, w, ids = Spread.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+            x, w, ids, sent = Spread.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
             y = super().forward(x, ids, w, num_slots=every.num_slots)
-            out: Tensor = Collect.apply(every, y, x)  # type: ignore[no-untyped-call]
+            out: Tensor = Collect.apply(every, y, sent)  # type: ignore[no-untyped-call]
             return out
 
     def backward_dw(self) -> None:

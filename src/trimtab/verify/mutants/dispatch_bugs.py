@@ -106,14 +106,14 @@ def _unpermute_empty(p: Patches) -> None:
 
 
 def _dw_at_home(p: Patches) -> None:
-    def backward(ctx: Any, dx: Tensor, dw: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, dx: Tensor, dw: Tensor, *others: Tensor) -> Any:
         if isinstance(ctx.route, RankRoute):
             incoming, rank = ctx.route.rows.incoming, ctx.route.transport.rank
             cuts = [0, *accumulate(incoming)]
             own = torch.zeros_like(dw)
             own[cuts[rank] : cuts[rank + 1]] = dw[cuts[rank] : cuts[rank + 1]]
             dw = own
-        return original(ctx, dx, dw, _)
+        return original(ctx, dx, dw, *others)
 
     original = Spread.backward
     p.put(Spread, "backward", staticmethod(backward))
