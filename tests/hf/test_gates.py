@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,30 @@ def test_a_clamped_gate_has_the_numbers_of_its_module(name: str, prefix: str) ->
     assert (ours.alpha, ours.limit, ours.shift, ours.interleaved) == (0.5, 1.25, 1.0, name == "gpt_oss")
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "minimax_m3_vl", "deepseek_v4"])
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 1e4, 1e5, 1e9, torch.finfo(torch.float32).max, math.inf, 1e308])
+def test_limits_of_any_size_leave_the_formula_what_it_is(name: str, limit: float) -> None:
+    module: Any = next(iter(experts_modules(build_model(name)).values()))
+    for key in ("limit", "swiglu_limit"):
+        if hasattr(module, key):
+            setattr(module, key, limit)
+    ours = activation_of(module)
+    assert isinstance(ours, ClampedSwiGLU) or limit == 1e308
+    pre = 4 * torch.randn(50, 12, dtype=torch.float64)
+    torch.testing.assert_close(ours.forward(pre), module._apply_gate(pre))
+
+
+def test_a_gate_of_another_module_has_the_numbers_of_that_module() -> None:
+    module, other = gpt_oss(), gpt_oss()
+    other.alpha = other.limit = 1.0
+    module._apply_gate = other._apply_gate
+    pre = 4 * torch.randn(9, 12)
+    torch.testing.assert_close(activation_of(module).forward(pre), other._apply_gate(pre))
+    plain: Any = of_silu(True, ACT2FN["silu"])
+    plain._apply_gate = of_silu(True, torch.tanh)._apply_gate
+    torch.testing.assert_close(activation_of(plain).forward(pre), plain._apply_gate(pre))
+
+
 def doubled(self: nn.Module, gate_up: Tensor) -> Tensor:
     return 2 * type(self)._apply_gate(self, gate_up)  # type: ignore[operator]
 
@@ -76,8 +101,10 @@ def test_a_gate_that_somebody_changed_is_run_as_it_is(monkeypatch: pytest.Monkey
     def from_globals(self: Any, gate_up: Tensor) -> Tensor:
         return 2 * torch.nn.functional.silu(gate_up[..., ::2].clamp(max=self.limit)) * gate_up[..., 1::2]
 
+    nowhere = of_the_file(from_globals)
+    nowhere.__module__ = None  # type: ignore[assignment]
     assert isinstance(activation_of(module), ClampedSwiGLU)
-    for other in (told, steeper, reads_more, doubled, of_the_file(from_globals)):
+    for other in (nowhere, told, steeper, reads_more, doubled, of_the_file(from_globals)):
         monkeypatch.setattr(kind, "_apply_gate", other)
         assert isinstance(activation_of(module), Recomputed), other
     monkeypatch.setattr(kind, "_apply_gate", right)
@@ -129,7 +156,9 @@ def test_activations_are_what_their_module_computes(act_fn: Any, gated: type, un
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "relu2"])
 def test_a_hook_or_another_function_inside_is_what_runs(name: str) -> None:
-    hooked, other = ACT2FN[name], ACT2FN[name]
+    hooked, other, patched = ACT2FN[name], ACT2FN[name], ACT2FN[name]
+    patched.forward = torch.tanh
+    assert isinstance(activation_of(of_silu(False, patched)), Recomputed)  # type: ignore[arg-type]
     hooked.register_forward_hook(lambda _m, _a, y: 3 * y)
     other.act = torch.tanh
     for act_fn in (hooked, other) if hasattr(ACT2FN[name], "act") else (hooked,):

@@ -102,6 +102,8 @@ def test_which_weights(slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernels.multiplies(torch.empty(2, 512, 256, dtype=dtype, device="meta"))
         assert kernels.multiplies(torch.empty(2, 512, 257, dtype=dtype, device="meta")) == slower
     assert not kernels.multiplies(torch.empty(2, 8, 8, dtype=torch.float64))
+    block = block_of(SIZES)
+    assert kernels.grouped_mm(torch.randn(sum(SIZES), 8), torch.randn(len(SIZES), 8, 0), block).shape == (sum(SIZES), 0)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

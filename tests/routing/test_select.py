@@ -85,11 +85,13 @@ def test_few_tokens_get_what_they_get_among_many(
     dtype: torch.dtype, experts: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = torch.Generator().manual_seed(0)
-    for scores in (torch.rand(9, experts, generator=g), torch.randint(0, 3, (9, experts), generator=g)):
+    shut = torch.rand(9, experts, generator=g).masked_fill(torch.arange(experts) > 0, -torch.inf)
+    for scores in (torch.rand(9, experts, generator=g), torch.randint(0, 3, (9, experts), generator=g), shut):
         few = top(scores.to(dtype), k)
         with monkeypatch.context() as patch:
             patch.setattr(selecting, "FEW", -1)
             assert torch.equal(top(scores.to(dtype), k), few)
+        assert all(len(set(row)) == k for row in few.tolist())
 
 
 def test_sinkhorn_evens_out_columns_and_rows() -> None:

@@ -1,8 +1,8 @@
 """Which of our activations computes what an experts module of transformers has between its two products.
 
 transformers' own activations are known by their types. A gate of its own (gpt-oss, DeepSeek-V4, MiniMax-M3 …) is tried
-once on values on both sides of its limits, handed nothing but the module's numbers: where one of ours gives the same
-in float64, ours is what runs. Any other function is run as it is.
+once on values near zero and on both sides of its limits, handed nothing but the module's numbers: where one of ours,
+and no second one, gives the same in float64, it is what runs. Any other function is run as it is.
 
 Legend: n rows, I width of the pre-activations.
 """
@@ -18,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import (
     FastGELUActivation,
     GELUActivation,
@@ -46,7 +47,7 @@ def activation_of(module: nn.Module) -> Activation:
         ours = UNGATED.get(name or "")
         return ours() if ours else Recomputed(act_fn, module=owner)
     gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
-    function = getattr(gate, "__func__", None)
+    function = getattr(gate, "__func__", None) if getattr(gate, "__self__", None) is module else None
     if function is _default_apply_gate and name in GATED:
         return GATED[name]()
     if isinstance(function, FunctionType) and _is_transformers(function):
@@ -59,8 +60,9 @@ def activation_of(module: nn.Module) -> Activation:
 
 
 def known(act_fn: object) -> str | None:
-    """The name of an activation that is one of transformers' or torch's and no more: a hook would not be called."""
-    if isinstance(act_fn, nn.Module) and any(getattr(act_fn, hooks) for hooks in _HOOKS):
+    """The name of an activation that is one of transformers' or torch's and no more: neither a hook on it nor a forward
+    of its own would be called."""
+    if isinstance(act_fn, nn.Module) and ("forward" in vars(act_fn) or any(getattr(act_fn, on) for on in _HOOKS)):
         return None
     kind, inside = type(act_fn), getattr(act_fn, "act", None)
     tanh = isinstance(inside, partial) and inside.func is F.gelu and inside.keywords == {"approximate": "tanh"}
@@ -82,30 +84,38 @@ def _torch_gelu(act_fn: object, approximate: str) -> bool:
 
 def _is_transformers(function: FunctionType) -> bool:
     """Whether it is a plain function of a model's file, and not one that somebody put around it."""
-    home = function.__module__.startswith("transformers.models.")
+    home = (function.__module__ or "").startswith("transformers.models.")
     return home and function.__closure__ is None and not hasattr(function, "__wrapped__")
 
 
 @lru_cache(maxsize=64)
 def _clamped(function: FunctionType, numbers: tuple[tuple[str, float], ...], silu: bool) -> ClampedSwiGLU | None:
-    """The clamped gate that gives what `function` gives; None where there is none, or where it needs more than this.
+    """The clamped gate that gives what `function` gives; None where none does, or more than one, or it fails so.
 
     Kept for the process: a model has a module a layer, each asks at each call, and the answer depends on nothing else.
     """
     given = dict(numbers)
     limits = {given[key] for key in LIMITS if given.get(key, 0.0) > 0}
     slopes = {1.0, *(given[key] for key in SLOPES if key in given)}
-    reach = 3 * max((limit for limit in limits if limit < math.inf), default=7.0)
-    with torch.device("cpu"), torch.no_grad():
-        spread = torch.arange(2048, dtype=torch.float64) * 0.7548776662466927 % 1
-        pre_nI = (2 * spread - 1).mul_(reach).view(-1, 8)
+    with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
+        pre_nI = _trial(3 * max((limit for limit in limits if limit < math.inf), default=7.0))
         try:
-            truth = function(SimpleNamespace(**given, **({"act_fn": F.silu} if silu else {})), pre_nI.clone())
-        except AttributeError:  # it reads something else
+            truth = function(SimpleNamespace(**given, **({"act_fn": F.silu} if silu else {})), pre_nI.clone()).double()
+        except Exception:  # it reads something else, or wants something else
             return None
-        for slope, limit, shift, interleaved in product(slopes, limits, (0.0, 1.0), (False, True)):
-            ours = ClampedSwiGLU(slope, limit, shift, interleaved=interleaved)
-            h = ours.forward(pre_nI)
-            if h.shape == truth.shape and torch.allclose(h, truth.double(), rtol=1e-12, atol=1e-12):
-                return ours
-    return None
+        candidates = product(slopes, limits, (0.0, 1.0), (False, True))
+        ours = [ClampedSwiGLU(slope, limit, shift, interleaved=turns) for slope, limit, shift, turns in candidates]
+        same = [one for one in ours if _same(one.forward(pre_nI), truth)]
+    return same[0] if len(same) == 1 else None
+
+
+def _trial(reach: float) -> Tensor:
+    """Pre-activations where a sigmoid is neither 0 nor 1, where limits cut, and each beside the other: [n, 8]."""
+    spread = torch.arange(1536, dtype=torch.float64) * 0.7548776662466927 % 1
+    near, far = (2 * spread - 1).mul(8.0).view(-1, 8), (2 * spread - 1).mul(reach).view(-1, 8)
+    turns = torch.arange(near.numel()).view(-1, 8)
+    return torch.cat((near, far, torch.where((turns + turns // 8) % 2 == 0, near, far)))
+
+
+def _same(h: Tensor, truth: Tensor) -> bool:
+    return h.shape == truth.shape and torch.allclose(h, truth, rtol=1e-12, atol=1e-12)

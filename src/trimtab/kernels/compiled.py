@@ -212,7 +212,7 @@ class CompiledKernels(LoopKernels):
         """
         dtype, values = weight_eAB.dtype, weight_eAB.shape[-1] * weight_eAB.shape[-2]
         native = dtype in TYPES and self.compute_dtype(dtype) == dtype
-        return native and (values <= SMALL or slower_than_compiled())
+        return native and values > 0 and (values <= SMALL or slower_than_compiled())
 
     def _takes(self, operands: Sequence[Tensor], block: Block, groups: int) -> bool:
         """Whether these lie as the C++ reads them."""

@@ -24,7 +24,7 @@ def top(scores_TE: Tensor, k: int) -> Tensor:
     stable sort leaves it in front."""
     if not torch.compiler.is_compiling() and scores_TE.numel() <= FEW:  # a graph serves any number of tokens
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    left = scores_TE.clone()
+    left = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).min)  # what was picked lies below any other
     picks = []
     for _ in range(k):
         pick = left.argmax(-1, keepdim=True)

@@ -184,6 +184,7 @@ constexpr int HELD = VL == 16 ? 8 : 4;
 #define TRIMTAB_STRAIGHT NR
 #endif
 constexpr long WAITING = 4096, STRAIGHT = TRIMTAB_STRAIGHT;
+static_assert(STRAIGHT <= 4 * NR);  // whose sums have room where B would be brought
 
 // Whether a product is made by `gemm_straight`. `weight` says where B lies, row by row. Tiles cannot.
 template <class Op>

@@ -106,7 +106,7 @@ struct Shared {
         const bool products = c.up;  // else gradients of weights alone
         const long most = wave_rows(waves), piece = products ? largest(c, waves) : 0, size = c.type == FLOAT ? 4 : 2;
         second = c.scratch + c.threads * Scratch::each(c, piece);
-        const long rows = products ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
+        const long rows = c.y || c.dw ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
         d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);
         hidden = d_pre + (c.dy && !c.d_pre && !reads_operand(c) ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
         end = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
