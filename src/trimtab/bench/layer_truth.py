@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trimtab import oracle
 from trimtab.bench.contestant import Contestant
 from trimtab.bench.layer_case import LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.layout import experts_per_rank
@@ -22,17 +23,12 @@ BOUNDS = {"fp32": 1e-4, "bf16": 4e-2}
 """Largest error relative to the largest true value. Rounding is far below, another function far above."""
 
 
-def _silu_gate(pre: Tensor) -> Tensor:
-    gate, up = pre.chunk(2, 1)
-    return gate * torch.sigmoid(gate) * up
-
-
 def _gpt_oss_gate(pre: Tensor) -> Tensor:
     gate, up = pre[:, ::2].clamp(max=7.0), pre[:, 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATES = {"qwen3_moe": _silu_gate, "gpt_oss": _gpt_oss_gate}
+GATES = {"qwen3_moe": oracle.swiglu, "gpt_oss": _gpt_oss_gate}
 
 
 def probe(width: int) -> Tensor:

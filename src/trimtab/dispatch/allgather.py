@@ -57,19 +57,14 @@ class AllGather(SharedByCopies):
         tables = gather_uneven(pack(tensors), max(tokens), self.group, self.guard)
         indices = gather_uneven(row_token_M, max(sum(row) for row in lanes.everyone), self.group, self.guard)
         mine = [indices[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
-        return _apart(torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)]), tensors)
+        return unpack(torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)]), tensors)
 
     def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
         rows = gather_uneven(pack(tensors), max(sum(row) for row in lanes.everyone), self.group, self.guard)
         parts = [rows[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
-        return _apart(torch.cat(parts), tensors)
+        return unpack(torch.cat(parts), tensors)
 
     def _segments(self, lanes: Lanes) -> list[tuple[int, int]]:
         """Where in each rank's outgoing rows those for this rank lie."""
         cuts = [[0, *accumulate(row)] for row in lanes.everyone]
         return [(cut[self.rank], cut[self.rank + 1]) for cut in cuts]
-
-
-def _apart(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """As `unpack`; each part counts its own changes in place."""
-    return [part.data for part in unpack(packed, like)]

@@ -62,7 +62,7 @@ class AllToAll(SharedByCopies):
         received = self._rows(sum(lanes.incoming), like)
         splits = (list(lanes.incoming), list(lanes.outgoing))
         watched(self.guard, dist.all_to_all_single, received, rows_MB, *splits, group=self.group)
-        return [part.data for part in unpack(received, like)]  # each counts its own changes in place
+        return unpack(received, like)
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
         """Memory for packed rows, [rows, B]."""

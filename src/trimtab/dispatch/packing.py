@@ -48,11 +48,12 @@ def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor | 
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of [n, B] as views [n, *] with the widths and dtypes of `like` (whose own n may differ)."""
+    """The parts of [n, B], in its memory, as [n, *] with the widths and dtypes of `like` (whose own n may differ); each
+    counts its own changes in place."""
     parts, start = [], 0
     for tensor in like:
         size = tensor.shape[1] * tensor.element_size()
-        parts.append(packed[:, start : start + size].view(tensor.dtype))
+        parts.append(packed[:, start : start + size].view(tensor.dtype).data)
         start += align_up(size, PART_ALIGNMENT)
     return parts
 

@@ -28,7 +28,8 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.per_group import Gradients
-from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
+from trimtab.kernels.abi import ACTIVATIONS, TYPES
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import put
 from trimtab.kernels.memory import in_memory, laid_out
 from trimtab.kernels.mkl import same_bits, slower_than_compiled

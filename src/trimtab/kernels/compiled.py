@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError, InputError
+from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
@@ -46,53 +47,9 @@ from trimtab.kernels.mkl import rows_mm, slow_gradient, slower_than_compiled
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
-"""In the order of their numbers in cpu/call.h."""
 SMALL = 1 << 17
 """Values of an expert's weight up to which a call of the loop costs more than the better of two products saves."""
 _CLAMPED = ACTIVATIONS.index("clamped_swiglu")
-
-_INTS = (
-    "type", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down",
-    "interleaved",
-)  # fmt: skip
-_SIZES = ("M", "R", "E", "D", "F")
-_TENSORS = (
-    "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
-    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "sums", "scratch",
-)  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    """cpu/call.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in _INTS),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "shift")),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _TENSORS),
-    )
-
-
-class _Between(ctypes.Structure):
-    """cpu/elementwise.h, likewise."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("act", "threads")),
-        *((name, ctypes.c_int64) for name in ("R", "F")),
-        *((name, ctypes.c_void_p) for name in ("pre", "w", "h", "d_pre", "dw")),
-    )
-
-
-class _Places(ctypes.Structure):
-    """cpu/places.h, likewise."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("M", "K", "E", "alignment")),
-        *((name, ctypes.c_void_p) for name in ("ids", "counts", "offsets", "slot_R", "row_R")),
-        *((name, ctypes.c_void_p) for name in ("bag_index", "bag_offsets")),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +95,7 @@ class CompiledKernels(LoopKernels):
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
         sizes = lib.trimtab_call_bytes(), lib.trimtab_between_bytes(), lib.trimtab_places_bytes()
-        if sizes != tuple(ctypes.sizeof(one) for one in (_Call, _Between, _Places)):
+        if sizes != tuple(ctypes.sizeof(one) for one in (Call, Between, Places)):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib = lib
@@ -225,7 +182,7 @@ class CompiledKernels(LoopKernels):
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
         ids = ids_MK.to(torch.int64).contiguous()
         rows, top_k = ids.shape
-        places = _Places(M=rows, K=top_k, E=num_experts, alignment=alignment, ids=ids.data_ptr())
+        places = Places(M=rows, K=top_k, E=num_experts, alignment=alignment, ids=ids.data_ptr())
 
         def made(name: str, size: int) -> Tensor:
             t = torch.empty(size, dtype=torch.int64, device="cpu")
@@ -283,14 +240,14 @@ class CompiledKernels(LoopKernels):
 
     def between(self, name: str, number: int, *, h: Tensor, **others: Tensor | None) -> None:
         """Run cpu/elementwise.h, "forward" or "backward", on its fields: contiguous, in float32, or None."""
-        call = _Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1])
+        call = Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1])
         for field, value in (others | {"h": h}).items():
             assert value is None or (value.dtype == torch.float32 and value.is_contiguous()), field
             setattr(call, field, None if value is None else value.data_ptr())
         getattr(self._lib, f"trimtab_between_{name}")(ctypes.byref(call))
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
-        call = _Call(threads=torch.get_num_threads(), products=self.bf16.number)
+        call = Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in fields.items():
             if isinstance(value, Tensor):
                 assert value.data_ptr() or not value.nbytes, field

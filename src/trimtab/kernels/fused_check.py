@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.kernels.compiled import TYPES, CompiledKernels
+from trimtab.kernels.abi import TYPES
+from trimtab.kernels.compiled import CompiledKernels
 
 K, E = 2, 4
 SMALL = (9, 40, 21)

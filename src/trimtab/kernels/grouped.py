@@ -96,7 +96,7 @@ class Kernels(Protocol):
         ...
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
-        """The hidden rows of a block, f(pre) * w: [R, F]. number: of f in `compiled.ACTIVATIONS`, if it has one."""
+        """The hidden rows of a block, f(pre) * w: [R, F]. number: of f in `abi.ACTIVATIONS`, if it has one."""
         ...
 
     def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:

@@ -7,7 +7,7 @@
 #pragma once
 #include "activation.h"
 
-struct Between {  // mirrored by trimtab.kernels.compiled, field by field
+struct Between {  // mirrored by trimtab.kernels.abi, field by field
     int32_t act, threads;
     int64_t R, F;
     const float *pre, *w;     // [R, I], [R] or null for 1

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-struct Places {  // mirrored by trimtab.kernels.compiled, field by field
+struct Places {  // mirrored by trimtab.kernels.abi, field by field
     int64_t M, K, E, alignment;
     const int64_t* ids;                // [M, K]; what is not in 0..E - 1 is dropped
     int64_t *counts, *offsets;         // [E], [E + 1]
