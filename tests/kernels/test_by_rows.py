@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulated import INSTRUCTIONS, emulated
+from emulated import emulated
 from threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
@@ -15,16 +15,13 @@ from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
-
-
-WAYS = (("TRIMTAB_BY_ROWS=0", "TRIMTAB_STRAIGHT=0"), ("TRIMTAB_BY_ROWS=1", "TRIMTAB_STRAIGHT=0"), ())
-
-
-def kernels_of(products: str, way: tuple[str, ...]) -> CompiledKernels:
-    return emulated(products, *way) if products in INSTRUCTIONS else CompiledKernels(defines=way)
+SWITCHES = ["TRIMTAB_BY_ROWS=(*std::getenv(\"BY_ROWS\")=='1')", "TRIMTAB_STRAIGHT=(*std::getenv(\"STRAIGHT\")=='1')*NR"]
+"""One library goes each way: a variable of the environment that is not there ends the process."""
+WAYS = ({"BY_ROWS": "0", "STRAIGHT": "0"}, {"BY_ROWS": "1", "STRAIGHT": "0"}, {"BY_ROWS": "0", "STRAIGHT": "1"})
 
 
 def test_the_way_is_the_one_that_was_asked_for() -> None:
@@ -61,14 +58,19 @@ def bits(
 @pytest.mark.parametrize(("plain", "threads"), [(True, 1), (False, 2)], ids=["plain", "biased"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("dim", "hidden"), [(64, 96), (420, 31), (40, 1100), (2112, 64), (96, 1120)])
-@pytest.mark.parametrize("products", ["float32", "own", *INSTRUCTIONS])
+@pytest.mark.parametrize("products", ["float32", *PRODUCTS])
 def test_a_weight_brought_either_way_gives_the_same_bits(
-    products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int
+    products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest widths have sums of several rounds. products: of bfloat16 the machine's own, or emulated ones."""
+    """The largest widths have sums of several rounds. float32: by the machine's own instructions."""
     dtype = torch.float32 if products == "float32" else torch.bfloat16
-    with torch_threads(threads):
-        found = [bits(kernels_of(products, way), dtype, dim, hidden, transposed, plain) for way in WAYS]
+    kernels = CompiledKernels(defines=SWITCHES) if products == "float32" else emulated(products, *SWITCHES)
+    found = []
+    for way in WAYS:
+        for name, value in way.items():
+            monkeypatch.setenv(name, value)
+        with torch_threads(threads):
+            found.append(bits(kernels, dtype, dim, hidden, transposed, plain))
     assert len(found[0]) == (5 if plain else 7)
     for blocks, *others in zip(*found, strict=True):
         assert torch.isfinite(blocks).all()

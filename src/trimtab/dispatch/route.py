@@ -10,10 +10,10 @@ Legend: T local tokens, M' rows received, R kept slots received, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -101,11 +101,15 @@ class RankRoute:
         return sum(self.slots.incoming)
 
     def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return _eagerly(self.spread, tensors, direction)
         phase = "dispatch" if direction == "forward" else "combine"
         with self._movement(phase, direction, self.rows, tensors):
             return self.transport.spread(tensors, self.plan.row_token_M, self.rows, self.tokens)
 
     def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return _eagerly(self.collect, tensors, direction)
         lanes = self.rows.reversed()
         phase = "combine" if direction == "forward" else "dispatch"
         with self._movement(phase, direction, lanes, tensors):
@@ -138,6 +142,13 @@ class RankRoute:
         yield
         after, turn, state = _AFTER[phase, direction]
         guard.at(tag.layer, after, turn, tag.call, state)
+
+
+def _eagerly(move: Callable[..., list[Tensor]], tensors: Sequence[Tensor], direction: Direction) -> list[Tensor]:
+    """Out of the graph of a backward, which compiled autograd traces: an exchange and its guard are in none."""
+    from trimtab.eager import eagerly
+
+    return cast(list[Tensor], eagerly(move, tensors, direction))
 
 
 def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Bags]:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
+LEAVES = 5.0
+"""Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
 
 
 def preload(*modules: str) -> None:
@@ -52,7 +54,7 @@ def _rank_main(
         buffer = io.BytesIO()
         torch.save(fn(*args), buffer)
         pipe.send((True, buffer.getvalue()))
-        dist.barrier()  # nobody leaves while a peer may still talk to it
+        pipe.poll(deadline)  # nobody leaves while a peer may still talk to it; a barrier may wait for one given up
         dist.destroy_process_group()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -68,7 +70,7 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = _CONTEXT.Pipe()
             work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args, theirs)
             process = _CONTEXT.Process(target=_rank_main, args=work, daemon=True)
             process.start()
@@ -91,8 +93,10 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
                 answers.append(torch.load(io.BytesIO(answer), weights_only=False))
             else:
                 problems.append(f"rank {rank}: {answer}")
+        for pipe in pipes:
+            pipe.close()  # all have answered
         for process in processes:
-            process.join(0.0 if problems else max(0.1, end - time.monotonic()))
+            process.join(0.0 if problems else LEAVES)
             process.kill()
             process.join()
     assert not problems, "\n".join(problems)

@@ -178,19 +178,18 @@ void gemm_swapped(
 }
 
 // Words of K whose rows of B `gemm_straight` holds in registers; its sums that wait, at most; and the rows of A up to
-// which it takes less time than bringing B: on Zen 4 of 1, 8 and 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
+// which it takes less time than bringing B, at most 4 NR, whose sums have room where B would lie: on Zen 4 of 1, 8 and 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
 constexpr int HELD = VL == 16 ? 8 : 4;
 #if !defined(TRIMTAB_STRAIGHT)
 #define TRIMTAB_STRAIGHT NR
 #endif
-constexpr long WAITING = 4096, STRAIGHT = TRIMTAB_STRAIGHT;
-static_assert(STRAIGHT <= 4 * NR);  // whose sums have room where B would be brought
+constexpr long WAITING = 4096;
 
 // Whether a product is made by `gemm_straight`. `weight` says where B lies, row by row. Tiles cannot.
 template <class Op>
 bool straight(long M, long N, long K, const Ahead& weight) {
     const bool as_it_is = weight.bytes == N * weight.step * (long)sizeof(typename Op::Value);  // not widened
-    return Op::tall < NR && as_it_is && M > 0 && M <= STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
+    return Op::tall < NR && as_it_is && M > 0 && M <= TRIMTAB_STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
 }
 
 // HELD words of K of NR columns of B, from `w` on, times M rows of A: added to `sums`, or written if they are the first.
