@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from comparing import assert_close
 from layer_case import D, E, K, build
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.recipes import FP8Current
+from trimtab.experts.recipes import NVFP4, FP8Current, FP8Delayed
+from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.shared import SharedExperts
 from trimtab.layer import MoEConfig
 from trimtab.routing.config import SCORES, RouterConfig
 from trimtab.verify.ranks import preload, run_ranks
@@ -103,6 +107,43 @@ def test_meta_device_first() -> None:
             module.reset_parameters()
     assert moe(torch.randn(7, D)).y.isfinite().all()
     assert moe.router.take_loads().sum() == 7 * K
+
+
+@pytest.mark.parametrize("recipe", [FP8Delayed(backend="emulated"), NVFP4(backend="emulated", seed=7)], ids=str)
+def test_a_recipe_s_state_begins_anew_on_the_device(recipe: Recipe, poisoned: None) -> None:
+    config = MoEConfig(dim=D, hidden=16, router=RouterConfig(num_experts=E, top_k=K), recipe=recipe)
+    fresh = dict(config.build().experts.named_buffers())
+    assert fresh
+    moe = replace(config, device="meta").build().to_empty(device="cpu")
+    for name, buffer in moe.experts.named_buffers():
+        assert torch.equal(buffer, fresh[name]), name
+    assigned = replace(config, device="meta").build()
+    assigned.load_state_dict(config.build().state_dict(), assign=True)  # what is not saved is still on meta
+    x = torch.randn(7, D, requires_grad=True)
+    checkpoint(lambda x: assigned(x).y, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer whose weight is held as codes, as those of quantisation libraries are."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().max() / 127
+        self.scale = scale
+        self.weight = torch.nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T
+
+
+def test_shared_experts_hand_quantised_layers_the_tokens_as_they_are() -> None:
+    shared, x = SharedExperts(D, 8, gated=True), torch.randn(5, D)
+    true = shared(x)
+    for name in ("up", "down", "gate"):
+        setattr(shared, name, Int8Linear(getattr(shared, name)))
+    assert_close(shared(x), true, 5e-2, "y")
 
 
 def test_the_router_compiles_without_a_break() -> None:

@@ -116,3 +116,33 @@ def test_rows_may_be_changed_where_they_lie(transport: str) -> None:
     """Not so for what else came with them: it may be saved for a backward."""
     for errors in run_ranks(changed_on_rank, 2, transport):
         assert max(errors) <= 1e-12
+
+
+def experts_alone_on_rank(combine: str) -> dict[str, float]:
+    """Experts as a loop that skips those without rows, behind tokens and weights that need no gradient."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), combine=combine, layer="moe")
+    g = torch.Generator().manual_seed(rank)
+    x, w = torch.randn(6, D, generator=g), torch.rand(6, K, generator=g)
+    ids = torch.rand(6, E // ranks, generator=g).argsort(-1)[:, :K].to(torch.int32)  # all on rank 0
+    weights = [torch.nn.Parameter(torch.randn(D, D, generator=g)) for _ in range(E // ranks)]
+    rows = dispatcher.dispatch(x, ids, w)
+    y = torch.zeros_like(rows.x)
+    for e, weight in enumerate(weights):
+        if (rows.ids == e).any():
+            share = rows.weights.masked_fill(rows.ids != e, 0).sum(1, keepdim=True)
+            y = y + share * (rows.x @ weight.T)
+    assert y.requires_grad == (rank == 0)
+    out = dispatcher.combine(y, rows, weights)
+    out.square().sum().backward()
+    found = {f"weight {e}": float(weight.grad.abs().sum()) for e, weight in enumerate(weights)}
+    return found | {"y": float(out.abs().sum())}
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+def test_experts_that_are_left_out_still_have_a_backward(combine: str) -> None:
+    """Else the ranks with rows would wait in it for the rank without."""
+    busy, idle = run_ranks(experts_alone_on_rank, 2, combine, deadline=30.0)
+    assert all(value > 0 for value in busy.values()), busy
+    assert idle.pop("y") > 0
+    assert set(idle.values()) == {0.0}

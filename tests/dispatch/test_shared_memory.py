@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +24,12 @@ from trimtab.dispatch import introduction
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.auto import Auto
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.introduction import Introductions
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Peer
+from trimtab.guard.waiting import wait_alone
 from trimtab.verify.ranks import _rank_main, run_ranks
 
 E, K, D = 8, 3, 16
@@ -251,16 +253,13 @@ def test_a_rank_that_cannot_open_the_others_memory_is_agreed_on() -> None:
         assert said["closed"]
 
 
-def alone_on_rank(fault: str) -> tuple[str, tuple[int, ...], str, float]:
+def alone_on_rank() -> tuple[str, tuple[int, ...], str, float]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     transport = SharedMemory(group, guard=False)
     headers = torch.zeros(2, 4, dtype=torch.int64)
     transport.exchange_headers(headers)
     dist.barrier()
     if dist.get_rank() == 1:
-        if fault == "kill":
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(5.0)
         return "", (), "", 0.0
     start = time.monotonic()
@@ -276,10 +275,48 @@ def alone_on_rank(fault: str) -> tuple[str, tuple[int, ...], str, float]:
 
 
 def test_without_a_guard_the_group_s_timeout_ends_the_wait_and_the_transport_is_given_up() -> None:
-    kind, ranks, again, waited = run_ranks(alone_on_rank, 2, "stall", deadline=40.0)[0]
+    kind, ranks, again, waited = run_ranks(alone_on_rank, 2, deadline=40.0)[0]
     assert (kind, ranks) == ("PhaseTimeout", (1,))
     assert 2.0 <= waited < 5.0
     assert "was given up on rank 0 (PhaseTimeout" in again
+
+
+class Broken:
+    """Ranks 1 and 2 are late, 3 is dead."""
+
+    missing, gone = {1: "late", 2: "late", 3: "dead"}, (3,)
+
+    def wait(self, timeout: timedelta) -> None:
+        raise RuntimeError("the process of rank 3 has ended")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_the_dead_are_named_and_not_the_late() -> None:
+    with pytest.raises(PeerLost) as raised:
+        wait_alone(Broken(), 5.0)
+    assert raised.value.ranks == (3,)
+
+
+def store_dies_on_rank() -> list[str]:
+    introductions = Introductions(dist.group.WORLD, "test")
+
+    def check(keys: list[str]) -> bool:
+        raise dist.DistNetworkError("connection reset\nwith a trace")
+
+    introductions._store = SimpleNamespace(check=check)
+    said = []
+    for wait in (lambda: introductions.wait(timedelta(seconds=1)), lambda: wait_alone(introductions, 5.0)):
+        with pytest.raises(RuntimeError) as raised:
+            wait()
+        said.append(str(raised.value))
+    assert introductions.is_completed()
+    return said
+
+
+def test_a_store_that_dies_ends_the_first_meeting() -> None:
+    assert run_ranks(store_dies_on_rank, 1) == [["connection reset", "connection reset"]]
 
 
 def crash_on_rank(pipe: Any) -> None:

@@ -527,6 +527,9 @@ def test_copies_share_the_kernels() -> None:
     assert kernels.name == "compiled"
     assert copy.deepcopy(module).kernels.on(CPU, torch.float32) is kernels
     assert pickle.loads(pickle.dumps(kernels)) is kernels
+    others = CompiledKernels(products="widened")
+    for copied in (copy.deepcopy(others), pickle.loads(pickle.dumps(others))):
+        assert copied.bf16.name == "widened"
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

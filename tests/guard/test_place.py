@@ -8,8 +8,10 @@ import time
 
 import pytest
 
+from trimtab.errors import DesyncError
+from trimtab.guard.judge import Answer, Cause, judge
 from trimtab.guard.peers import Peer, process_state, start_of
-from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Slate, SlateView
+from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
 from trimtab.guard.scan import places_here
 
 
@@ -31,6 +33,35 @@ def test_a_place_is_read_as_it_was_written() -> None:
     assert slate.view().note() == ""
     slate.write_note("é" * 10_000)
     assert set(slate.view().note().rstrip("\ufffd")) == {"é"}
+    slate.close()
+
+
+def test_a_verdict_of_many_ranks_is_read_whole() -> None:
+    peers = [Peer(rank=r, global_rank=r, host="h" * 60, here="", pid=10**6 + r, start=1, fd=3) for r in range(512)]
+    left = "it ended with ValueError: " + "é" * 20_000
+    here = Place(layer="ü" * 60, phase="count", direction="forward", call=3)
+    kinds = ({"heard": False}, {"process": "gone"}, {"process": "stopped"}, {"left": left, "heard": True})
+    slate = Slate(0)
+    for kind in kinds:
+        cause = judge([Answer(peer=peer, **kind) for peer in peers], here, 30.0)
+        slate.write_note(cause.to_json())
+        assert Cause.in_note(slate.view().note()) == cause
+        assert cause.ranks == tuple(range(512))
+        assert "left" in kind or cause.message.count("rank 7 (") == 1
+        assert "rank 8 (" not in cause.message
+        assert "left" in kind or "So it is with 504 more." in cause.message
+    told = Cause.of(DesyncError("so " * 50_000, ranks=tuple(range(5_000))))
+    slate.write_note(told.to_json())
+    assert Cause.in_note(slate.view().note()) == told
+    assert Cause.in_note(told.to_json()[:-9]) is None, "in the middle of being written"
+    assert Cause.in_note("it ended its program") is None
+    slate.close()
+
+
+def test_this_process_is_seen_too() -> None:
+    slate = Slate(5)
+    slate.write(b"layers.2", 1, 0, 4, 0)
+    assert (os.getpid(), 5) in {(pid, rank) for pid, rank, _, _ in places_here()}
     slate.close()
 
 

@@ -136,6 +136,11 @@ def test_a_layout_of_another_family() -> None:
         BLOCKS["mixtral"].config(build("mixtral", hidden_act="relu").config)
 
 
+def test_jitter_of_the_experts_tokens_is_not_taken_over_in_silence() -> None:
+    with pytest.warns(UserWarning, match=r"router_jitter_noise=0\.1: in training the router's tokens alone"):
+        assert BLOCKS["mixtral"].config(build("mixtral", router_jitter_noise=0.1).config).router.jitter == 0.1
+
+
 BOTH = [*((name, torch.float32) for name in sorted(BLOCKS)), ("deepseek_v3", torch.bfloat16)]
 
 

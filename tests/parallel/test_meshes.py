@@ -135,7 +135,8 @@ def copies_on_rank() -> list[float]:
     rank = dist.get_rank()
     inner = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     gaps = []
-    for options in ({}, {"tokens": "sharded", "tp_mesh": inner}, {"transport": "shared_memory"}, {"etp": "etp"}):
+    transports = [{"transport": name} for name in ("shared_memory", "allgather", "auto")]
+    for options in ({}, {"tokens": "sharded", "tp_mesh": inner}, *transports, {"etp": "etp"}):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("etp", "ep")) if "etp" in options else inner
         model = spread(mesh, **options)
         torch.manual_seed(rank if "tokens" not in options else 0)

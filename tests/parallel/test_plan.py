@@ -138,6 +138,9 @@ def on_rank() -> dict[str, str]:
         router[0, 0] += dist.get_rank() * 1e-6
     with pytest.raises(DesyncError) as drifted:
         check_replicated(model)
+    with torch.no_grad():
+        router.fill_(float("nan"))
+    check_replicated(model)  # the same on all ranks, however bad
     with pytest.raises(ConfigError, match="before"):
         parallelize(model, init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     a, b = (model.get_submodule(f"layers.{i}.moe").dispatcher for i in (0, 1))

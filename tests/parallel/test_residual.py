@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from comparing import relative_error
 from layer_case import D, build
+from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.recipes import FP8Current
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
@@ -69,12 +72,29 @@ def test_a_residual_is_added_in_place_under_fsdp2() -> None:
         assert {name: error for name, error in errors.items() if not error <= 2e-6} == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"latent_dim": 8}, {"shared_hidden": 6}, {"combine": "ordered"}], ids=str)
+WAYS = [{"kernels": "loop"}, {"kernels": "stock"}, {"dtype": torch.float64}, {"recipe": FP8Current(backend="emulated")}]
+"""Through experts that are not one call of C++."""
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"latent_dim": 8}, {"shared_hidden": 6}, {"combine": "ordered"}, *WAYS], ids=str
+)
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (0,)], ids=str)
-def test_a_result_is_no_view(options: dict[str, object], shape: tuple[int, ...]) -> None:
-    y = build(**options)(torch.randn(*shape, D)).y
+def test_a_result_is_no_view(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, D, dtype=options.get("dtype", torch.float32))
+    y = build(**options)(x).y
     assert not y._is_view()
     assert y.shape == (*shape, D)
+    y += x
+    y.sum().backward()
+
+
+def test_a_grouped_linear_s_result_is_no_view() -> None:
+    layer = GroupedLinear(3, 16, 16, recipe=FP8Current(backend="emulated"))
+    x = torch.randn(5, 16)
+    y = layer(x, torch.tensor([2, 0, 3]))
+    y += x
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("hooked", ["experts", "from_latent"])

@@ -83,6 +83,22 @@ def test_weights_and_gradients_do_not_see_the_bias() -> None:
     assert len(router.state_dict()) == 2
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_bias_of_another_dtype_is_loaded_into_float32(assign: bool) -> None:
+    saved = {name: t.bfloat16() for name, t in model().state_dict().items()}
+    with torch.device("meta"):
+        m = model() if assign else None
+    m = m or model()
+    m.load_state_dict(saved, assign=assign)
+    for router in routers(m).values():
+        router.expert_bias.fill_(0.75)
+        router(torch.randn(20, D, dtype=router.weight.dtype))
+    update_bias(m)
+    for router in routers(m).values():
+        assert router.expert_bias.dtype == torch.float32
+        assert (router.expert_bias != 0.75).any()
+
+
 def on_ranks() -> tuple[list[list[float]], list[list[int]]]:
     """Uneven tokens, none on the last rank; under DDP, which hands rank 0's buffers to the others."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

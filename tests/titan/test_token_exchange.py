@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from comparing import assert_close
 from dispatch.cases import PATTERNS, case
@@ -13,6 +16,7 @@ from trimtab.dispatch.alltoall import AllToAll
 from trimtab.errors import ConfigError, InputError
 from trimtab.layout import SequenceLayout
 from trimtab.titan import TokenExchange
+from trimtab.titan.exchange import transport_over
 from trimtab.verify.ranks import run_ranks
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]
@@ -126,3 +130,16 @@ def test_other_tokens_than_dispatched_are_refused_on_every_rank() -> None:
 def test_options_that_do_not_exist_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is not one of"):
         TokenExchange(E, K, **wrong)  # type: ignore[arg-type]
+
+
+def layers_of_two_models() -> tuple[bool, bool, int]:
+    """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself."""
+    mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",)) for _ in range(2))
+    first, number = id(transport_over(mesh)), transport_over(mesh).guard.layers
+    gc.collect()
+    again, elsewhere = transport_over(mesh), transport_over(other)
+    return id(again) == first, elsewhere is not again, number
+
+
+def test_a_mesh_keeps_its_transport() -> None:
+    assert run_ranks(layers_of_two_models, 2) == [(True, True, 0)] * 2

@@ -60,6 +60,31 @@ def test_conversation_that_ends_with_the_user() -> None:
     assert learnt(tok, labels) == ["A1<|end|>\n"]
 
 
+TOOLS = (
+    "{% if messages[0]['role'] != 'system' %}<|start|>system\nHelp.<|end|>\n{% endif %}"
+    "{% if tools %}<|start|>tools\n{{ tools[0]['name'] }}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def test_an_assistant_who_speaks_first_is_not_learnt_with_the_template_s_words() -> None:
+    tok = tokenizer(TOOLS)
+    messages = [{"role": "assistant", "content": "Hello"}, *CHAT[1:3]]
+    ((ids, labels),) = encode_chat(tok, messages, "here")
+    assert tok.decode(ids).startswith("<|start|>system\nHelp.<|end|>\n<|start|>assistant\nHello<|end|>")
+    assert learnt(tok, labels) == ["Hello<|end|>\n", "A1<|end|>\n"]
+
+
+def test_the_template_is_told_of_tools() -> None:
+    tok = tokenizer(TOOLS)
+    ((ids, labels),) = encode_chat(tok, CHAT[:3], "here", [{"name": "search"}])
+    assert "<|start|>tools\nsearch<|end|>" in tok.decode(ids)
+    assert learnt(tok, labels) == ["A1<|end|>\n"]
+    with pytest.raises(InputError, match=r"chat\.jsonl:7: `tools` must be a list"):
+        list(encode_chat(tok, CHAT[:3], "chat.jsonl:7", "search"))
+
+
 def test_no_answer_gives_nothing() -> None:
     assert list(encode_chat(tokenizer(), CHAT[:2], "here")) == []
 

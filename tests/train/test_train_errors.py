@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
+from transformers import TrainingArguments
 
 from train.commands import run_cli, run_python
 from trimtab.cli.main import build_parser
 from trimtab.errors import ConfigError, InputError
 from trimtab.launched import group_size, module_arguments
 from trimtab.train import report
-from trimtab.train.config import TrainConfig
+from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
+from trimtab.train.loop import arguments
 from trimtab.train.prepare import check_data, plan_run
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import closing_words, draw_loads
@@ -104,6 +107,23 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "llama")
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
         plan_run(TrainConfig(model=str(tmp_path / "llama"), out=str(tmp_path / "run")), 1)
+
+
+def test_micro_batches_whose_gradients_transformers_would_sum_twice(checkpoint: Path, tmp_path: Path) -> None:
+    config = TrainConfig(model=str(checkpoint), out=str(tmp_path / "run"), tp=2, grad_accum=2)
+    with pytest.raises(ConfigError, match=r"--tp 2 --grad-accum 2: .* Qwen3MoeForCausalLM .* use --grad-accum 1"):
+        plan_run(config, 2)
+    assert plan_run(replace(config, grad_accum=1), 2).mesh.tp == 2
+    assert plan_run(replace(config, tp=1), 2).mesh.tp == 1
+
+
+def test_one_process_takes_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight that it sees, the Trainer would make an nn.DataParallel."""
+    config = TrainConfig(out=str(tmp_path / "run"), max_steps=1, batch_size=1).resolved(preset=True)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 8)))
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+    made = arguments(config, Mesh.of(config, world=1, num_experts=8))
+    assert made.n_gpu == 1
 
 
 def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:

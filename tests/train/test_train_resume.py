@@ -27,6 +27,10 @@ from trimtab.train.prepare import make_room, plan_run, write_init
 from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, resumed, rewind
 
 
+def until(folder: Path, step: int) -> list[str]:
+    return list(read_metrics_until(folder, step))
+
+
 def numbers(out: Path) -> list[dict[str, Any]]:
     """The metrics without the times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -143,16 +147,16 @@ def test_the_model_may_lie_elsewhere(config: TrainConfig, half: Path) -> None:
 def test_metrics_up_to_a_checkpoint(half: Path) -> None:
     folder, metrics = half / "checkpoints" / "step-00000002", half / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    assert read_metrics_until(folder, 2) == lines[:2]
+    assert until(folder, 2) == lines[:2]
     for left, words in (([lines[0]], "ends with step 1"), ([lines[0], lines[3]], "ends with step 1")):
         metrics.write_text("".join(left))
         with pytest.raises(InputError, match=words):
-            read_metrics_until(folder, 2)
+            until(folder, 2)
     metrics.write_text(lines[0] + lines[0])
     with pytest.raises(InputError, match="after step 1 comes step 1"):
-        read_metrics_until(folder, 2)
+        until(folder, 2)
     metrics.unlink()
-    assert read_metrics_until(folder, 2) == []
+    assert until(folder, 2) == []
 
 
 def test_a_model_that_was_not_written_is_written_in_the_end(whole: Path, tmp_path: Path) -> None:
@@ -273,7 +277,7 @@ def test_checkpoints_may_be_links_to_where_there_is_room(config: TrainConfig, ha
     (half / "checkpoints").symlink_to(tmp_path / "disk")
     found = resumed({"resume": str(half)})
     assert (found.out, found.resume) == (str(half), str(half / "checkpoints" / "step-00000002"))
-    assert len(read_metrics_until(Path(found.resume or ""), 2)) == 2
+    assert len(until(Path(found.resume or ""), 2)) == 2
     elsewhere = tmp_path / "latest"
     elsewhere.symlink_to(half / "checkpoints" / "step-00000002")
     with pytest.raises(ConfigError, match="say with --out"):  # the link's own name says nothing of a run
@@ -330,12 +334,12 @@ def test_metrics_that_are_damaged_are_not_taken_for_none(half: Path) -> None:
         text = "".join([*lines[: place - 1], wrong, *lines[place:]])
         metrics.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(InputError, match=f"line {place} is not the record of a step"):
-            read_metrics_until(folder, 2)
+            until(folder, 2)
     metrics.write_text(lines[0][:9])
     with pytest.raises(InputError, match=r"holds no step before it, the checkpoint .* is of step 2"):
-        read_metrics_until(folder, 2)
+        until(folder, 2)
     metrics.write_text("".join(lines[:2]) + lines[2][:9])
-    assert read_metrics_until(folder, 2) == lines[:2]
+    assert until(folder, 2) == lines[:2]
 
 
 def test_data_may_have_names_of_any_bytes(tmp_path: Path) -> None:

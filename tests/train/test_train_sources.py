@@ -23,6 +23,16 @@ def test_directory_gives_text_files_only(tmp_path: Path) -> None:
     assert [p.name for p in find_files([str(tmp_path)])] == ["a.txt", "b.py"]
 
 
+def test_what_runs_left_is_no_data(tmp_path: Path) -> None:
+    """Else a run would train on its own logs, and could not go on: its data had changed."""
+    for name in ("a.txt", "runs/train/run.json", "runs/train/metrics.jsonl", "runs/train/logs/rank-0.log",
+                 "runs/train/checkpoints/step-00000002/config.json", "runs/notes.txt", "other/run.json"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    found = [p.relative_to(tmp_path).as_posix() for p in find_files([str(tmp_path)])]
+    assert found == ["a.txt", "other/run.json", "runs/notes.txt"]
+
+
 def test_default_is_the_standard_library() -> None:
     names = {p.name for p in find_files([])}
     assert {"argparse.py", "os.py"} <= names

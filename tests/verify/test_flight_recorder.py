@@ -144,6 +144,13 @@ STACKS = {
     "count": frames("/x/trimtab/dispatch/alltoall.py:exchange_headers", "/x/trimtab/dispatch/dispatcher.py:dispatch"),
     "dispatch": frames("/x/trimtab/dispatch/route.py:spread", "/x/trimtab/dispatch/exchange.py:forward"),
     "dispatch backward": frames("/x/trimtab/dispatch/route.py:collect", "/x/trimtab/dispatch/exchange.py:backward"),
+    "recomputed": frames(
+        "/x/trimtab/dispatch/route.py:spread",
+        "/x/trimtab/dispatch/exchange.py:forward",
+        "/p/torch/utils/checkpoint.py:recompute_fn",
+        "/p/torch/autograd/graph.py:_engine_run_backward",
+        "/p/torch/_tensor.py:backward",
+    ),
     "check": frames(
         "/x/trimtab/dispatch/alltoall.py:exchange_headers",
         "/x/trimtab/dispatch/route.py:collect",
@@ -193,6 +200,8 @@ def test_ranks_in_different_calls_are_a_desync(tmp_path: Path) -> None:
         (("check", [2, 15]), ("count", [2, 15]), "different phases"),
         (("dispatch", [3, 64]), ("dispatch backward", [3, 64]), "different phases"),
         (("dispatch", [3, 64]), ("ordered", [3, 64]), "different phases"),
+        (("dispatch", [3, 64]), ("recomputed", [9, 64]), "all ranks came and it does not end"),
+        (("dispatch backward", [3, 64]), ("recomputed", [3, 64]), "different phases"),
     ],
 )
 def test_rows_may_differ_between_ranks_but_not_their_width_nor_their_phase(

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from routing.router_truth import truth_losses
 from trimtab import oracle
+from trimtab.cli.main import build_parser
 from trimtab.errors import BackendError, ConfigError
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
@@ -298,6 +299,12 @@ def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path) -> N
     again = f"again: trimtab verify --impl {broken} --only 2r-ep2/zipf1/float32 --seed 5"
     assert again in done.stdout
     assert again in (tmp_path / "ledger.md").read_text()
+    case = Case(topology=Topology(ranks=12, ep=12), pattern=PATTERNS[0], dtype="float32", seed=0)
+    asked = f"--impl x --only {case.name} --seed 0"
+    ledger = Ledger(implementation="x", command="c", seed=0, repeat=3)
+    assert ledger.again(case) == f"trimtab verify {asked} --repeat 3 --nproc 12"
+    ledger = Ledger(implementation="x", command="c", seed=0, launcher="torchrun …")
+    assert ledger.again(case) == f"torchrun … -m trimtab verify {asked}"
     assert command("--only", "nonsense").returncode == 2
     assert command("--nproc", "0").returncode == 2
 
@@ -326,3 +333,20 @@ def test_a_ledger_shows_the_worst_of_its_dtypes() -> None:
         case = Case(topology=t, pattern=pattern, dtype=dtype, seed=0)
         ledger.verdicts.append(Verdict(case=case, status=status))  # type: ignore[arg-type]
     assert "2r-ep2  H." in ledger.table()
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        (["--fuzz", "10", "--impl", "mine:Class"], "--impl is not for --fuzz"),
+        (["--faults", "--seed", "1"], "--seed is not for --faults"),
+        (["--mutants", "--quick"], "--quick is not for --mutants"),
+        (["--fuzz-case", "1:2", "--nproc", "4"], "--nproc is not for --fuzz-case"),
+        (["--fuzz", "0", "--out", "there"], "--out is not for --fuzz"),
+    ],
+    ids=str,
+)
+def test_what_would_not_be_read_is_refused(given: list[str], refused: str) -> None:
+    options = build_parser().parse_args(["verify", *given])
+    with pytest.raises(ConfigError, match=refused):
+        options.run(options)

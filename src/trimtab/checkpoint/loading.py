@@ -54,7 +54,8 @@ def load(
     Values are overwritten in place; an optimiser's state is made where it is missing, without a step.
 
     What follows is bit for bit what would have followed, at the same layout. Not under torch's DDP on three ranks or
-    more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once.
+    more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once. Nor with
+    `FP8Delayed` where an expert has copies: each has scales of its own, and a checkpoint holds those of one.
 
     Args:
         path: a checkpoint, or the `root` of several.

@@ -35,6 +35,9 @@ dense float64 truth, over arrangements of ranks and ways for tokens to fall. Not
 
 Exit code: 0 nothing found, 1 something found, 2 the arguments cannot be used.
 """
+OF_THE_LEDGER = ("quick", "full", "impl", "only", "nproc", "repeat", "deadline", "out", "seed")
+WITHOUT_LEDGER = {"fuzz": True, "fuzz_case": False, "faults": False, "mutants": True}
+"""The other runs, and whether they read --seed."""
 
 
 def add_parser(commands: Any) -> None:
@@ -62,13 +65,14 @@ def add_parser(commands: Any) -> None:
     other.add_argument("--faults", action="store_true", help="break ranks on purpose, on local processes")
     other.add_argument("--mutants", nargs="*", metavar="NAME", help="put known bugs in; all, or those named")
     add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, unasked={name: parser.get_default(name) for name in OF_THE_LEDGER})
 
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
     if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
         raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
+    _refuse_unread(options)
     from trimtab.cli import verify_more
 
     if options.fuzz_case is not None:
@@ -82,25 +86,38 @@ def run(options: argparse.Namespace) -> int:
     return _ledger(options)
 
 
+def _refuse_unread(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options of the ledger beside a run that has none: it would not read them."""
+    chosen = {name: getattr(options, name) for name in WITHOUT_LEDGER}
+    other = next((name for name, value in chosen.items() if value is not None and value is not False), None)
+    if other is None:
+        return
+    seeded = WITHOUT_LEDGER[other]
+    for name, unasked in options.unasked.items():
+        if getattr(options, name) != unasked and not (name == "seed" and seeded):
+            raise ConfigError(f"--{name} is not for --{other.replace('_', '-')}, which would not read it; leave it out")
+
+
 def _ledger(options: argparse.Namespace) -> int:
     from trimtab.cli.progress import Progress
     from trimtab.verify.cases import plan_cases
-    from trimtab.verify.ledger import Ledger
+    from trimtab.verify.ledger import MOST_LOCAL, Ledger
 
     cluster = group_size()
     if cluster and options.nproc is not None:
         raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     level = "quick" if options.quick else "full" if options.full else "default"
-    world = cluster or options.nproc or (4 if options.quick else 8)
+    world = cluster or options.nproc or (4 if options.quick else MOST_LOCAL)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)
     if not cluster or os.environ["RANK"] == "0":
         with _writing(out):  # before hours are spent on what goes into it
             out.mkdir(parents=True, exist_ok=True)
-    command = (
-        f"trimtab {shlex.join(sys.argv[1:])}" if not cluster else f"torchrun … -m trimtab {shlex.join(sys.argv[1:])}"
+    launcher = "torchrun …" if cluster else ""
+    command = f"{launcher} -m trimtab {shlex.join(sys.argv[1:])}" if cluster else f"trimtab {shlex.join(sys.argv[1:])}"
+    ledger = Ledger(
+        implementation=options.impl, command=command, seed=options.seed, repeat=options.repeat, launcher=launcher
     )
-    ledger = Ledger(implementation=options.impl, command=command, seed=options.seed)
     start = time.perf_counter()
 
     def finish(progress: Progress) -> int:

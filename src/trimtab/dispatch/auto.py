@@ -21,9 +21,10 @@ from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_for
 from trimtab.errors import BackendError
 from trimtab.guard.group import timeout_of
 from trimtab.guard.guard import Guard
+from trimtab.guard.shared import SharedByCopies
 
 
-class Auto:
+class Auto(SharedByCopies):
     """`SharedMemory` where the ranks can use it, else `AllToAll`; the same one on every rank.
 
     chosen: which, from the first exchange on. why: why not shared memory; empty if it is that. `group` and `guard` as

@@ -11,7 +11,7 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -30,7 +30,7 @@ from trimtab.dispatch.control import (
     raise_if_desynced,
     raise_if_unusable,
 )
-from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots
+from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots, Trained
 from trimtab.dispatch.named import NamedTransport
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
@@ -169,21 +169,27 @@ class Dispatcher:
         )
 
     @always_recomputed
-    def combine(self, y: Tensor, rows: Rows) -> Tensor:
+    def combine(self, y: Tensor, rows: Rows, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
+
+        params: those of experts that may leave some out, as a loop does that skips experts without rows: they get
+            gradients of zero. On a rank without rows `y` would depend on nothing, and where the tokens need no gradient
+            either, this combine would have a backward on the other ranks alone, who would wait for it.
 
         Raises:
             InputError: another number of rows; on every rank of the group where a guard waits, else here alone.
             DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
         """
         if self._runs_eagerly():
-            return cast(Tensor, self._eagerly(self.combine, y, rows))
+            return cast(Tensor, self._eagerly(self.combine, y, rows, tuple(params)))
         if y.dim() != 2 or y.shape[0] != rows.x.shape[0]:
             error = InputError(
                 f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out, as {tuple(y.shape)}",
                 rank=None if self.transport is None else self.transport.rank, layer=self.layer, phase="combine",
             )  # fmt: skip
             rows.route.refuse(error, y)
+        if params := tuple(params):
+            y = Trained.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None:
             out: Tensor = CollectSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
         elif self.transport is None:

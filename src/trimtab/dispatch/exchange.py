@@ -57,6 +57,21 @@ class Collect(Function):
         return None, ctx.route.spread([dy_TD], "backward")[0], None
 
 
+class Trained(Function):
+    """Identity on `y` that puts parameters into its graph, with gradients of zero: what a loop over experts leaves out
+    because no row of this rank needs it still gets a gradient, as collectives of a backward expect on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = [(p.shape, p.dtype, p.device) for p in params]
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)
+
+
 class SpreadSlots(Function):
     """Rows [M', D] -> one row per kept slot [R, D], in the order (row, k). Local."""
 

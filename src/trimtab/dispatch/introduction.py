@@ -47,6 +47,7 @@ class Introductions:
         store = _get_process_group_store(group)
         self._store = PrefixStore(f"trimtab/{what}/{store.add(f'trimtab/{what}/{self.rank}', 1)}", store)
         self._keys = [f"rank/{rank}" for rank in range(self.size)]
+        self._failure = ""
 
     def say(self, device: str, fd: int = -1, control: int = -1, lack: str = "") -> None:
         """Put this rank's card down. fd: of the memory that it shares, or -1."""
@@ -66,10 +67,16 @@ class Introductions:
                 raise RuntimeError("not all ranks have come to their first exchange")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
+        if self._failure:
+            raise RuntimeError(self._failure)
 
     def is_completed(self) -> bool:
-        """Whether all cards are there."""
-        return bool(self._store.check(self._keys))
+        """Whether all cards are there, or never will be: the store has failed."""
+        try:
+            return bool(self._store.check(self._keys))
+        except RuntimeError as error:
+            self._failure = str(error).splitlines()[0]
+            return True
 
 
 def wait_for(work: Waiting, guard: Guard | None, timeout: float) -> None:

@@ -164,7 +164,7 @@ class Arrivals:
     def __init__(self, host: HostMemory, bells: Doorbells) -> None:
         self.missing = dict(host.peers)
         self._spin, self._first, self._bells = host._spin, host.rank * host.size, bells
-        self._gone = ""
+        self.gone: tuple[int, ...] = ()
 
     def wait(self, timeout: timedelta) -> None:
         now = time.monotonic()
@@ -180,7 +180,7 @@ class Arrivals:
                 self._raise_if_missing()
 
     def is_completed(self) -> bool:
-        return not self.missing or bool(self._gone)
+        return not self.missing or bool(self.gone)
 
     def _look(self) -> None:
         for rank in [rank for rank in self.missing if self._bells.rung(self._first + rank)]:
@@ -189,9 +189,9 @@ class Arrivals:
     def _raise_if_missing(self) -> None:
         gone = [rank for rank, peer in self.missing.items() if peer.state() == "gone"]
         self._look()  # it may have rung before it ended
-        self._gone = ", ".join(f"rank {rank}" for rank in gone if rank in self.missing)
-        if self._gone:
-            raise RuntimeError(f"the process of {self._gone} has ended")
+        self.gone = tuple(rank for rank in gone if rank in self.missing)
+        if self.gone:
+            raise RuntimeError(f"the process of {', '.join(f'rank {rank}' for rank in self.gone)} has ended")
         if self.missing:
             raise RuntimeError(f"ranks {', '.join(map(str, self.missing))} have not come")
 

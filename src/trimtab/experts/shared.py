@@ -46,6 +46,13 @@ class Projection(nn.Linear):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+def _computed_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
+    """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
+    weight knows itself what to do with `x`."""
+    stored = linear.weight.dtype
+    return stored if stored.is_floating_point and stored.itemsize > 1 else x.dtype
+
+
 class SharedExperts(nn.Module):
     """sigmoid(x w) * down(activation(up(x))); without the first factor where `gated` is false.
 
@@ -78,7 +85,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] in x's dtype, computed in the parameters' dtype."""
-        x = x_TD.to(self.up.weight.dtype)
+        x = x_TD.to(_computed_in(self.up, x_TD))
         y: Tensor = self.down(self._activated(self.up(x)))
         return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)
 

@@ -174,7 +174,7 @@ class Guard(SharedByCopies):
         if self._cause is None:
             texts = [view.note() for _, view in self._peers.copy().values() if view is not None]
             texts += [self._watch.cause] if self._watch is not None else []
-            self._cause = next((Cause.from_json(text) for text in texts if text.startswith("{")), None)
+            self._cause = next(filter(None, map(Cause.in_note, texts)), None)
         return self._cause
 
     def _raise_known(self, start: float) -> None:

@@ -16,6 +16,10 @@ _KINDS: dict[str, type[TrimtabError]] = {
 }
 
 
+MOST_TEXT, MOST_RANKS, NAMED = 4_000, 1_000, 8
+"""Characters and ranks of a cause, at most, so that it goes into a record; and ranks that it says a sentence of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What is known of one rank.
@@ -53,12 +57,26 @@ class Cause:
     phase: str
 
     def to_json(self) -> str:
+        """Text that a rank's record holds whole."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Cause:
         values = json.loads(text)
         return cls(**{**values, "ranks": tuple(values["ranks"])})
+
+    @classmethod
+    def in_note(cls, note: str) -> Cause | None:
+        """What a rank's record says, if it is a cause and not in the middle of being written."""
+        try:
+            return cls.from_json(note) if note.startswith("{") else None
+        except ValueError:
+            return None
+
+    def __post_init__(self) -> None:
+        if len(self.message) > MOST_TEXT:
+            object.__setattr__(self, "message", f"{self.message[:MOST_TEXT]} […]")
+        object.__setattr__(self, "ranks", self.ranks[:MOST_RANKS])
 
     @classmethod
     def of(cls, error: TrimtabError) -> Cause:
@@ -77,6 +95,12 @@ class Cause:
         return _KINDS[self.kind](
             f"{self.message} {waited}", ranks=self.ranks, layer=self.layer or None, phase=self.phase or None
         )
+
+
+def _each(sentences: Sequence[str]) -> list[str]:
+    """Those of the first few ranks, and how many more there are."""
+    more = len(sentences) - NAMED
+    return [*sentences[:NAMED], *([f"So it is with {more} more."] if more > 0 else [])]
 
 
 def _where(answer: Answer) -> str:
@@ -108,23 +132,25 @@ def judge(
     """
     gone = [a for a in answers if a.process == "gone" and not a.left]
     if gone:
-        what = [f"{a.peer} is gone: its process has ended without a word{_where(a)}." for a in gone]
+        what = _each([f"{a.peer} is gone: its process has ended without a word{_where(a)}." for a in gone])
         return _cause(PeerLost, gone, waited, [*what, "Look at its log and at the kernel's (out of memory?)."])
     left = [a for a in answers if a.left]
     if left:
-        return _cause(PeerLost, left, waited, [f"{a.peer} has left the group: {a.left}{_where(a)}." for a in left])
+        what = _each([f"{a.peer} has left the group: {a.left}{_where(a)}." for a in left])
+        return _cause(PeerLost, left, waited, what)
     absent = [a for a in answers if a.peer.is_absent]
     if absent:
         what = [f"{a.peer} has not built its transport: it ended, or is busy, before its first layer." for a in absent]
+        what = _each(what)
         return _cause(PeerLost if failure else PhaseTimeout, absent, waited, what)
     stopped = [a for a in answers if a.process == "stopped"]
     if stopped:
         what = [f"{a.peer} is frozen: the process is stopped (SIGSTOP or a debugger){_where(a)}." for a in stopped]
-        return _cause(PeerLost, stopped, waited, what)
+        return _cause(PeerLost, stopped, waited, _each(what))
     others = [a for a in answers if first and a.peer.transport and a.peer.transport != first]
     if others:
         what = [f"{a.peer} exchanges by {a.peer.transport}, others by {first}: they never meet." for a in others]
-        return _cause(DesyncError, others, waited, [*what, "Give every rank of a group the same transport."])
+        return _cause(DesyncError, others, waited, [*_each(what), "Give every rank of a group the same transport."])
     if store is not None:
         host = [a for a in answers if a.peer.rank == store.host]
         who = str(host[0].peer) if host else f"rank {store.host}"
@@ -136,14 +162,15 @@ def judge(
     if silent:
         if first is not None and not failure:
             which = "it has" if len(silent) == 1 else "at least one of them has"
-            who = ", ".join(str(a.peer) for a in silent)
+            who = ", ".join(str(a.peer) for a in silent[:NAMED])
+            who += f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
             what = [
                 f"{who}: {which} not come to its first call, or is dead, frozen or cut off from the store. Nothing is "
                 "known of a rank of another host before its first exchange."
             ]
             return _cause(PhaseTimeout, silent, waited, what)
         what = [f"{a.peer} does not answer: dead, frozen or cut off from the store." for a in silent]
-        return _cause(PeerLost, silent, waited, what)
+        return _cause(PeerLost, silent, waited, _each(what))
     if failure:
         message = f"the connection to a peer broke while the processes of all ranks live on ({failure})."
         return _cause(PeerLost, [], waited, [message, "Look at the network between the hosts."])
@@ -151,7 +178,7 @@ def judge(
     if elsewhere:
         what = [_elsewhere(a) for a in elsewhere]
         advice = f"Nobody came within the deadline of {deadline:g} s: look at what it does, or raise the deadline."
-        return _cause(PhaseTimeout, elsewhere, waited, [*what, advice])
+        return _cause(PhaseTimeout, elsewhere, waited, [*_each(what), advice])
     message = f"all ranks wait in the same collective and nothing moved for {deadline:g} s: look at the network."
     return _cause(PhaseTimeout, [], waited, [message])
 

@@ -14,12 +14,12 @@ import os
 import weakref
 from typing import Any
 
-SIZE = 4096
-"""Bytes of a guard's record: one page."""
+SIZE = 1 << 16
+"""Bytes of a guard's record: whole pages, which take memory where they are written."""
 
 
 def create(name: str) -> tuple[Any, int]:
-    """A page of zeros, as a writable buffer, and the descriptor by which others find them (-1: they cannot)."""
+    """Zeros, as a writable buffer, and the descriptor by which others find them (-1: they cannot)."""
     fd = reserve(name, SIZE)
     if fd < 0:
         return mmap.mmap(-1, SIZE), -1
@@ -43,11 +43,11 @@ def reserve(name: str, size: int) -> int:
 
 
 def open_readonly(path: str) -> Any:
-    """The page behind a path, as a buffer. It stays readable when its owner dies. OSError if it cannot be read."""
+    """The record behind a path, as a buffer. It stays readable when its owner dies. OSError if it cannot be read."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != SIZE:
-            raise OSError(f"{path} does not hold one page of {SIZE} bytes")
+            raise OSError(f"{path} does not hold a record of {SIZE} bytes")
         return map_range(fd, SIZE, writable=False)
     finally:
         os.close(fd)

@@ -9,6 +9,7 @@ Nothing is sent to the processes and they need not answer. Reads those of the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trimtab.guard.judge import seconds_at
@@ -22,13 +23,19 @@ def places_here(proc: Path = Path("/proc")) -> Iterator[tuple[int, int, Place, f
     """
     for process in sorted((p for p in proc.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
         views = {}
-        try:
-            for link in (process / "fd").iterdir():
+        for link in _files(process):
+            with suppress(OSError, ValueError):  # it has been closed meanwhile
                 if link.readlink().name.startswith(f"memfd:{NAME}"):
                     views[link.stat().st_ino] = SlateView.open(int(process.name), int(link.name))
-        except (OSError, ValueError):  # it has ended, or is another user's
-            continue
         for _, view in sorted(views.items()):
             place = view.place()
             if place is not None and view.owner() == int(process.name):
                 yield int(process.name), view.rank(), place, seconds_at(place)
+
+
+def _files(process: Path) -> list[Path]:
+    """Links to what a process has open; none of one that has ended, or is another user's."""
+    try:
+        return list((process / "fd").iterdir())
+    except OSError:
+        return []

@@ -25,7 +25,7 @@ class Waiting(Protocol):
 
 
 def wait_alone(work: Waiting, timeout: float) -> None:
-    """Wait without a guard, `timeout` seconds. A rank that can't come any more is named if `work` names it (`missing`).
+    """Wait without a guard, `timeout` seconds. Ranks are named if `work` names them: `gone`, and `missing`.
 
     Raises:
         PeerLost: it failed. PhaseTimeout: it took longer.
@@ -41,6 +41,6 @@ def wait_alone(work: Waiting, timeout: float) -> None:
                 with suppress(RuntimeError):  # it may have come just after the slice
                     work.wait(SLICE)
                     return
-                raise PeerLost(f"{error}", ranks=missing) from None
+                raise PeerLost(f"{error}", ranks=getattr(work, "gone", missing)) from None
             if time.monotonic() > end:
                 raise PhaseTimeout(f"{error} within {timeout:g} s", ranks=missing) from None

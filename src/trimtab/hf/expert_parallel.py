@@ -15,35 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from trimtab.backward import once_differentiable
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
+from trimtab.dispatch.exchange import Trained
 from trimtab.dispatch.shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.hf.experts import experts_forward
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.layout import SequenceLayout
-
-
-class _Trained(Function):
-    """Identity on `y` that puts parameters into its graph, with gradients of zero: what a loop over experts leaves
-    out because no row of this rank needs it still gets a gradient, as FSDP's collectives expect on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *params: Tensor) -> Tensor:
-        ctx.params = [(p.shape, p.dtype, p.device) for p in params]
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)
 
 
 class TrimtabEP(EPImplementation):  # type: ignore[misc]
@@ -110,5 +93,5 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
             self.experts.post_expert_norm(rows.x[:0])
         y = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
-        trained: Tensor = _Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
+        trained: Tensor = Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
         return trained

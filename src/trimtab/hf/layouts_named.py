@@ -6,6 +6,7 @@ J = 2S (gate, then up).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,18 @@ def shared(name: str) -> tuple[Part, Part]:
 
 def _softmax(experts: str, hidden: str, normalize: bool | None = None, **more: str) -> Callable[[Any, str], MoEConfig]:
     def moe(c: Any, activation: str) -> MoEConfig:
+        jitter = getattr(c, "router_jitter_noise", 0.0)
+        if jitter:
+            warnings.warn(
+                f"router_jitter_noise={jitter}: in training the router's tokens alone are jittered, where the block of "
+                "transformers hands the experts jittered tokens too",
+                stacklevel=3,
+            )
         router = RouterConfig(
             num_experts=getattr(c, experts),
             top_k=c.num_experts_per_tok,
             normalize=c.norm_topk_prob if normalize is None else normalize,
-            jitter=getattr(c, "router_jitter_noise", 0.0),
+            jitter=jitter,
         )
         options: dict[str, Any] = {k: getattr(c, v) for k, v in more.items()}
         return MoEConfig(

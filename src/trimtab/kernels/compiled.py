@@ -27,7 +27,7 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -98,13 +98,15 @@ class CompiledKernels(LoopKernels):
         if sizes != tuple(ctypes.sizeof(one) for one in (Call, Between, Places)):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
-        self._lib = lib
+        self._lib, self._made_of = lib, (products, tuple(defines))
         self._found: list[str | None] = []
         self.instructions: str = lib.trimtab_isa().decode()
         self.bf16 = Bf16Products(lib.trimtab_lack, products)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return compiled_kernels, ()  # a copy shares what it was copied from
+        if self._made_of == (None, ()):
+            return compiled_kernels, ()  # a copy shares what it was copied from
+        return partial(CompiledKernels, products=self._made_of[0], defines=self._made_of[1]), ()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.pages.empty(*shape, dtype=dtype)

@@ -57,7 +57,7 @@ def combine_rows(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -
     # The last offset opens one bag more, for what lies behind it; some kernels would add that to the last real bag.
     offsets = bags.offsets if rows_nD.device.type == "cpu" else cut_rest(bags)
     summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, offsets, mode="sum", per_sample_weights=each)
-    return summed[: bags.offsets.shape[0] - 1]
+    return summed[: bags.offsets.shape[0] - 1].detach()  # to autograd no view: it may be changed in place
 
 
 def cut_rest(bags: Bags) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -42,15 +41,16 @@ def check_replicated(
     dist.all_gather_object(everyone, mine, group=group)
     problems, guilty = [], set()
     for key in sorted({key for found in everyone for key in found}):
-        holders: dict[tuple[int, float], list[int]] = defaultdict(list)
+        holders: dict[int, tuple[float, list[int]]] = {}  # by checksum alone: a norm of NaN equals no other
         for rank, found in enumerate(everyone):
             if key in found:
-                holders[found[key]].append(rank)
+                checksum, norm = found[key]
+                holders.setdefault(checksum, (norm, []))[1].append(rank)
         if len(holders) > 1:
-            values = "; ".join(f"rank(s) {ranks}: norm {norm:.9g}" for (_, norm), ranks in holders.items())
+            values = "; ".join(f"rank(s) {ranks}: norm {norm:.9g}" for norm, ranks in holders.values())
             problems.append(f"{key[0]} ({values})")
-            largest = max(holders.values(), key=len)
-            guilty |= {rank for ranks in holders.values() if ranks is not largest for rank in ranks}
+            largest = max((ranks for _, ranks in holders.values()), key=len)
+            guilty |= {rank for _, ranks in holders.values() if ranks is not largest for rank in ranks}
     if problems:
         raise DesyncError(
             f"parameters that should be the same have drifted apart: {'; '.join(problems)}. Their gradients were not "

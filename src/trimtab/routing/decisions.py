@@ -1,7 +1,8 @@
 """Routing decisions of all layers as one value: [B, L, layers, K], kept, cut, written to a file and read back.
 
-What `MoE(..., ids=)` takes for one layer, and what rollout engines hand over with their samples. An expert that was
-picked but had no room is kept as -2 - e, so that replayed weights are normalised over the same picks; -1 is no pick.
+What rollout engines hand over with their samples, and `replay` gives each layer back. An expert that was picked but
+had no room is kept as -2 - e, so that replayed weights are normalised over the same picks; -1 is no pick. Where every
+pick had room, a layer's are also what `MoE(..., ids=)` takes.
 
 Legend: B sequences, L positions, K experts per token.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -227,6 +227,13 @@ class Router(nn.Module):
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)  # its steps are below bfloat16's resolution
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The bias stays float32 where tensors are assigned too."""
+        bias = state_dict.get(f"{prefix}expert_bias")
+        if isinstance(bias, Tensor) and bias.is_floating_point():
+            state_dict[f"{prefix}expert_bias"] = bias.float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int) -> None:
         problems = []

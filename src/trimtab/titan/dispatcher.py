@@ -6,16 +6,14 @@ Legend: T local tokens, K experts per token, E experts, e local experts, R exper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Combine
-from trimtab.titan.exchange import Dispatched, TokenExchange
+from trimtab.titan.exchange import Dispatched, TokenExchange, transport_over
 from trimtab.titan.protocol import torchtitan_base
 
 if TYPE_CHECKING:
@@ -48,9 +46,6 @@ class TokenDispatcher(Base):  # type: ignore[misc]
         pad_multiple: int = 1
         combine: str = "sum"
 
-    living: ClassVar[WeakSet[TokenDispatcher]] = WeakSet()
-    """Those in use: the layers that are wired to one mesh share a transport, and so a guard."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         combine: Combine = config.combine
@@ -61,9 +56,8 @@ class TokenDispatcher(Base):  # type: ignore[misc]
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Over `ep_mesh` [P] from now on; None: all experts are here. Every rank of the mesh must call."""
-        transport = None if ep_mesh is None else self._transport_over(ep_mesh)
+        transport = None if ep_mesh is None else transport_over(ep_mesh)
         self.ep_mesh = ep_mesh
-        self.living.add(self)
         guard = None if transport is None else transport.guard
         self.exchange.wire(transport, "MoE" if guard is None else f"MoE {guard.layers}")
 
@@ -95,9 +89,3 @@ class TokenDispatcher(Base):  # type: ignore[misc]
         else:
             vary(y_TD, experts=False)
         return y_TD
-
-    def _transport_over(self, ep_mesh: DeviceMesh) -> AllToAll:
-        """One for all layers that were given this very mesh, which is one model's. All ranks share alike."""
-        wired = (other for other in self.living if other.ep_mesh is ep_mesh)
-        shared = next((other.exchange.dispatcher.transport for other in wired), None)
-        return shared if isinstance(shared, AllToAll) else AllToAll(ep_mesh.get_group())

@@ -16,13 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import COMBINES, Combine, Dispatcher, Rows
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
 from trimtab.layout import ALIGNMENTS
 from trimtab.titan.maps import FromExperts, ToExperts
+
+TRANSPORT = "_trimtab_transport"
+"""The attribute of a mesh that holds what carries its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +118,13 @@ class TokenExchange:
             sent.rows.route.refuse(error, out_RD)
         y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights, sent.plan)  # type: ignore[no-untyped-call]
         return self.dispatcher.combine(y_MD, sent.rows)
+
+
+def transport_over(ep_mesh: DeviceMesh) -> AllToAll:
+    """One, and so one guard, for all layers that are ever given this very mesh: so ranks share alike, whenever each of
+    them collects what it no longer uses."""
+    kept = vars(ep_mesh)
+    if TRANSPORT not in kept:
+        kept[TRANSPORT] = AllToAll(ep_mesh.get_group())
+    transport: AllToAll = kept[TRANSPORT]
+    return transport

@@ -8,7 +8,7 @@ drop old reasoning do) gives one document per assistant turn instead of one per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trimtab.errors import InputError
@@ -16,17 +16,21 @@ from trimtab.errors import InputError
 IGNORED = -100
 """The label of a token that carries no loss."""
 
+ANSWER = "<<answer>>"
+"""Stands where an answer does, in a conversation that is rendered to see where that is."""
+
 Piece = tuple[list[int], list[int]]
 """Token ids and labels of equal length; a label is the id itself or IGNORED."""
 
 
-def encode_chat(tokenizer: Any, messages: Any, place: str) -> Iterator[Piece]:
+def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) -> Iterator[Piece]:
     """Tokenise one conversation and label the assistant's tokens.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         messages: a list of `{"role": …, "content": …}`.
         place: where the conversation lies, for messages.
+        tools: a list of the tools that the assistant may call, for the template, or None.
 
     Yields one piece, or one per assistant turn if the template rewrites earlier turns; none without an assistant
     turn. Raises InputError for malformed messages, a tokenizer without a template, and a template whose rendering
@@ -36,11 +40,17 @@ def encode_chat(tokenizer: Any, messages: Any, place: str) -> Iterator[Piece]:
         raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"{place}: `tools` must be a list")
+
+    def render(some: list[Any], *, prompt: bool) -> str:
+        return _render(tokenizer, some, tools, place, prompt=prompt)
+
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     spans = []
     for turn in turns:
-        prompt = _render(tokenizer, messages[:turn], place, prompt=True)
-        answered = _render(tokenizer, messages[: turn + 1], place, prompt=False)
+        answered = render(messages[: turn + 1], prompt=False)
+        prompt = render(messages[:turn], prompt=True) if turn else _before_all(answered, render)
         if not answered.startswith(prompt):
             raise InputError(
                 f"{place}: the chat template is not prefix-stable: the prompt of turn {turn + 1} is not the "
@@ -49,7 +59,7 @@ def encode_chat(tokenizer: Any, messages: Any, place: str) -> Iterator[Piece]:
         spans.append((prompt, answered))
     if not spans:
         return
-    whole = _render(tokenizer, messages, place, prompt=False)
+    whole = render(messages, prompt=False)
     texts = [text for span in spans for text in span] + [whole]
     if all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False)):
         yield _label(tokenizer, whole, spans)
@@ -70,11 +80,15 @@ def _label(tokenizer: Any, whole: str, spans: list[tuple[str, str]]) -> Piece:
     return ids, labels
 
 
-def _render(tokenizer: Any, messages: list[Any], place: str, *, prompt: bool) -> str:
-    if not messages:
-        return ""
+def _before_all(answered: str, render: Callable[..., str]) -> str:
+    """What the template writes before an assistant who speaks first; many refuse to prompt for an answer to nothing."""
+    other = render([{"role": "assistant", "content": ANSWER}], prompt=False)
+    return answered[: _common(other.partition(ANSWER)[0], answered)] if ANSWER in other else ""
+
+
+def _render(tokenizer: Any, messages: list[Any], tools: Any, place: str, *, prompt: bool) -> str:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
     except Exception as error:  # the template is the user's program: whatever it raises is about their data
         raise InputError(f"{place}: the chat template refused the messages: {error}") from error
     return str(text).encode("utf-8", "replace").decode()
@@ -84,7 +98,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _common(prefix: list[int], ids: list[int]) -> int:
+def _common(prefix: Sequence[Any], ids: Sequence[Any]) -> int:
     """Length of the longest common beginning."""
     for i, (a, b) in enumerate(zip(prefix, ids, strict=False)):
         if a != b:

@@ -9,12 +9,9 @@ from trimtab.checkpoint.folder import UNFINISHED, latest, step_of, unfinished_ch
 from trimtab.errors import ConfigError
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL
+from trimtab.train.report import FINAL, RUN
 from trimtab.train.resume import CHECKPOINTS, check_resume
 from trimtab.train.sources import check_documents, find_files
-
-RUN = "run.json"
-"""Marks an output folder as ours: the options of the run that wrote it."""
 
 
 def check_options(config: TrainConfig, world: int) -> None:

@@ -39,7 +39,7 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
 def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
     """The Trainer's arguments for a resolved configuration."""
     cpu = not torch.accelerator.is_available()
-    return TrainingArguments(
+    made = TrainingArguments(
         output_dir=config.out,
         max_steps=config.max_steps or 0,
         per_device_train_batch_size=config.batch_size,
@@ -61,6 +61,8 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
         report_to="none",
         remove_unused_columns=False,
     )
+    made._n_gpu = min(made.n_gpu, 1)  # of several GPUs the Trainer would make an nn.DataParallel
+    return made
 
 
 class Bar(ProgressCallback):  # type: ignore[misc]

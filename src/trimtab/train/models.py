@@ -13,6 +13,8 @@ from trimtab.train.loads import experts_modules
 from trimtab.train.presets import PRESETS
 
 IMPLEMENTATION = "trimtab"
+RESUMS = "replicated_with_grad_allreduce"
+"""A style of transformers' tp plans, of norms over a head: its hook sums `.grad`, earlier micro-batches included."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Facts:
         vocab_size: rows of the input embedding.
         positions: tokens of the longest sequence that its config.json is for, or None where that says none.
         plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
+        resums: whether its tp plan sums what a gradient holds so far, over the ranks, in every backward.
     """
 
     class_name: str
@@ -31,6 +34,7 @@ class Facts:
     plans: frozenset[str]
     vocab_size: int
     positions: int | None
+    resums: bool
 
     @property
     def num_experts(self) -> int:
@@ -60,17 +64,24 @@ def inspect(model: str) -> Facts:
         raise ConfigError(f"--model {model}: {name} has no experts; trimtab trains Mixture-of-Experts models")
     plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
     rows = int(skeleton.get_input_embeddings().num_embeddings)
-    return Facts(name, experts, plans, rows, getattr(skeleton.config, "max_position_embeddings", None))
+    positions = getattr(skeleton.config, "max_position_embeddings", None)
+    return Facts(name, experts, plans, rows, positions, RESUMS in (skeleton.tp_plan or {}).values())
 
 
-def check_plans(facts: Facts, mesh: Mesh) -> None:
-    """Raise ConfigError if the mesh asks for a kind of sharding that the model class has no plan for."""
+def check_plans(facts: Facts, mesh: Mesh, grad_accum: int) -> None:
+    """Raise ConfigError if the mesh asks for a kind of sharding that the model class has no plan for, or has one that
+    gives other gradients in several micro-batches."""
     wanted = {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}
     for kind, size in wanted.items():
         if size > 1 and kind not in facts.plans:
             raise ConfigError(
                 f"--{kind} {size}: transformers has no {kind} plan for {facts.class_name}; use --{kind} 1"
             )
+    if mesh.tp > 1 and grad_accum > 1 and facts.resums:
+        raise ConfigError(
+            f"--tp {mesh.tp} --grad-accum {grad_accum}: transformers' tp plan for {facts.class_name} sums gradients of "
+            "norms anew in every micro-batch, and they come out too large; use --grad-accum 1"
+        )
 
 
 def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:

@@ -80,7 +80,7 @@ class TokenStream:
             # JSON can spell lone surrogates, which no tokenizer takes.
             yield from self._encode_text([record["text"].encode("utf-8", "replace").decode()])
             return
-        for ids, labels in encode_chat(self.tokenizer, record["messages"], document.place):
+        for ids, labels in encode_chat(self.tokenizer, record["messages"], document.place, record.get("tools")):
             yield (ids, labels) if ids[-1:] == [eos] else ([*ids, eos], [*labels, IGNORED])
 
     def _encode_text(self, texts: Iterable[str]) -> Iterator[Piece]:

@@ -13,16 +13,16 @@ from typing import Any, TextIO
 
 from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
-from trimtab.train.checks import RUN, check_kept
+from trimtab.train.checks import check_kept
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
 from trimtab.train.packing import TokenStream
 from trimtab.train.presets import is_written, write_preset
-from trimtab.train.report import FINAL, HEATMAP, METRICS
+from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS
 from trimtab.train.sources import find_files
 
-INIT, LOGS = "init", "logs"
+INIT = "init"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system says that cannot keep two runs out of one folder."""
 
@@ -50,7 +50,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     config = config.resolved(preset=preset)
     facts = inspect(config.model)
     mesh = Mesh.of(config, world=world, num_experts=facts.num_experts)
-    check_plans(facts, mesh)
+    check_plans(facts, mesh, config.grad_accum)
     checkpoint = str(Path(config.out) / INIT) if preset else config.model
     tokenizer = load_tokenizer(config.model, checkpoint)
     if len(tokenizer) > facts.vocab_size:

@@ -1,14 +1,16 @@
-"""What a run leaves for people: the load heatmap and the closing words."""
+"""What a run leaves, by name, and what of it is for people: the load heatmap and the closing words."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-METRICS, HEATMAP, FINAL = "metrics.jsonl", "load.png", "final"
+METRICS, HEATMAP, FINAL, LOGS = "metrics.jsonl", "load.png", "final", "logs"
+RUN = "run.json"
+"""Marks an output folder as ours: the options of the run that wrote it."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -70,7 +72,7 @@ def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str 
     """Where everything is and what the loss did."""
     return "\n".join(
         [
-            *_steps_taken(list(read_metrics(out / METRICS)), unit, seconds),
+            *_steps_taken(read_metrics(out / METRICS), unit, seconds),
             f"metrics {out / METRICS}",
             f"loads   {missing_picture or out / HEATMAP}",
             f"model   {out / FINAL}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)",
@@ -78,14 +80,17 @@ def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str 
     )
 
 
-def _steps_taken(records: Sequence[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:
+def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:
     """Nothing of a run that was resumed at its end, without its metrics, to write the model."""
-    if not records:
+    start, end, steps = None, None, 0
+    for end in records:
+        start, steps = start or end, steps + 1
+    if start is None or end is None:
         return
-    first, last, layers = records[0]["loss"], records[-1]["loss"], records[-1]["layers"].values()
+    first, last, layers = start["loss"], end["loss"], end["layers"].values()
     worst = max(layer["max_vio"] for layer in layers)
     dead = sum(layer["dead_experts"] for layer in layers)
-    yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {len(records)} steps, {seconds:.0f} s"
+    yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {steps} steps, {seconds:.0f} s"
     yield f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step"
 
 

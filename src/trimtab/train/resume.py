@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,15 @@ def check_resume(config: TrainConfig, world: int) -> None:
         asked = " ".join(config.data) or "(the standard library)"
         raise ConfigError(
             f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now, "
-            f"{run['data']['files']} of {run['data']['bytes']} then, or other names"
+            f"{run['data']['files']} of {run['data']['bytes']} then, or other names. A line of JSON is left out "
+            'without a change of size by {"text": ""} and spaces in its place'
         )
     steps = config.max_steps or step + 1
     last = min(config.stop_after or steps, steps)
     if step >= last and not step == last == steps:  # all taken: what is left is to write the model
         raise ConfigError(f"--resume {folder}: step {step} is taken already, and the run would end after step {last}")
-    read_metrics_until(folder, step)
+    for _ in read_metrics_until(folder, step):
+        pass
 
 
 def describe_data(files: Sequence[Path]) -> dict[str, Any]:
@@ -103,29 +105,32 @@ def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict
     return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(files)}
 
 
-def read_metrics_until(folder: Path, step: int) -> list[str]:
+def read_metrics_until(folder: Path, step: int) -> Iterator[str]:
     """The lines of the metrics of the run that wrote the checkpoint, up to its step; none where no such file is.
 
     Raises InputError where a step is missing or doubled.
     """
     path = folder.parent.parent / METRICS
     if folder.parent.name != CHECKPOINTS or not path.exists():
-        return []
-    lines: dict[int, str] = {}
-    written = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    for place, line in enumerate(written, 1):
-        number = _step_in(line)
-        if number is None and place < len(written):
-            raise InputError(f"{path}: line {place} is not the record of a step")
-        if number is None or number > step:  # the last line of a run that was killed may be half a line
-            break
-        if lines and number != (previous := next(reversed(lines))) + 1:
-            raise InputError(f"{path}: after step {previous} comes step {number}")
-        lines[number] = line
-    if written and step not in lines:
-        end = f"ends with step {next(reversed(lines))}" if lines else "holds no step before it"
+        return
+    place, half, last = 0, None, None
+    with path.open(encoding="utf-8", errors="replace") as written:
+        for place, line in enumerate(written, 1):
+            if half is not None:
+                raise InputError(f"{path}: line {half} is not the record of a step")
+            number = _step_in(line)
+            if number is None:  # the last line of a run that was killed may be half a line
+                half = place
+                continue
+            if number > step:
+                break
+            if last is not None and number != last + 1:
+                raise InputError(f"{path}: after step {last} comes step {number}")
+            last = number
+            yield line
+    if place and last != step:
+        end = "holds no step before it" if last is None else f"ends with step {last}"
         raise InputError(f"{path}: {end}, the checkpoint {folder} is of step {step}")
-    return list(lines.values())
 
 
 def rewind(folder: Path, step: int, out: Path) -> None:
@@ -133,18 +138,21 @@ def rewind(folder: Path, step: int, out: Path) -> None:
 
     Checkpoints of another run go too. `trimtab.train.checks` refuses before where nobody asked for that.
     """
-    lines = read_metrics_until(folder, step)
+    fresh = out / f"{METRICS}.unfinished"
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.writelines(read_metrics_until(folder, step))
+            file.flush()
+            os.fsync(file.fileno())
+    except InputError:
+        fresh.unlink()
+        raise
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
         if on_disk.step_of(later) > step or later.parent.resolve() != folder.parent.resolve():
             on_disk.remove(later)
     for half in on_disk.unfinished_checkpoints(out / CHECKPOINTS):
         if on_disk.step_of(half) > step:
             on_disk.clear(half)
-    fresh = out / f"{METRICS}.unfinished"
-    with fresh.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
     fresh.rename(out / METRICS)
     (out / HEATMAP).unlink(missing_ok=True)
     for name in (FINAL, f"{FINAL}.unfinished"):

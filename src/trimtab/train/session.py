@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
 from trimtab.train.prepare import Plan, check_data, leave_token, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
+
+LONGEST = timedelta(hours=2)
+"""That ranks wait for one that saves, or tokenises again what a run has consumed: NCCL's own limit is 10 minutes."""
 
 
 def run_session(config: TrainConfig, *, prepared: bool) -> None:
@@ -69,7 +73,10 @@ def _join_world() -> None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         device = torch.device(kind, torch.accelerator.current_device_index())
     backend = get_distributed_backend(kind)
-    dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None)
+    if backend == "nccl":
+        dist.init_process_group(backend=backend, device_id=device, timeout=LONGEST)
+    else:
+        dist.init_process_group(backend=backend)
 
 
 def _prepare_everywhere(plan: Plan, rank: int, held: contextlib.ExitStack) -> None:

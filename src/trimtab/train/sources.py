@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import InputError
+from trimtab.train.report import LOGS, RUN
 
 JSON_LINES = (".jsonl", ".ndjson")
 SNIFF_BYTES = 4096
@@ -60,8 +61,9 @@ def standard_library() -> list[Path]:
 def find_files(paths: Sequence[str]) -> list[Path]:
     """List the data files under `paths` (the standard library when none is given), sorted.
 
-    A directory gives every text file below it that is not hidden; a .json file there is plain text, as in any
-    source tree, but named by itself it is refused, for it is likely meant as records.
+    A directory gives every text file below it that is not hidden and that no run of `trimtab train` left there; a
+    .json file there is plain text, as in any source tree, but named by itself it is refused, for it is likely meant as
+    records.
 
     Raises InputError for a path that does not exist, cannot be read or is not text, and when no file is left.
     """
@@ -71,8 +73,10 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            below = (p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(path)))
-            files += [p for p in below if _is_text(p)]
+            below = sorted(path.rglob("*"))
+            runs = {p.parent for p in below if p.name == RUN and (p.parent / LOGS).is_dir()}
+            below = [p for p in below if p.is_file() and not _is_hidden(p.relative_to(path))]
+            files += [p for p in below if runs.isdisjoint(p.parents) and _is_text(p)]
         elif not path.exists():
             raise InputError(f"--data {name}: no such file or directory")
         elif not path.is_file():

@@ -39,7 +39,8 @@ def place_of(entry: Entry) -> Place:
     """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
     inside = {(_tail(f.file, "trimtab/"), f.name) for f in entry.frames if "trimtab/" in f.file}
     names = {name for file, name in inside if file.startswith("dispatch/")}
-    backward = any(f.name == "backward" for f in entry.frames)
+    # Of our own functions: below a forward that is computed again lies torch's backward.
+    backward = any(file.startswith("dispatch/") and name == "backward" for file, name in inside)
     layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
     at = _users(entry.frames)
     spread, collect = "spread" in names, bool(names & {"collect", "collect_slots"})
@@ -52,11 +53,12 @@ def place_of(entry: Entry) -> Place:
         return Place(what=f"check before {phase}", phase=phase, backward=backward, layer=layer, at=at)
     if spread != collect:
         return Place(what=phase, phase=phase, rows=True, backward=backward, layer=layer, at=at)
-    return Place(what=_other(entry, backward), layer=layer, at=at)
+    return Place(what=_other(entry), layer=layer, at=at)
 
 
-def _other(entry: Entry, backward: bool) -> str:
+def _other(entry: Entry) -> str:
     """What is not an exchange of ours."""
+    backward = any(f.name == "backward" for f in entry.frames)
     files = [f.file for f in entry.frames]
     if any("transformers/" in file and "expert_parallel" in file for file in files):
         return f"transformers' own expert exchange, {'backward' if backward else 'forward'} ({entry.op})"

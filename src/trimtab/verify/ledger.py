@@ -18,17 +18,24 @@ from trimtab.verify.collect import MARKS, Verdict
 from trimtab.verify.judge import BOUNDS
 from trimtab.verify.patterns import PATTERNS
 
+MOST_LOCAL = 8
+"""Ranks of a local run that names no number."""
 WORST = "HEX-."
 """Marks from the worst to the best: what a cell of several dtypes shows."""
 
 
 @dataclass(kw_only=True)
 class Ledger:
-    """What was asked, of whom, and what came of it."""
+    """What was asked, of whom, and what came of it.
+
+    repeat: how often each case ran. launcher: what started the ranks, where they are not local.
+    """
 
     implementation: str
     command: str
     seed: int
+    repeat: int = 1
+    launcher: str = ""
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -85,7 +92,11 @@ class Ledger:
 
     def again(self, case: Case) -> str:
         """The command that runs one case again."""
-        return f"trimtab verify --impl {self.implementation} --only {case.name} --seed {case.seed}"
+        words = [f"--impl {self.implementation} --only {case.name} --seed {case.seed}"]
+        words += [f"--repeat {self.repeat}"] if self.repeat > 1 else []
+        if not self.launcher:
+            words += [f"--nproc {case.topology.ranks}"] if case.topology.ranks > MOST_LOCAL else []
+        return " ".join([f"{self.launcher} -m trimtab" if self.launcher else "trimtab", "verify", *words])
 
     def write(self, folder: Path) -> None:
         """`ledger.json` and `ledger.md` in `folder`."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trimtab.experts.recipes import NVFP4
 from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
 from trimtab.experts.recipes.formats import E2M1, E4M3, E5M2, ElementFormat, round_to
 from trimtab.experts.recipes.scales import e4m3_scale, e8m0_scale, float_scale, tensor_scale
@@ -48,6 +49,17 @@ def test_float_scale_puts_amax_at_the_largest_value(amax: float, form: ElementFo
     power = float_scale(torch.tensor(amax), form, margin=margin, exact=True).encode.item()
     assert math.frexp(power)[0] == 0.5
     assert power <= scale.encode.item() < 2 * power
+
+
+@pytest.mark.parametrize("exponent", range(-149, -90, 7))
+def test_nvfp4_makes_no_nan_of_the_smallest_values(exponent: int) -> None:
+    x = torch.zeros(16, 32)
+    x[0, 0], x[3, 17] = 2.0**exponent, -(2.0**exponent)
+    for beside in (0.0, 2.0 ** (exponent + 20)):
+        x[8, 8] = beside
+        state = NVFP4(backend="emulated", seed=1).state()
+        for low in (state.activation(x, torch.tensor([0, 16]), along="row"), state.weight(x[None], along="in")):
+            assert low.isfinite().all()
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)

@@ -28,6 +28,8 @@ from trimtab.errors import InputError
 from trimtab.experts.recipes.formats import ElementFormat
 from trimtab.experts.recipes.scales import Scale, float_scale
 
+NAMES = ("history_He", "basis_He", "first_He")
+
 
 class AmaxHistory(nn.Module):
     """Buffers: history_He [H, e], newest first; basis_He and first_He [H, e], not saved, for recomputed forwards.
@@ -48,7 +50,7 @@ class AmaxHistory(nn.Module):
     def __init__(self, length: int, form: ElementFormat, margin: int, algorithm: Literal["max", "latest"]) -> None:
         super().__init__()
         self.form, self.margin, self.algorithm = form, margin, algorithm
-        for name in ("history_He", "basis_He", "first_He"):
+        for name in NAMES:
             self.register_buffer(name, torch.zeros(length, 0, dtype=torch.float32), persistent=name == "history_He")
 
     def reserve(self, num_groups: int) -> None:
@@ -99,18 +101,27 @@ class AmaxHistory(nn.Module):
 
     def _past(self, like_e: Tensor) -> Tensor:
         self.reserve(like_e.shape[0])
-        if self.history_He.device != like_e.device:
-            self.to(like_e.device)
+        for name in NAMES:
+            held = getattr(self, name)
+            if held.device != like_e.device:
+                there = like_e.device
+                setattr(self, name, torch.zeros_like(held, device=there) if held.is_meta else held.to(there))
         return self.history_He.amax(0) if self.algorithm == "max" else self.history_He[0]
 
     def _widen(self, num_groups: int) -> None:
-        for name in ("history_He", "basis_He", "first_He"):
+        for name in NAMES:
             held = getattr(self, name)
             setattr(self, name, held.new_zeros(held.shape[0], num_groups))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
-        """Moves between devices only: a module cast to a narrower dtype keeps its history in float32."""
-        super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)  # type: ignore[no-untyped-call]
+        """Moves between devices only: a module cast to a narrower dtype keeps its history in float32. What was on the
+        meta device begins at zero."""
+
+        def moved(t: Tensor) -> Tensor:
+            made = fn(t.view(torch.int32)).view(torch.float32)
+            return made.zero_() if t.is_meta and not made.is_meta else made
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

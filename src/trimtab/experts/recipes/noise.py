@@ -7,6 +7,8 @@ host, and a graph that is replayed goes on counting. The hash is the two-round 3
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +34,8 @@ class Noise(nn.Module):
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
-        key = torch.randint(_MASK, ()) if seed is None else torch.tensor(seed & _MASK)
-        self.register_buffer("key", key)
+        self.seed = seed
+        self.register_buffer("key", self._first_key())
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, like: Tensor) -> Tensor:
@@ -45,3 +47,15 @@ class Noise(nn.Module):
         if not like.is_meta:
             self.calls.add_(1)
         return ((bits >> 8).float() * 2.0**-24).view(like.shape)
+
+    def _first_key(self) -> Tensor:
+        return torch.randint(_MASK, ()) if self.seed is None else torch.tensor(self.seed & _MASK)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Noise:
+        """What was on the meta device begins anew."""
+        unset = self.key.is_meta
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if unset and not self.key.is_meta:
+            self.key.copy_(self._first_key())
+            self.calls.zero_()
+        return self

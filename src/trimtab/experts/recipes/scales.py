@@ -82,4 +82,5 @@ def e4m3_scale(amax: Tensor, tensor: Tensor) -> tuple[Tensor, Scale]:
     """
     stored = round_to(amax / E2M1.largest / tensor, E4M3)
     decode = stored * tensor
-    return stored, Scale(decode=decode, encode=torch.where(decode > 0, decode.reciprocal(), 0.0))
+    encode = torch.where(decode > 0, decode.reciprocal().clamp(max=LARGEST_SCALE), 0.0)  # of a subnormal it is infinite
+    return stored, Scale(decode=decode, encode=encode)
