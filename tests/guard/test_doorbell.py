@@ -70,7 +70,7 @@ def test_reserved_memory_is_not_taken_for_a_record() -> None:
     fd = reserve("test-size", 1 << 40)
     try:
         assert os.fstat(fd).st_blocks == 0, "reserving takes no memory"
-        with pytest.raises(OSError, match="one page"):
+        with pytest.raises(OSError, match="does not hold a record"):
             open_readonly(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
