@@ -36,6 +36,12 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "x limit" in capsys.readouterr().out
 
 
+def test_recorded_command_has_no_paths_of_the_machine(tmp_path: Path) -> None:
+    chart = f"--chart={tmp_path / 'drawn.png'}"
+    _, found = bench(tmp_path, "layer", *TINY, "--dtype", "fp32", "--modes", "forward", chart)
+    assert found["command"] == " ".join(["trimtab bench layer", *TINY, "--dtype fp32 --modes forward"])
+
+
 def test_kernels(tmp_path: Path) -> None:
     code, found = bench(tmp_path, "kernels", *TINY, "--dtype", "fp32", "--kernels", "loop")
     products = {"experts forward", "experts backward", "grouped_mm", "grouped_wgrad"}

@@ -30,6 +30,7 @@ of its own, is checked, warmed up, and takes turns with the others; with malloc 
 Peers are imported only where they are named: grouped_mm, eager, batched_mm, all_to_all (transformers), torchtitan,
 trimtab-hf (trimtab inside transformers). A contestant that cannot run is a line with its reason.
 """
+PLACES = ("--out", "--results", "--json", "--chart")
 WORKLOADS = ("balanced", "zipf", "hot", "zero_expert_rank", "source_ragged")
 
 
@@ -178,7 +179,22 @@ def _measure(task: Task, options: argparse.Namespace) -> Record:
 
     pace = Pace(turns=options.turns, seconds=options.seconds, patience=options.patience)
     mallocs = ["default", "tuned"] if options.malloc == "both" else [options.malloc]
-    return run_task(task, mallocs, pace, command=f"trimtab {shlex.join(sys.argv[1:])}", say=_say)
+    return run_task(task, mallocs, pace, command=_recorded(options.arguments), say=_say)
+
+
+def _recorded(arguments: Sequence[str]) -> str:
+    """The command as a page shows it: without the options that say where files go, which are one machine's paths."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if skip:
+            skip = False
+        elif len(option) > 2 and any(place.startswith(option) for place in PLACES):
+            skip = option == argument
+        else:
+            kept.append(argument)
+    return f"trimtab {shlex.join(kept)}"
 
 
 def _say(text: str) -> None:

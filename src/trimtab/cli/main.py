@@ -73,7 +73,8 @@ def _reader_left(broken: bool = False) -> bool:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    options = build_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     debug = bool(getattr(options, "debug", False))
     try:
         code: int = options.run(options)

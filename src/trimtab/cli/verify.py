@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,7 +113,8 @@ def _ledger(options: argparse.Namespace) -> int:
         with _writing(out):  # before hours are spent on what goes into it
             out.mkdir(parents=True, exist_ok=True)
     launcher = "torchrun …" if cluster else ""
-    command = f"{launcher} -m trimtab {shlex.join(sys.argv[1:])}" if cluster else f"trimtab {shlex.join(sys.argv[1:])}"
+    command = f"{launcher} -m trimtab" if cluster else "trimtab"
+    command += f" {shlex.join(options.arguments)}"
     ledger = Ledger(
         implementation=options.impl, command=command, seed=options.seed, repeat=options.repeat, launcher=launcher
     )
