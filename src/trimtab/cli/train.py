@@ -67,7 +67,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; returns 0, or 128 + the signal that ended the run. Errors are raised."""
-    given = {k: v for k, v in vars(options).items() if v is not None and k not in ("run", "command", "nproc")}
+    own = ("run", "command", "arguments", "nproc")
+    given = {k: v for k, v in vars(options).items() if v is not None and k not in own}
     if "data" in given:
         given["data"] = tuple(given["data"])
     config = resumed(given) if "resume" in given else TrainConfig(**given)
