@@ -80,9 +80,10 @@ def ranks_of(out: Path) -> list[int]:
     return sorted(found)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds."""
+def wait_for(condition: Callable[[], bool], living: subprocess.Popen[str] | None = None) -> None:
+    """Poll until the condition holds. `living`: the process that brings it about."""
     end = time.monotonic() + DEADLINE
     while not condition():
+        assert living is None or living.poll() is None, finish(living).stderr
         assert time.monotonic() < end, "deadline passed"
         time.sleep(0.05)

@@ -185,7 +185,7 @@ def test_ctrl_c_stops_all_ranks_and_a_hangup_under_nohup_none(
     endless: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = endless("--nproc", 2, nohup=True)
-    wait_for(two_ranks_started(tmp_path / "run"))
+    wait_for(two_ranks_started(tmp_path / "run"), process)
     for number in (process.pid, *ranks_of(tmp_path / "run")):  # as a terminal does that is closed
         os.kill(number, signal.SIGHUP)
     time.sleep(0.2)
@@ -199,13 +199,13 @@ def test_a_terminated_process_says_how_far_it_came(
     endless: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = endless("--save-every", 1)
-    wait_for(lambda: latest(tmp_path / "run" / "checkpoints") is not None)
+    wait_for(lambda: latest(tmp_path / "run" / "checkpoints") is not None, process)
     process.terminate()
     assert_ended(process, tmp_path / "run", 143, "interrupted by SIGTERM after", "; go on from step ")
 
 
 def test_ranks_follow_a_killed_launcher(endless: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = endless("--nproc", 2)
-    wait_for(two_ranks_started(tmp_path / "run"))
+    wait_for(two_ranks_started(tmp_path / "run"), process)
     process.kill()
     wait_for(lambda: not ranks_of(tmp_path / "run"))
