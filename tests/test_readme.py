@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-import trimtab
-from trimtab.verify.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -36,35 +31,33 @@ def test_the_tree_and_the_proofs_name_what_exists() -> None:
     assert rooms == set(re.findall(r"^    (\w+)/", tree[1], re.MULTILINE))
 
 
-def exchange_on_rank(snippet: str) -> None:
-    tokens = 5 + dist.get_rank()
-    names = {"trimtab": trimtab, "group": dist.group.WORLD, "x": torch.randn(tokens, 1024, requires_grad=True)}
-    names |= {"expert_ids": torch.randint(0, 64, (tokens, 4)), "weights": torch.rand(tokens, 4)}
-    exec(snippet, names)
-    names["y"].sum().backward()
-    assert names["y"].shape == names["x"].grad.shape == (tokens, 1024)
+EXCHANGE = """
+y.sum().backward()
+assert y.shape == x.grad.shape == (5 * group.rank(), 1024)
+assert all(p.grad is not None for p in experts.parameters())
+assert x.grad.any() == (group.rank() > 0)
+print("well")
+"""
+LAYER = """
+import time
+
+grads = {name: p.grad for name, p in model.named_parameters()}
+assert set(grads) == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
+assert all(g.full_tensor().isfinite().all() and g.full_tensor().any() for g in grads.values())
+time.sleep(0.1)  # docs/hangs.md: torch aborts where Gloo's threads are at work while Python ends
+print("well")
+"""
 
 
-def test_the_exchange_runs_as_written() -> None:
-    snippet = re.search(r"```python\n(experts = .*?)```", README, re.DOTALL)
-    assert snippet
-    run_ranks(exchange_on_rank, 2, snippet[1])
-
-
-def layer_on_rank(snippet: str) -> None:
-    torch.manual_seed(0)
-    names = {"trimtab": trimtab, "nn": torch.nn, "dist": dist, "init_device_mesh": init_device_mesh}
-    names |= {"x": torch.randn(1 + dist.get_rank(), 5, 256)}
-    exec(snippet, names)
-    grads = {name: p.grad for name, p in names["model"].named_parameters()}
-    assert set(grads) == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
-    assert all(g.full_tensor().isfinite().all() and g.full_tensor().any() for g in grads.values())
-
-
-def test_the_layer_runs_as_written() -> None:
-    snippet = re.search(r"```python\n(class Model.*?)```", README, re.DOTALL)
-    assert snippet
-    run_ranks(layer_on_rank, 2, snippet[1])
+@pytest.mark.xdist_group("ranks2")
+@pytest.mark.parametrize(
+    ("needle", "then"), [("dispatcher.dispatch", EXCHANGE), ("class Model", LAYER)], ids=["exchange", "layer"]
+)
+def test_snippets_run_as_written(needle: str, then: str, tmp_path: Path) -> None:
+    (snippet,) = (each for each in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if needle in each)
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet + then)
+    assert torchrun(script).count("well") == 2
 
 
 @pytest.mark.xdist_group("ranks2")
@@ -73,15 +66,14 @@ def test_the_example_runs_as_written(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 64}
     config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=8, **sizes)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    assert len(re.findall(r"step 9  loss \d+\.\d+", torchrun("examples/finetune.py", tmp_path))) == 2
+
+
+def torchrun(*command: object) -> str:
+    """What two ranks print; they must end well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "examples/finetune.py", str(tmp_path)]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+        [*launcher, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(re.findall(r"step 9  loss \d+\.\d+", done.stdout)) == 2
+    return done.stdout

@@ -1,12 +1,13 @@
 """What processes of a group are started with, and by whom: torchrun's environment, and ranks of our own.
 
-Nothing here imports torch.
+Importing this imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 from trimtab.errors import ConfigError
 
@@ -33,6 +34,18 @@ def module_arguments(name: str) -> list[str]:
     nothing in the current directory that this one does not look for there."""
     here = {"", os.getcwd()} & set(sys.path)
     return [*([] if here else ["-P"]), "-m", name]
+
+
+def leave_group() -> None:
+    """Destroy the process group at the end of a program that has come to its end on every rank.
+
+    Gloo's threads want the interpreter to free what they did last, and one that ends at that moment aborts the process
+    ("terminate called without an active exception"): torch alone does so, FSDP over Gloo in 4 of 30 short programs.
+    """
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    time.sleep(0.05)
 
 
 _REMEDY = "start all ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"

@@ -30,7 +30,11 @@ from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 16
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-COLLECTIVES = ("all_to_all_single", ALL_GATHER, "all_reduce", "barrier", "broadcast", "all_gather")
+COLLECTIVES = (
+    "all_to_all_single", ALL_GATHER, "all_reduce", "barrier", "broadcast", "all_gather", "all_to_all", "reduce",
+    "reduce_scatter_tensor", "gather", "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv",
+    "all_gather_object", "broadcast_object_list", "gather_object",
+)  # fmt: skip
 
 
 @contextmanager
@@ -260,13 +264,18 @@ def test_shapes_are_checked_with_what_was_expected() -> None:
 
 
 def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() -> None:
+    size = r"(numel\(\)|shape\[0\]|size\(0\)|len\([^)]*\))"
     branch = re.compile(
-        r"(numel\(\)|shape\[0\]|size\(0\)|len\([^)]*\))\s*(==|!=|>|<=)\s*0|\.sum\(\)\s*\*\s*0|\.any\(\)"
+        rf"{size}\s*(==|!=|>|<=)\s*0|if (not )?[\w.]*(numel\(\)|shape\[0\]|size\(0\))\s*(:|and|or|else)"
+        r"|\.sum\(\)\s*\*\s*0|\.any\(\)"
     )
     root = Path(trimtab.__file__).parent
-    files = [p for room in ("dispatch", "kernels", "experts", "hf") for p in sorted((root / room).glob("*.py"))]
-    assert len(files) > 10
-    assert {p.name: m[0] for p in files if (m := branch.search(p.read_text()))} == {}
+    rooms = ("dispatch", "kernels", "experts", "hf", "parallel", "routing")
+    files = [p for room in rooms for p in sorted((root / room).rglob("*.py"))] + [root / "layer.py"]
+    assert len(files) > 100
+    found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
+    # how far a self-test is off, and what a file of recorded decisions holds: no step of a layer
+    assert found.keys() == {"kernels/triton/check.py", "routing/decisions.py"}
 
 
 def test_the_oracle_is_small_and_stands_alone() -> None:

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.errors import ConfigError
+from trimtab.launched import leave_group
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
@@ -52,7 +53,7 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
                 _save(trainer.model, plan, rank)
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                leave_group()
         if rank == 0 and done != plan.config.max_steps:
             print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
         elif rank == 0:

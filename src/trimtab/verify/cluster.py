@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trimtab.launched import leave_group
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
@@ -71,7 +72,7 @@ def run_cluster(
     if first:
         wait([code])
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
     return code.result() if first else 0
 
 
