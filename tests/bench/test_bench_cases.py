@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_weig
 from trimtab.bench.layer_peers import build_transformers
 from trimtab.bench.layer_truth import BOUNDS, compare, probe, truth
 from trimtab.bench.subject import Where
+from trimtab.bench.train import _make_judge, train_task
 from trimtab.bench.workloads import WORKLOADS, draw, lane_rows, token_counts
 from trimtab.errors import ConfigError
 
@@ -116,6 +118,18 @@ def test_wrong_numbers_are_found() -> None:
         assert f"{name} of rank 1 is off by nan" in (compare(off, true, BOUNDS["fp32"]) or "")
     short = [true[0], {**true[1], "y": true[1]["y"][1:]}]
     assert "y of rank 1 has the shape" in (compare(short, true, 1e-4) or "")
+
+
+def test_training_steps_are_judged_by_the_stock_one() -> None:
+    contestants = train_task("qwen3_moe", ranks=1, folder=Path("/nowhere")).contestants
+    assert [c.role for c in contestants] == ["peer", "ours"]
+    judge = _make_judge()
+    right = {"first loss": torch.tensor([5.0]), "norm of the first gradients here": torch.tensor([2.0])}
+    assert judge(contestants[0], [right]) is None
+    assert judge(contestants[1], [right]) is None
+    for name in right:
+        wrong = judge(contestants[1], [right | {name: right[name] * 1.01}])
+        assert f"{name} is off by" in (wrong or "")
 
 
 def test_ranks_hold_the_weights_that_one_rank_holds() -> None:

@@ -51,6 +51,15 @@ def test_what_was_not_measured_is_called_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "| 5.0 MB, pool of the graph |" in layer_table(case, ("loop",), Section([]), rounds=3, peer=False)
 
 
+def test_a_graph_that_only_transformers_cannot_have_is_said_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, section = GpuCase(dim=32, hidden=16, experts=4, top_k=2, tokens=8, device=CPU), Section([])
+    failed = {f"{who}, {gpu_tables.GRAPH}": "a sync" for who in (gpu_tables.PEER, "trimtab loop")}
+    monkeypatch.setattr(gpu_tables, "_layer_runs", lambda *_: ({"forward": {}, gpu_tables.BOTH: {}}, failed))
+    text = layer_table(case, ("loop",), section, rounds=3, peer=True)
+    assert text.count("| failed |") == text.count("| a sync |") == 2
+    assert section.failed == ["trimtab loop, CUDA graph"]
+
+
 def test_the_page_of_a_gpu_is_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "benchmarks.md").write_text("as it was")

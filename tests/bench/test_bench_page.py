@@ -78,6 +78,16 @@ def test_bars_take_the_worst_case() -> None:
     assert (fp32.found, fp32.met) == (None, False), "what was not measured is not met"
 
 
+def test_the_worst_case_over_ranks_names_the_transport() -> None:
+    over = record(ranks=2)
+    entries = [entry("trimtab auto alltoall", "ours", 0.7), entry("trimtab auto shared_memory", "ours", 0.6)]
+    raced = dataclasses.replace(over.races[0], entries=[*entries, *over.races[0].entries[1:]])
+    bars = judge_bars([dataclasses.replace(over, races=[raced], memory={})])
+    bar = next(bar for bar in bars if bar.where == "2 and 4 ranks, forward+backward, A and B")
+    assert bar.found == pytest.approx(1.5 / 0.6)
+    assert bar.at.endswith("2 ranks, forward+backward, shared_memory")
+
+
 def test_imbalance_is_compared_within_a_race() -> None:
     names = {"balanced": 1.0, "zipf": 1.1, "hot": 1.3}
     entries = [entry(f"trimtab auto @{group}", "ours", s, group=group) for group, s in names.items()]

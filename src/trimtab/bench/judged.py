@@ -146,4 +146,5 @@ def least_ratios(record: Record) -> dict[str, float]:
 
 
 def _at(f: Finding) -> str:
-    return f"{case_words(f.record)}, {f.mode}"
+    exchanged = f.record.part in ("layer", "exchange") and f.case["ranks"] > 1
+    return f"{case_words(f.record)}, {f.mode}" + (f", {f.name.split()[-1]}" if exchanged else "")

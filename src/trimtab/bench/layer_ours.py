@@ -35,9 +35,9 @@ def build(args: dict[str, Any], where: Where) -> Subject:
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
     facts = {"kernels": experts.kernels.on(torch.device("cpu"), case.torch_dtype).name}
 
-    def gradients() -> tuple[Tensor, Tensor]:
-        found: list[Any] = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]
-        return found[0], found[1]
+    def gradients() -> list[Any]:
+        weights = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]
+        return weights + [bias.grad for bias in (experts.up_bias, experts.down_bias) if bias is not None]
 
     def alone(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         y: Tensor = experts(x, ids, w)

@@ -43,9 +43,10 @@ def build_transformers(args: dict[str, Any], where: Where) -> Subject:
         experts._is_expert_parallel = True
         layer = AllToAllEP(experts, meshes["ep"], meshes["tp"])
 
-    def gradients() -> tuple[Tensor, Tensor]:
-        found = experts.gate_up_proj.grad, experts.down_proj.grad
-        return (found[0].mT, found[1].mT) if experts.is_transposed else found
+    def gradients() -> list[Tensor]:
+        weights = [experts.gate_up_proj.grad, experts.down_proj.grad]
+        biases = [experts.gate_up_proj_bias.grad, experts.down_proj_bias.grad] if experts.has_bias else []
+        return [weight.mT if experts.is_transposed else weight for weight in weights] + biases
 
     data, params = LayerData.of(case, where.rank), list(experts.parameters())
     return layer_subject(layer, data, params, gradients, accumulate=case.in_place)

@@ -23,12 +23,13 @@ def layer_subject(
     layer: Layer,
     data: LayerData,
     params: Sequence[Tensor],
-    gradients: Callable[[], tuple[Tensor, Tensor]],
+    gradients: Callable[[], Sequence[Tensor]],
     *,
     accumulate: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Subject:
-    """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], wherever they are.
+    """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], and of their biases,
+    wherever they are.
 
     accumulate: each step's gradients are added to `.grad` of the parameters.
     """

@@ -36,9 +36,13 @@ def probe(width: int) -> Tensor:
     return torch.randn(width, V, generator=torch.Generator().manual_seed(width))
 
 
-def digest(y: Tensor, dx: Tensor, dw: Tensor, dup: Tensor, ddown: Tensor) -> dict[str, Tensor]:
-    """What a rank reports of its layer's outputs and gradients."""
-    return {
+BIASES = ("up bias gradient", "down bias gradient")
+
+
+def digest(y: Tensor, dx: Tensor, dw: Tensor, dup: Tensor, ddown: Tensor, *d_biases: Tensor) -> dict[str, Tensor]:
+    """What a rank reports of its layer's outputs and gradients. d_biases: of up and of down, where they have biases."""
+    biases = {name: bias.float() for name, bias in zip(BIASES, d_biases, strict=False)}
+    return biases | {
         "y": y.detach().float() @ probe(y.shape[-1]),
         "input gradient": dx.float() @ probe(dx.shape[-1]),
         "routing weight gradient": dw.float(),
@@ -61,6 +65,7 @@ def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str,
     dup = torch.zeros(case.num_experts, 2 * case.hidden, V, dtype=dtype)
     ddown = torch.zeros(case.num_experts, case.dim, V, dtype=dtype)
     biases = expert_biases(case)
+    d_biases = [] if biases is None else [torch.zeros_like(bias, dtype=dtype) for bias in biases]
     for e in range(case.num_experts):
         t, k = (ids == e).nonzero(as_tuple=True)
         up, down, weight = up_EID[e].to(dtype), down_EDF[e].to(dtype), w[t, k][:, None]
@@ -74,12 +79,13 @@ def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str,
         dx.index_add_(0, t, d_pre @ up)
         dup[e] = d_pre.T @ (x[t] @ probe_D)
         ddown[e] = dy[t].T @ ((weight * h) @ probe_F)
+        for total, rows in zip(d_biases, (d_pre, weight * dy[t]), strict=False):
+            total[e] = rows.sum(0)
     cuts, e = [d.x_TD.shape[0] for d in ranks], experts_per_rank(case.num_experts, case.ranks)
-    names = ("y", "input gradient", "routing weight gradient", "up gradient", "down gradient")
+    names = ("y", "input gradient", "routing weight gradient", "up gradient", "down gradient", *BIASES[: len(d_biases)])
     by_rank = zip(
         *(torch.split(whole, cuts) for whole in (y @ probe_D, dx @ probe_D, dw)),
-        torch.split(dup, e),
-        torch.split(ddown, e),
+        *(torch.split(each, e) for each in (dup, ddown, *d_biases)),
         strict=True,
     )
     return [dict(zip(names, parts, strict=True)) for parts in by_rank]

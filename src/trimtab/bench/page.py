@@ -13,19 +13,24 @@ from trimtab.bench.words import case_words
 
 METHOD = """\
 Every contestant lives in processes of its own, one per rank, on the same cores, and they take turns: A B C, C B A, and
-so on. Before the first turn its output and all its gradients are compared with plain formulas; wrong numbers do not
-race. Each case is raced with malloc as it comes (*default*) and with one that keeps what it is given (*tuned*:
-`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`), in fresh processes; the smaller speed-up and the larger multiple of
-the limit are quoted. Times are medians over the steps of all turns, of the slowest rank. Ratios are medians over the
-turns of what the ratio was within a turn: other users of the processor make it now faster, now slower by half.
-*forward* runs without a graph. *in place*: gradients of parameters are added to what is there, trimtab's into
-`main_grad`, peers' into `.grad`.
+so on. Before the first turn the output and all gradients of a layer, and what an exchange brings home both ways, are
+compared with plain formulas, and loss and gradients of a training step with those of stock transformers; wrong numbers
+do not race. (Kernels by themselves are not judged here: those in use have passed their self-test.) Each case is raced
+with malloc as it comes (*default*) and with one that keeps what it is given (*tuned*: `MALLOC_MMAP_THRESHOLD_`,
+`MALLOC_TRIM_THRESHOLD_`), in fresh processes; the smaller speed-up and the larger multiple of the limit are quoted.
+Times are medians over the steps of all turns, of the slowest rank. Ratios are medians over the turns of what the ratio
+was within a turn: other users of the processor make it now faster, now slower by half. *forward* runs without a graph.
+*in place*: gradients of parameters are added to what is there, trimtab's into `main_grad`, peers' into `.grad`.
 
 *speed-up* is the fastest peer's time over trimtab's. *x limit* is trimtab's time over the limit of the same race, which
 is the longer of dense GEMMs of the same FLOPs (all rows at once, into memory that is there; of bf16 and float32 the
 faster) and the fewest bytes (weights, tokens and gradients, once each way) over the measured speed of a copy. With
 ranks the raw exchange of the same rows is added to the GEMMs. The shapes D, F, E, K: A is 512, 256, 64, 8; B is 1024,
-512, 32, 4; C is 1024, 2816, 8, 2. Tokens are per rank."""
+512, 32, 4; C is 1024, 2816, 8, 2. Tokens are per rank. Where several transports raced, the fastest stands for trimtab
+under *What was asked for*, and the worst case there names it.
+
+*Dispatch and combine*: transformers' combine weighs and sums the slots of a token, and its backward makes the gradients
+of the weights; trimtab's experts do both, so its exchange has neither to do."""
 
 LIMIT = """\
 *at the limit*: what would be found of a layer that took exactly as long as the limit in every case; its worst case may

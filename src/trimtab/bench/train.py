@@ -5,14 +5,15 @@ One step is forward, backward and AdamW on the bytes of the standard library's s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trimtab.bench.contestant import Contestant
+from trimtab.bench.layer_truth import compare
 from trimtab.bench.race import Judge
 from trimtab.bench.subject import Subject, Where
 from trimtab.bench.task import Task
@@ -42,10 +43,10 @@ def train_task(
     args = {"model": str(model), "batch_size": batch_size, "seq_len": seq_len}
     build = f"{__name__}:build"
     contestants = [Contestant(name="trimtab", role="ours", build=build, args=args | OURS, ranks=ranks, threads=threads)]
-    if stock:
+    if stock:  # asked first, for it says what is right
         name = "grouped_mm" + (" + all_to_all" if ranks > 1 else "")
         peer = Contestant(name=name, role="peer", build=build, args=args | STOCK, ranks=ranks, threads=threads)
-        contestants.append(peer)
+        contestants.insert(0, peer)
     tokens = batch_size * seq_len * ranks
     case = {"preset": preset, "ranks": ranks, "threads": threads, "tokens_per_step": tokens}
 
@@ -85,6 +86,9 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         return loss.detach()
 
     first = loss_and_gradients()
+    parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum().sqrt()
+    outcome = {"first loss": first.reshape(1), "norm of the first gradients here": norm.reshape(1)}
     optimizer.zero_grad()
 
     def step() -> None:
@@ -92,7 +96,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Subject(modes={STEP: step}, outcome=lambda: {"first loss": first.reshape(1)})
+    return Subject(modes={STEP: step}, outcome=lambda: outcome)
 
 
 def _bytes(batch: int, length: int, rank: int) -> Tensor:
@@ -106,16 +110,12 @@ def _bytes(batch: int, length: int, rank: int) -> Tensor:
 
 
 def _make_judge() -> Judge:
-    """All must begin with the loss of the first that was asked: the same weights and the same bytes."""
+    """Loss and gradients of the first step must be those of the first that was asked, the stock one if it races: the
+    same weights and the same bytes."""
     seen: list[list[dict[str, Tensor]]] = []
 
     def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
         seen.append(outcomes)
-        pairs: Sequence[tuple[float, float]] = [
-            (float(mine["first loss"]), float(other["first loss"]))
-            for mine, other in zip(outcomes, seen[0], strict=True)
-        ]
-        apart = [(mine, other) for mine, other in pairs if not abs(mine - other) <= 1e-3 * abs(other)]
-        return None if not apart else f"first loss {apart[0][0]:.5f}, and {apart[0][1]:.5f} where the first began"
+        return compare(outcomes, seen[0], 1e-3)
 
     return judge
