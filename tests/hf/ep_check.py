@@ -88,8 +88,8 @@ def routed_alike(some: Outcome, other: Outcome) -> bool:
 def bound(case: Case) -> float:
     """The relative error that is still rounding."""
     if case.dtype == torch.float64:
-        return 4e-6 if case.family in FLOAT32_INSIDE else 1e-10
-    return 1e-4 if case.family in CANCELLING else 2e-6
+        return FLOAT32_INSIDE.get(case.family, 1e-10)
+    return CANCELLING.get(case.family, 2e-6)
 
 
 def compare(got: Tensor, wanted: Tensor, where: str, size: float, allowed: float) -> Error:

@@ -19,7 +19,7 @@ import trimtab.hf
 from trimtab.errors import TrimtabError
 
 from .ep_case import Case, Router, batches, freeze
-from .ep_float64 import reduce_float64_like_float32
+from .ep_float64 import reduce_float64_like_float32, shard_float64_whole
 from .families import LOADED_WRONG_WHEN_SHARDED, experts_modules, forward, model_class, save_model
 
 
@@ -124,6 +124,7 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
     """One case after the other on this rank; an error names its case."""
     quiet()
     reduce_float64_like_float32()
+    shard_float64_whole()
     trimtab.hf.register()
     trimtab.hf.register("trimtab_ordered", combine="ordered")
     trimtab.hf.register("trimtab_shared", transport="shared_memory")

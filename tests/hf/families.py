@@ -145,6 +145,10 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 # permuted (transformers 5.23). Compare with the weights that were loaded, not with those that were saved.
 LOADED_WRONG_WHEN_SHARDED = frozenset({"bailing_hybrid", "glm5_next", "kimi_linear"})
 
+# And these it refuses to load so: neither can lara_mini's `in_proj` of the file be split shard by shard, nor
+# inkling2_loop's queries be joined (transformers 5.24).
+REFUSED_WHEN_SHARDED = frozenset({"inkling2_loop", "lara_mini"})
+
 
 def ep_plan(name: str) -> dict[str, str]:
     """The expert-parallel plan that the family's configuration declares."""
@@ -152,12 +156,15 @@ def ep_plan(name: str) -> dict[str, str]:
 
 
 def ep_capable(name: str) -> bool:
-    """Whether tokens can travel to experts on other FSDP ranks: the plan dispatches them and shards nothing else.
+    """Whether tokens can travel to experts on other FSDP ranks: the plan dispatches them and shards nothing else, and
+    the model can be loaded there.
 
     A plan that splits dense layers as well lays the expert mesh over the FSDP mesh, which PyTorch refuses at load
     ("Cannot concatenate overlapping meshes": diffusion_gemma and gemma4 in transformers 5.23).
     """
     plan = ep_plan(name)
+    if name in REFUSED_WHEN_SHARDED:
+        return False
     return "ep_dispatch_experts" in plan.values() and all(".experts" in key for key in plan)
 
 

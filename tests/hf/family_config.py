@@ -7,6 +7,7 @@ from typing import Any
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
+    "unpadded_vocab_size": 64,
     "use_cache": False,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -122,6 +123,15 @@ FAMILY: dict[str, dict[str, Any]] = {
     # one width for text experts, one for vision experts; rotary sections that fit a head of 8
     "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 8], "rope_parameters": _rope([1, 1, 2])},
     "glm4v_moe": {"rope_parameters": _rope([1, 1, 0])},
+    "hy_v4_vl": {"rope_parameters": _rope([1, 1, 2])},
+    # no layer of two is looped by default: here the second is, so its experts run twice
+    "inkling2_loop": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+    },
     # the attention's index has no rotary part and pools keys in blocks
     "glm5_next": {"qk_rope_head_dim": 0, "index_kpool": 4},
     # the talker's block reads a width that its configuration does not declare

@@ -17,8 +17,8 @@ from hf.families import build_model, experts_modules, family_names
 from trimtab.experts.activations import GELU, ClampedSwiGLU, GeGLU, Recomputed, ReluSquared, SwiGLU
 from trimtab.hf.gates import activation_of
 
-OWN = {"beam", "inkling2"}
-"""Gates of formulas that no other family has."""
+OWN = {"beam", "inkling2", "inkling2_loop"}
+"""Gates of formulas that no family with one of ours has."""
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
