@@ -1,4 +1,4 @@
-"""How a rank ends that has given a collective up."""
+"""How a rank ends: one that has given a collective up, and one whose last collective has just come to its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import IO
+
+import pytest
 
 PROGRAM = Path(__file__).parent / "rank_that_ends.py"
 
@@ -28,3 +30,26 @@ def test_a_rank_ends_as_it_wants_to_while_a_peer_ends_that_it_gave_up(tmp_path: 
         for process in (giving_up, given_up):
             process.kill()
             process.wait()
+
+
+LATE = """
+import sys, time
+import torch
+import torch.distributed as dist
+import trimtab
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+transport = trimtab.AllToAll(dist.group.WORLD, guard=GUARD)
+sys.setswitchinterval(100)
+dist.all_to_all_single(torch.empty(4), torch.ones(4), async_op=True)
+until = time.monotonic() + 0.3
+while time.monotonic() < until:  # all the while the thread that is done with it waits for Python
+    pass
+"""
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_rank_ends_well_whose_last_tensors_are_not_freed_yet(guard: bool) -> None:
+    program = LATE.replace("GUARD", str(guard))
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.guard.group import end_behind_gloo, has_gloo
 from trimtab.guard.guard import Guard
 
 
@@ -57,6 +58,8 @@ class Headers:
 
 def guard_for(transport: Transport, group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
     """The guard of a transport over `group`: the one given, one of its own for True, none for False."""
+    if has_gloo(group):
+        end_behind_gloo()
     if guard is False:
         return None
     return (Guard() if guard is True else guard).join(group, type(transport).__name__)
