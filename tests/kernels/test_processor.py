@@ -20,6 +20,11 @@ def test_its_first_core_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mkl._vendor.__wrapped__() == "AuthenticAMD"
 
 
+def test_processors_of_one_name_are_told_apart_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\n")
+    assert processor.name() == "AMD EPYC (family 26, model 2)"
+
+
 def test_other_systems_have_a_name_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: Path) -> str:
         raise FileNotFoundError

@@ -16,5 +16,9 @@ def told() -> dict[str, str]:
 
 
 def name() -> str:
-    """As its maker calls it, or what else the system calls it."""
-    return told().get("model name") or platform.processor() or platform.machine()
+    """As its maker calls it, or what else the system calls it; with the numbers of its kind, for a virtual machine's
+    processor often has a name that several generations share."""
+    facts = told()
+    named = facts.get("model name") or platform.processor() or platform.machine()
+    kind = facts.get("cpu family"), facts.get("model")
+    return named if None in kind else f"{named} (family {kind[0]}, model {kind[1]})"

@@ -84,6 +84,7 @@ struct Floats {
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
     static constexpr long few = 128;       // and up to which B is brought row by row, where that pays (gemm.h)
+    static constexpr long along = 64;      // words of K up to which sums that leave do so row by row
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
@@ -107,12 +108,6 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
     UNROLL for (int i = 0; i < M; i++) {  // what is added at the end may come from far
         if (!c.from) break;
         UNROLL for (int j = 0; j < Wide; j++) __builtin_prefetch(c.from + i * c.ld_from + j * VL);
-    }
-    if (Wide == 2 && c.adds()) {
-        UNROLL for (int i = 0; i < M; i++) {
-            if (c.narrow()) expect_writes(c.narrow_row(i), NR);
-            else expect_writes(c.row(i), NR);
-        }
     }
     asm volatile("" ::: "memory");  // where sums go is read again behind the loop, which needs the registers
     long k = 0;
@@ -163,19 +158,41 @@ inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; 
 
 constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
+// The tiles of a block in turn: column of tiles by column, or `along` its rows.
+struct Walk {
+    const long tiles, strips;
+    const bool along;
+    long tile = 0, strip = 0;
+    void step() {
+        if (along ? ++strip < strips : ++tile < tiles) return;
+        if (along) strip = 0, tile++;
+        else tile = 0, strip++;
+    }
+};
+constexpr long EARLY = 4;  // tiles before the one whose sums are added to what is there, that is asked for
+
 // C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
 template <class Op>
 __attribute__((noinline)) void multiply(
     Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c,
     const Ahead& ahead = {}
 ) {
-    const long tiles = (M + MR - 1) / MR, calls = tiles * ((nn + NR - 1) / NR);
+    const long tiles = (M + MR - 1) / MR, strips = (nn + NR - 1) / NR, calls = tiles * strips;
     const auto sizes = std::make_integer_sequence<int, MR>{};
-    for (long n = 0, call = 0; n < nn; n += NR) {
-        for (long t = 0; t < tiles; t++, call++) {
-            const long m = first_row(t, tiles, M), rows = first_row(t + 1, tiles, M) - m;
-            const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
-            run(kn, a.at(t, m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
+    // Behind few words of K it is memory that sums wait for as they leave, and it is fastest from end to end.
+    Walk at = {tiles, strips, c.end != NEAR && kn <= Op::along}, soon = at;
+    const auto expect_target = [&] {
+        for (long m = first_row(soon.tile, tiles, M); m < first_row(soon.tile + 1, tiles, M); m++) {
+            if (c.narrow()) expect_writes(c.narrow_row(m) + soon.strip * NR, NR);
+            else expect_writes(c.row(m) + soon.strip * NR, NR);
         }
+        soon.step();
+    };
+    for (long call = 0; c.adds() && call < std::min(EARLY, calls); call++) expect_target();
+    for (long call = 0; call < calls; call++, at.step()) {
+        if (c.adds() && call + EARLY < calls) expect_target();
+        const long m = first_row(at.tile, tiles, M), rows = first_row(at.tile + 1, tiles, M) - m, n = at.strip * NR;
+        const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
+        run(kn, a.at(at.tile, m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
     }
 }

@@ -44,6 +44,8 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
     do {
         const long kn = std::min(at_once, g.rows - k0), steps = std::max(1L, (kn + depth - 1) / depth);
         const bool last = k0 + at_once >= g.rows;
+        // Sums that leave at once wait nowhere, and whole rows of them are written in one go.
+        const long wide = Op::along && direct && last && k0 == 0 && steps == 1 ? t.qn : QC;
         for (long i = 0; i < steps; i++) {
             const long n = std::min(depth, kn - i * depth);
             for (long q = 0; q < t.qn; q += QC) {
@@ -56,8 +58,8 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
         for (long p = 0; p < t.pn; p += HIGH) {
             const long pn = std::min(HIGH, t.pn - p);
             bring_turned(o, g.left, g.start, k0, kn, t.p0 + p, pn, left, ld_left, (uint32_t*)s.beside);
-            for (long q = 0; q < t.qn; q += QC) {
-                const long qn = std::min(QC, t.qn - q);
+            for (long q = 0; q < t.qn; q += wide) {
+                const long qn = std::min(wide, t.qn - q);
                 float* sums = several ? s.c + p * ld + q : s.c;
                 for (long i = 0; i < steps; i++) {
                     const long words = (std::min(depth, kn - i * depth) + 1) / 2;
