@@ -49,7 +49,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass(frozen=True)
 class Case:
-    """rows: tokens. main: dtype of a main_grad that is added to, if there is one."""
+    """rows: tokens. main: dtype of a main_grad that is added to, or with `overwrite` is not, if there is one.
+
+    hot: every token goes to expert 1. alone: and to no other, so that it has as many rows.
+    """
 
     rows: int
     D: int
@@ -60,7 +63,9 @@ class Case:
     weights: Literal["experts", "combine"] = "experts"
     threads: int = 1
     main: torch.dtype | None = None
+    overwrite: bool = False
     hot: bool = False
+    alone: bool = False
 
 
 CASES = (
@@ -100,6 +105,12 @@ CASES = (
     Case(rows=220, D=64, F=1300, threads=2),
     Case(rows=220, D=1300, F=64, transposed=True),
     Case(rows=220, D=40, F=1300, activation="clamped_swiglu", transposed=True),
+    Case(rows=1, D=320, F=288, hot=True, alone=True, main=torch.float32, overwrite=True),
+    Case(rows=200, D=320, F=288, hot=True, alone=True, transposed=True, main=torch.float32),
+    Case(rows=256, D=320, F=288, hot=True, alone=True, main=torch.float32, overwrite=True),
+    Case(rows=256, D=320, F=544, hot=True, alone=True, transposed=True),
+    Case(rows=257, D=320, F=288, hot=True, alone=True, transposed=True, main=torch.float32, overwrite=True),
+    Case(rows=257, D=320, F=288, hot=True, alone=True, main=torch.bfloat16),
 )
 
 
@@ -117,6 +128,8 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
     ids = torch.tensor([0, 1, 3, -1])[torch.randint(0, 4, (c.rows, K), generator=g)]
     if c.hot:
         ids[:, 0] = 1
+    if c.alone:
+        ids[:, 1] = -1
     dy = fenced(torch.randn(c.rows, c.D, generator=g).bfloat16())
     given = [fenced(t.detach().transpose(1, 2)) if c.transposed else t.detach() for t in (up, down)]
     for p in given:
@@ -129,14 +142,14 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
             x, w, plan_experts(ids, E),
             ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
             ExpertMath(activation=v.ours(), weights=c.weights), kernels,
-            main_grad="off" if c.main is None else "accumulate",
+            main_grad="off" if c.main is None else "overwrite" if c.overwrite else "accumulate",
         )  # fmt: skip
         assert isinstance(y.grad_fn, FusedMLP._backward_cls)
         y.backward(dy)
     grads = [t.grad for t in leaves]
     if c.main is not None:
         for i in (2, 3):
-            grads[i] = leaves[i].main_grad.double() - START
+            grads[i] = leaves[i].main_grad.double() - (0.0 if c.overwrite else START)
             assert fences(leaves[i].main_grad).isnan().all()
 
     def rounded(pre: Tensor) -> Tensor:

@@ -138,6 +138,20 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
     return answers
 
 
+def run_loading(cases: Sequence[Case], folder: str) -> list[str]:
+    """What `from_pretrained` raises on this rank for each case; nothing is empty."""
+    quiet()
+    raised = []
+    for case in cases:
+        try:
+            load(case, folder)
+        except RuntimeError as error:
+            raised.append(str(error))
+        else:
+            raised.append("")
+    return raised
+
+
 def run_shared(case: Case, folder: str) -> None:
     """All experts modules of a model have one transport, two models have two, and none outlives its model."""
     from transformers.distributed.expert_parallel import EPImplementationInterface

@@ -145,8 +145,8 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 # permuted (transformers 5.23). Compare with the weights that were loaded, not with those that were saved.
 LOADED_WRONG_WHEN_SHARDED = frozenset({"bailing_hybrid", "glm5_next", "kimi_linear"})
 
-# And these it refuses to load so: neither can lara_mini's `in_proj` of the file be split shard by shard, nor
-# inkling2_loop's queries be joined (transformers 5.24).
+# And these it refuses to load so, whatever runs their experts: neither can lara_mini's `in_proj` of the file be split
+# shard by shard, nor inkling2_loop's queries be joined (transformers 5.24).
 REFUSED_WHEN_SHARDED = frozenset({"inkling2_loop", "lara_mini"})
 
 

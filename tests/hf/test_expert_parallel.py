@@ -16,8 +16,8 @@ import torch
 
 from hf.ep_case import NO_TENSOR_PARALLEL, PATTERNS, Case, Mesh
 from hf.ep_check import judge
-from hf.ep_ranks import run_broken, run_cases, run_shared
-from hf.families import ep_capable, families, family_names
+from hf.ep_ranks import run_broken, run_cases, run_loading, run_shared
+from hf.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
 from hf.parity import FLOAT64_UNSHARDABLE
 from trimtab.verify.ranks import preload, run_ranks
 
@@ -65,6 +65,15 @@ def test_every_family(group: int, tmp_path: Path) -> None:
     names = [name for name in family_names() if ep_capable(name)][group::GROUPS]
     cases = [Case(family=name, mesh=TWO, patterns=("natural",)) for name in names]
     verify([c for case in cases for c in both_precisions(case)], tmp_path)
+
+
+def test_what_transformers_cannot_load_onto_several_ranks_is_not_left_out_for_longer(tmp_path: Path) -> None:
+    names = sorted(REFUSED_WHEN_SHARDED & set(family_names()))
+    cases = [Case(family=name, mesh=TWO, experts="eager", exchange="all_to_all") for name in names]
+    for name, *raised in zip(names, *run_ranks(run_loading, 2, cases, str(tmp_path), deadline=120.0), strict=True):
+        assert any("automatic conversion of the weights" in words for words in raised), (
+            f"{name} can be loaded: {raised}"
+        )
 
 
 @ranks4

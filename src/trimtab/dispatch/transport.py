@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.guard.group import end_behind_gloo, has_gloo
+from trimtab.guard.group import has_gloo
 from trimtab.guard.guard import Guard
+from trimtab.launched import end_behind_gloo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,11 @@ class Headers:
 
 
 def guard_for(transport: Transport, group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
-    """The guard of a transport over `group`: the one given, one of its own for True, none for False."""
-    if has_gloo(group):
-        end_behind_gloo()
+    """The guard of a transport over `group`: the one given, one of its own for True, none for False. Whether guarded
+    or not, over Gloo the process does not end before its threads are done."""
     if guard is False:
+        if has_gloo(group):
+            end_behind_gloo()
         return None
     return (Guard() if guard is True else guard).join(group, type(transport).__name__)
 

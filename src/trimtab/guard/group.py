@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-import time
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -49,14 +46,3 @@ def outlive(left: object) -> None:
     aborts the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-
-
-@cache
-def end_behind_gloo() -> None:
-    """Let Gloo's threads be done with their last collectives before this process ends; asked again it does no more.
-
-    What such a thread has sent and received it frees behind the collective, for which it needs Python. One that still
-    waits for it when the interpreter ends aborts the process ("terminate called without an active exception"): without
-    this, one in eight ranks whose program ends with a backward.
-    """
-    atexit.register(time.sleep, 0.05)

@@ -30,6 +30,7 @@ from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateV
 from trimtab.guard.shared import SharedByCopies
 from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
+from trimtab.launched import end_behind_gloo
 
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
@@ -77,6 +78,7 @@ class Guard(SharedByCopies):
         self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches)
         if not self.gloo:
             return self
+        end_behind_gloo()
         store = _get_process_group_store(group)
         number = store.add(f"trimtab/guards/{self.rank}", 1)
         self._store = PrefixStore(f"trimtab/guard/{number}", store)

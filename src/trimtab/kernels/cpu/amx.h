@@ -18,7 +18,7 @@ INLINE void shape_tiles() {
 struct Amx : Pairs {
     static constexpr long tall = BLOCK_ROWS, chunk = 128, many = 320;
     static constexpr bool adds = false;
-    static constexpr long along = 0;
+    static constexpr long along = 0;  // its `multiply` goes by columns
     struct Session {  // of a thread: tiles that nobody needs any more are not saved at its next pause
         Session() { shape_tiles(); }
         ~Session() { tile_release(); }

@@ -16,7 +16,7 @@ struct Pairs {
     static constexpr long values = 2;
     static constexpr long wide = NC;
     static constexpr long tall = 8;
-    static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide stay in the nearest cache
+    static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide fit in the nearest cache
     static constexpr long depth = deep * values;
     static constexpr bool by_row = true;
     static constexpr long asks = MC;  // always

@@ -84,7 +84,7 @@ struct Floats {
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
     static constexpr long few = 128;       // and up to which B is brought row by row, where that pays (gemm.h)
-    static constexpr long along = 64;      // words of K up to which sums that leave do so row by row
+    static constexpr long along = 64;      // words of K up to which sums that leave do so by rows of tiles
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
@@ -169,7 +169,7 @@ struct Walk {
         else tile = 0, strip++;
     }
 };
-constexpr long EARLY = 4;  // tiles before the one whose sums are added to what is there, that is asked for
+constexpr long EARLY = 4;  // tiles ahead of which what sums are added to is asked for
 
 // C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
 template <class Op>

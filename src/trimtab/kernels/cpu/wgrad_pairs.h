@@ -39,13 +39,13 @@ void one_block(Op, const Operands<T>& o, Block t, Scratch s) {
     const bool several = g.rows > PAIRED_ROWS, direct = g.direct(t.qn) && (!g.add || Op::adds);
     const long ld = several ? pitch(PAIRED_BLOCK) : LDC, each = Op::deep * up_to(t.qn, NR);  // words of a step
     const long at_once = several ? depth : PAIRED_ROWS;  // few beside many sums, for the second cache's sake
+    // Sums of one step leave at once and wait nowhere: whole rows of them are written in one go.
+    const long wide = Op::along && direct && g.rows <= depth ? t.qn : QC;
     uint32_t *right = (uint32_t*)s.b, *left = (uint32_t*)s.x;
     long k0 = 0;
     do {
         const long kn = std::min(at_once, g.rows - k0), steps = std::max(1L, (kn + depth - 1) / depth);
         const bool last = k0 + at_once >= g.rows;
-        // Sums that leave at once wait nowhere, and whole rows of them are written in one go.
-        const long wide = Op::along && direct && last && k0 == 0 && steps == 1 ? t.qn : QC;
         for (long i = 0; i < steps; i++) {
             const long n = std::min(depth, kn - i * depth);
             for (long q = 0; q < t.qn; q += QC) {
