@@ -44,7 +44,8 @@ from trimtab.launched import _let_gloo_end
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 MADE
 sys.setswitchinterval(100)
-dist.all_to_all_single(torch.empty(4), torch.ones(4), async_op=True)
+# so long that Gloo's thread, not this one, is the last to hold the tensors
+dist.all_to_all_single(torch.empty(2**20), torch.ones(2**20), async_op=True)
 until = time.monotonic() + 0.3
 while time.monotonic() < until:  # all the while the thread that is done with it waits for Python
     pass
@@ -69,5 +70,6 @@ def test_a_rank_ends_well_whose_last_tensors_are_not_freed_yet(made: str) -> Non
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 parks such threads")
 def test_it_would_be_aborted_else() -> None:
-    ended = end_late(MADE[0] + "; atexit.unregister(_let_gloo_end)")
-    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    attempts = (end_late(MADE[0] + "; atexit.unregister(_let_gloo_end)") for _ in range(10))
+    # on a busy machine Gloo's thread may be at its end too early or too late: most are aborted
+    assert any(ended.returncode == -signal.SIGABRT for ended in attempts)
