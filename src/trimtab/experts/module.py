@@ -43,7 +43,8 @@ class ExpertMLP(GroupedModule):
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,
     R counts rows that fill up segments, up to 31 an expert and a quarter of all, r = 1152, and r max(I, D)
-    comes on top; without AMX r = 4608, and that comes on top for experts of up to 128 rows alone.
+    comes on top; without AMX up to 7 an expert and a quarter, r = 2304, and that comes on top for experts of 32, 64, 96
+    or 128 rows alone.
     Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the forward's maximum.
     Gathered rows and activations are never kept.
 

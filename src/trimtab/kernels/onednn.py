@@ -32,9 +32,6 @@ from trimtab.kernels.pages import Pages
 
 FEW = 128
 """Rows up to which a result may be turned."""
-STEP = 32
-"""Rows to which a segment is filled up: with other numbers tiles run at 0.7 to 0.9 of the speed, and each number has a
-kernel of its own."""
 SCARCE = 4
 """Rows an expert below which filling up costs more than it saves."""
 TOGETHER, EACH = 1152, 384
@@ -49,20 +46,23 @@ AT_ONCE = ((4096, 64), (1024, 32))
 class Pays:
     """From where a form pays.
 
-    deep, values: contracted values a row, and values of the weight, from which turning the result costs less than
-        bringing the weight into order.
+    deep: contracted values a row from which turning the result costs less than bringing the weight into order.
     wide: columns of b from which turning a costs less than reading it by its columns; None for never.
     alike: rows in all of experts with as many each, `EACH` at most, that one call may multiply.
+    turned: of what number of rows a multiple may be turned: vectors take other numbers of columns at 0.7 of the speed.
+    step: rows to which a segment is filled up. Tiles run at 0.7 to 0.9 of the speed with other numbers than of 32,
+        vectors as fast with any.
     """
 
     deep: int
-    values: int
     wide: int | None
     alike: int
+    turned: int
+    step: int
 
 
-TILES = Pays(deep=5, values=0, wide=512, alike=1152)
-VECTORS = Pays(deep=16, values=1 << 19, wide=None, alike=4608)
+TILES = Pays(deep=5, wide=512, alike=1152, turned=1, step=32)
+VECTORS = Pays(deep=16, wide=None, alike=2304, turned=32, step=8)
 
 
 def pays() -> Pays:
@@ -78,9 +78,10 @@ def native() -> bool:
 def level(counts: Sequence[int]) -> list[int]:
     """Rows of each expert's segment: `counts` filled up to a step, and to the same for neighbours.
 
-    Neighbours share a number if that makes `TOGETHER` rows at most, `EACH` for each, and about a quarter of them are
-    filling at most. An expert without rows has none, for its weights would be read. Nothing is filled up where there
-    are few rows an expert: their products are short, whatever their shape.
+    From 64 steps on, of a 64th of the next power of two or more, for the sake of few kernels. Neighbours share a number
+    if that makes `TOGETHER` rows at most, `EACH` for each, and about a quarter of them are filling at most. An expert
+    without rows has none, for its weights would be read. Nothing is filled up where there are few rows an expert: their
+    products are short, whatever their shape.
 
     How far a segment is filled up, and so the order in which its sums are taken, depends on the neighbours.
     """
@@ -88,10 +89,11 @@ def level(counts: Sequence[int]) -> list[int]:
         return list(counts)
     lengths: list[int] = []
     first = most = real = 0
+    step = pays().step
     for i, count in enumerate(counts):
-        own = -(-count // STEP) * STEP
+        own = _up(count, max(step, 1 << max(count.bit_length() - 6, 0)))
         n, top, total = i + 1 - first, max(most, own), real + count
-        apart = min(own, most) == 0 or top > EACH or n * top > min(TOGETHER, total * 5 // 4 + n * STEP)
+        apart = min(own, most) == 0 or top > EACH or n * top > min(TOGETHER, total * 5 // 4 + n * step)
         if i > first and apart:
             lengths += [most] * (i - first)
             first, top, total = i, own, count
@@ -103,8 +105,9 @@ def rows_times(x_RA: Tensor, w_eAB: Tensor, sizes: Sequence[int], out_RB: Tensor
     """x w for each expert's rows into `out`."""
     form = pays()
     for x, w, y in _products(x_RA, w_eAB, out_RB, sizes):
-        few = x.shape[-2] <= min(x.shape[-1] // form.deep, FEW)
-        if w.stride(-2) == 1 and few and w.shape[-2:].numel() >= form.values:
+        rows = x.shape[-2]
+        few = rows <= min(x.shape[-1] // form.deep, FEW) and rows % form.turned == 0
+        if w.stride(-2) == 1 and few:
             turned = pages.empty(*y.mT.shape, dtype=y.dtype)
             torch.matmul(w.mT, x.mT, out=turned)
             _turn_each(turned, y)
@@ -127,6 +130,10 @@ def weight_gradients(
             (torch.addmm if a.ndim == 2 else torch.baddbmm)(out, left, b, out=out)
         else:
             torch.matmul(left, b, out=out)
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _products(
