@@ -199,6 +199,8 @@ struct Growing<bf16> {
     }
 };
 
+constexpr long COMING = 4;  // rows ahead of which a token's sum is asked for: it may lie in memory
+
 // Each token's sum over its expert rows, in the order of the experts, if `to` is there: a row is added where its
 // product ends, by the thread that has those columns.
 template <class T>
@@ -219,11 +221,12 @@ struct Combine {
     // Columns d0 : d0 + n of a row's product.
     INLINE void add(long r, long d0, long n, const float* got) const {
         if (c.row_R[r] < 0) return;
-        const long at = c.row_R[r] * c.D, next = c.row_R[std::min(r + 1, c.R - 1)] * c.D;  // a prefetch reads nothing
+        const long at = c.row_R[r] * c.D;
+        const long soon = c.row_R[std::min(r + COMING, c.R - 1)] * c.D;  // a prefetch reads nothing, wherever it is
         const float w = weighted ? weight_of(c, r) : 1.0f;
         const bool begins = ends.first[r], ends_here = ends.last[r];
         for (long d = d0; d < d0 + n; d += VL, got += VL) {
-            sums.ask(next + d);
+            sums.ask(soon + d);
             vf before{};
             if (!begins) before = sums.get(at + d, d0 + n - d);
             const vf v = w * load(got) + before;
