@@ -78,10 +78,10 @@ def native() -> bool:
 def level(counts: Sequence[int]) -> list[int]:
     """Rows of each expert's segment: `counts` filled up to a step, and to the same for neighbours.
 
-    From 64 steps on, of a 64th of the next power of two or more, for the sake of few kernels. Neighbours share a number
-    if that makes `TOGETHER` rows at most, `EACH` for each, and about a quarter of them are filling at most. An expert
-    without rows has none, for its weights would be read. Nothing is filled up where there are few rows an expert: their
-    products are short, whatever their shape.
+    For the sake of few kernels the step of 64 steps or more is a 64th of the next power of two. Neighbours share a
+    number if that makes `TOGETHER` rows at most, `EACH` for each, and about a quarter of them are filling at most. An
+    expert without rows has none, for its weights would be read. Nothing is filled up where there are few rows an
+    expert: their products are short, whatever their shape.
 
     How far a segment is filled up, and so the order in which its sums are taken, depends on the neighbours.
     """
@@ -91,7 +91,8 @@ def level(counts: Sequence[int]) -> list[int]:
     first = most = real = 0
     step = pays().step
     for i, count in enumerate(counts):
-        own = _up(count, max(step, 1 << max(count.bit_length() - 6, 0)))
+        grain = max(step, 1 << count.bit_length() >> 6)
+        own = -(-count // grain) * grain
         n, top, total = i + 1 - first, max(most, own), real + count
         apart = min(own, most) == 0 or top > EACH or n * top > min(TOGETHER, total * 5 // 4 + n * step)
         if i > first and apart:
@@ -130,10 +131,6 @@ def weight_gradients(
             (torch.addmm if a.ndim == 2 else torch.baddbmm)(out, left, b, out=out)
         else:
             torch.matmul(left, b, out=out)
-
-
-def _up(count: int, step: int) -> int:
-    return -(-count // step) * step
 
 
 def _products(
