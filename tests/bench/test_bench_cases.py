@@ -48,6 +48,9 @@ def test_workloads_are_what_they_are_called(workload: str, experts: int, top_k: 
     mean = tokens * ranks * top_k / experts
     if workload in ("balanced", "source_ragged"):
         assert loads.max() - mean < 0.2 * mean
+    if workload == "random":  # a multinomial's spread, neither none nor that of a preference
+        spread = float((loads - mean).square().mean() / mean)
+        assert 0.3 < spread < 2.0
     if workload == "zipf":
         assert loads.max() > 1.3 * mean
     if workload == "hot":

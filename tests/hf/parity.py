@@ -25,9 +25,8 @@ CANCELLING = dict.fromkeys(
 )
 CANCELLING["hy_v4_vl"] = 2e-4
 
-# FSDP2 wants one dtype in each of its groups, and these make a parameter or two in float32 whatever they are asked
-# for, or (inkling2) multiply by one in float32.
-FLOAT64_UNSHARDABLE = {"ernie4_5_moe", "ernie4_5_vl_moe", "hunyuan_v1_moe", "inkling2"}
+# Multiplies by a parameter that it makes in float32 whatever it is asked for.
+FLOAT64_UNSHARDABLE = {"inkling2"}
 
 
 @dataclass(frozen=True, kw_only=True)

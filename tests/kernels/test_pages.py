@@ -31,6 +31,7 @@ def test_what_is_freed_is_handed_out_again() -> None:
     d, e = (pages.empty(BIG // 2, 2, dtype=torch.float32) for _ in range(2))
     assert {d.data_ptr(), e.data_ptr()} == where
     assert d.untyped_storage().nbytes() == 4 * BIG
+    assert not d._is_view()  # autograd may change it in place
 
 
 def test_little_more_is_kept_than_was_once_used() -> None:

@@ -47,7 +47,7 @@ def all_tasks(folder: Path, kernels: Sequence[str], *, quick: bool) -> list[Task
     spread = partial(layer_task, tokens=2048, transports=direct(), modes=[BOTH])
     for ranks, dtype, shape in product(several, ("bf16", "fp32"), shapes):
         tasks.append(spread(SHAPES[shape], dtype=dtype, ranks=ranks, peers=_peers(ranks)))
-    uneven = ("balanced", "zipf", "hot", "zero_expert_rank")
+    uneven = ("balanced", "random", "zipf", "hot", "zero_expert_rank")
     tasks += [layer_task(SHAPES[shape], tokens=2048, dtype="bf16", workloads=uneven, modes=[BOTH]) for shape in shapes]
     for workload in ("zero_expert_rank", "source_ragged"):
         tasks.append(spread(SHAPES["A"], dtype="bf16", ranks=2, workloads=[workload], peers=["all_to_all"]))

@@ -1,6 +1,7 @@
 """How tokens fall on experts, by name; the same on every machine for a seed.
 
     balanced           every expert the same, in random company
+    random             every expert as likely as any other
     zipf               the i-th most popular expert 1/i as often as the first
     hot                one expert in every token's choice, the others alike
     zero_expert_rank   the last rank's experts get nothing (of one rank: the last quarter of its experts)
@@ -17,7 +18,7 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 
-WORKLOADS = ("balanced", "zipf", "hot", "zero_expert_rank", "source_ragged")
+WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
 
 
 def token_counts(workload: str, tokens: int, ranks: int) -> tuple[int, ...]:
@@ -47,7 +48,7 @@ def draw(workload: str, tokens: int, top_k: int, num_experts: int, *, rank: int 
         odds_E[popular_E] = 1.0 / torch.arange(1, num_experts + 1)
     elif workload == "hot":
         odds_E[0] = torch.inf
-    else:
+    elif workload == "zero_expert_rank":
         idle = experts_per_rank(num_experts, ranks) if ranks > 1 else num_experts // 4
         odds_E[num_experts - idle :] = 0.0
     if int((odds_E > 0).sum()) < top_k:

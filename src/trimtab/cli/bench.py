@@ -31,7 +31,7 @@ Peers are imported only where they are named: grouped_mm, eager, batched_mm, all
 trimtab-hf (trimtab inside transformers). A contestant that cannot run is a line with its reason.
 """
 PLACES = ("--out", "--results", "--json", "--chart")
-WORKLOADS = ("balanced", "zipf", "hot", "zero_expert_rank", "source_ragged")
+WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
 
 
 def add_parser(commands: Any) -> None:

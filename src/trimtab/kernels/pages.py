@@ -6,7 +6,6 @@ when they are freed. `Pages` keeps what its tensors leave and hands it to the ne
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import threading
@@ -59,16 +58,14 @@ class Pages:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape. Not initialised, but NaN under deterministic algorithms, as torch's."""
-        size = math.prod(shape) * dtype.itemsize
+        count = math.prod(shape)
+        size = count * dtype.itemsize
         if size < SMALL:
             return torch.empty(shape, dtype=dtype, device="cpu")
         pages = self._take(_rounded(size))
-        block = (ctypes.c_char * len(pages)).from_buffer(pages)
+        block = memoryview(pages)
         weakref.finalize(block, self._give, pages).atexit = False
-        flat = torch.frombuffer(block, dtype=dtype, count=math.prod(shape))
-        values = torch.empty(0, dtype=dtype, device="cpu")
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        values.set_(flat.untyped_storage(), 0, shape, strides)  # no view of another
+        values = torch.frombuffer(block, dtype=dtype, count=count).resize_(shape)  # no view of another
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values
