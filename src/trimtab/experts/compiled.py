@@ -16,8 +16,6 @@ the pre-activations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -30,6 +28,7 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
 from trimtab.experts.mlp import function_of
+from trimtab.kernels.apart import apart
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.selftest import KernelChoice
 
@@ -80,16 +79,9 @@ def _kernels(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[
     must not lie in a capture, so it cannot come with every call. What is kept is the kernels, and their idle pages.
 
     In a thread of its own: an operator runs where nothing is recorded for a backward, and a self-test may need one.
-    A thread begins with GPU 0 as its current one, and Triton launches on the current one.
     """
     first, *others = names.split(",")
-
-    def choose() -> Kernels:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return KernelChoice(first, fallback=others).on(device, dtype, shape)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(choose).result()
+    return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
 
 
 def _kernels_for(names: str, up: Tensor, down: Tensor) -> Kernels:

@@ -37,9 +37,11 @@ from torch import Tensor
 
 from trimtab.errors import BackendError, InputError
 from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
+from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import load
+from trimtab.kernels.counted import count
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
@@ -212,7 +214,8 @@ class CompiledKernels(LoopKernels):
     @cached_property
     def sums_as_mkl(self) -> bool:
         """Whether a float32 product has the same bits here and by `rows_mm`: some of several steps are compared."""
-        return all(self._sums_as_mkl(rows) for rows in (17, 80))  # by weights where they lie, and brought
+        sizes = (17, 80)  # by weights where they lie, and brought
+        return apart_from_modes(torch.device("cpu"), lambda: all(map(self._sums_as_mkl, sizes)))
 
     def _sums_as_mkl(self, rows: int) -> bool:
         dim, hidden = 1024, 512
@@ -260,7 +263,19 @@ class CompiledKernels(LoopKernels):
         sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)
         scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
+        _count(name, call)
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
+
+
+def _count(name: str, call: Call) -> None:
+    """Show a call's products to a FLOP counter: by up or for its gradient, then by down or for its gradient."""
+    backward = name == "backward"
+    up = (name == "forward") + (backward and bool(call.dx)) + bool(call.d_up)
+    down = bool(call.y) + backward + bool(call.d_down)
+    for _ in range(up):
+        count(call.R, call.D, 2 * call.F if call.act <= _CLAMPED else call.F)
+    for _ in range(down):
+        count(call.R, call.F, call.D)
 
 
 class _OnePass(HiddenBack):

@@ -33,6 +33,7 @@ from trimtab.kernels.block import Block as Block
 from trimtab.kernels.block import as_it_lies
 from trimtab.kernels.block import put as put
 from trimtab.kernels.compiled import compiled_kernels, switched_off
+from trimtab.kernels.counted import count
 from trimtab.kernels.hidden import HiddenBack, HiddenKernels, RowFunction
 from trimtab.kernels.loop import LoopKernels as LoopKernels
 from trimtab.kernels.measured import faster
@@ -131,6 +132,7 @@ class StockKernels(HiddenKernels):
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         self._check_widths(w_eAB.shape[1:] if w_eAB.stride(2) == 1 else w_eAB.shape[1:2], x_RA)
+        count(x_RA.shape[0], x_RA.shape[1], w_eAB.shape[2])
         y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
@@ -139,6 +141,7 @@ class StockKernels(HiddenKernels):
         self._check_widths(out_eAB.shape[1:], a_RA)
         offs = block.offsets_e[1:].int()
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
+        count(a_RA.shape[1], b_RB.shape[0], b_RB.shape[1])
         dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
         nothing, zero = empty_e[:, None, None], dw.new_zeros(())

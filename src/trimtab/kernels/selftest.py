@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
+from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
 from trimtab.kernels.grouped import Kernels, get_kernels, names_for
@@ -91,8 +92,12 @@ class KernelChoice:
 
 def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:
     """Run all checks on `device`. The meta device has no values, so there is nothing to find."""
-    with torch.device("cpu"):  # the truth is taken there, whatever the caller's default is
-        return _self_test(kernels, device, dtype)
+
+    def run() -> SelfTest:
+        with torch.device("cpu"):  # the truth is taken there, whatever the caller's default is
+            return _self_test(kernels, device, dtype)
+
+    return apart_from_modes(device, run)
 
 
 def _self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from comparing import assert_close
-from gpu.triton_checks import FALLS, Case, experts_are_true, plan_is_true
+from gpu.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_launches import OTHERS, layer_launches
 from trimtab.bench.gpu_tables import Section, launch_table
@@ -101,6 +102,14 @@ def launches_are_raced() -> None:
     assert lines[-1].count("x32x") + lines[-1].count("128x") + lines[-1].count("256x") >= len(tiles) - 1
 
 
+def flops_are_counted(case: Case) -> None:
+    """Each product once, with rows for all slots: how many of them are kept stays on the device."""
+    module, (x, ids, w, dy) = module_of(case, "cpu"), inputs_of(case, "cpu")
+    with FlopCounterMode(display=False) as counter:
+        module(x, ids, w).backward(dy)
+    assert counter.get_total_flops() == 3 * 2 * ids.numel() * 3 * case.dim * case.hidden
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     for fall in FALLS:
@@ -123,6 +132,7 @@ def main() -> None:
     for fall in FALLS:
         experts_are_true(replace(experts, fall=fall), "cpu")
         print(f"experts {fall}")
+    flops_are_counted(replace(experts, fall="dropped"))
     experts_are_true(replace(experts, rows=0), "cpu")
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")

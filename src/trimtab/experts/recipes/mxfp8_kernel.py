@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from trimtab.experts.recipes.engine import Packed
 from trimtab.experts.recipes.formats import E4M3
 from trimtab.experts.recipes.quantised import Quantised
+from trimtab.kernels.counted import count
 
 RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 VECTORS, BLOCKS = 128, 4
@@ -28,6 +29,7 @@ VECTORS, BLOCKS = 128, 4
 
 def scaled_grouped_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends_e: Tensor) -> Tensor:
     """torch's grouped product with blocks of 32: bfloat16."""
+    count(left.shape[0], left.shape[1], right.shape[-1])
     blocks = torch.nn.functional.ScalingType.BlockWise1x32
     swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
     y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]

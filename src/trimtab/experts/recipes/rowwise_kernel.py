@@ -17,12 +17,14 @@ from torch import Tensor
 from trimtab.experts.recipes.engine import Packed
 from trimtab.experts.recipes.formats import E4M3
 from trimtab.experts.recipes.quantised import Quantised
+from trimtab.kernels.counted import count
 
 RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def scaled_grouped_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends_e: Tensor) -> Tensor:
     """torch's grouped product with row-wise scales, summed in float32 throughout: bfloat16."""
+    count(left.shape[0], left.shape[1], right.shape[-1])
     rowwise = torch.nn.functional.ScalingType.RowWise
     y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         left,
