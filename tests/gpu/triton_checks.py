@@ -20,7 +20,8 @@ from trimtab.experts.mlp_triton import plan_on_device
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.selftest import KernelChoice
 
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Of the largest true value: a routing weight's gradient may be a hundredth of the terms that it is the sum of."""
 TRITON = KernelChoice("triton")
 """One for all cases: tested once on a device."""
 FALLS = ("random", "one_expert", "cold", "dropped", "all_dropped")

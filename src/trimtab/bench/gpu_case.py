@@ -59,26 +59,28 @@ class GpuCase:
         )  # fmt: skip
 
 
-def our_layer(case: GpuCase, kernels: str) -> ExpertMLP:
-    """trimtab's experts on one set of kernels."""
+def our_layer(case: GpuCase, kernels: str, first: ExpertMLP | None = None) -> ExpertMLP:
+    """trimtab's experts on one set of kernels, with the parameters of `first` if there is one: they fill the device."""
     torch.manual_seed(0)
-    return ExpertMLP(
-        case.experts, case.dim, case.hidden, dtype=case.dtype, device=case.device, kernels=KernelChoice(kernels)
+    device = case.device if first is None else torch.device("meta")
+    made = ExpertMLP(
+        case.experts, case.dim, case.hidden, dtype=case.dtype, device=device, kernels=KernelChoice(kernels)
     )
+    if first is not None:
+        made.up, made.down = first.up, first.down
+    return made
 
 
 def their_layer(case: GpuCase, ours: ExpertMLP) -> Any:
-    """transformers' `grouped_mm` experts with the same weights; imported here alone."""
+    """transformers' `grouped_mm` experts with the same parameters; imported here alone."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=case.experts)
     config._experts_implementation = "grouped_mm"
-    with torch.device(case.device):
-        experts: Any = Qwen3MoeExperts(config).to(case.dtype)
-    with torch.no_grad():
-        experts.gate_up_proj.copy_(ours.up)
-        experts.down_proj.copy_(ours.down)
+    with torch.device("meta"):
+        experts: Any = Qwen3MoeExperts(config)
+    experts.gate_up_proj, experts.down_proj = ours.up, ours.down
     return experts
 
 

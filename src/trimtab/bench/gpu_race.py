@@ -117,7 +117,7 @@ def race(
 ) -> Raced:  # fmt: skip
     """Medians need rounds, not repeats: each round repeats a contestant for about `seconds`.
 
-    Who raises while it warms up takes no turns.
+    Who raises takes no more turns and is not timed.
     """
     repeats, memory, failed = dict[str, int](), dict[str, int | None](), dict[str, str]()
     for name, run in contestants.items():
@@ -133,7 +133,12 @@ def race(
     for turn in range(rounds):
         order = list(found) if turn % 2 else list(found)[::-1]
         for name in order:
-            found[name].append(time_of(contestants[name], device, repeats[name]))
+            try:
+                found[name].append(time_of(contestants[name], device, repeats[name]))
+            except Exception as error:
+                traceback.print_exc()
+                failed[name] = brief(error)
+                del found[name]
     timings = {
         name: Timing(seconds=tuple(times), memory=memory[name], is_graph=isinstance(contestants[name], Replay))
         for name, times in found.items()

@@ -99,7 +99,7 @@ def _layer_runs(
     case: GpuCase, names: tuple[str, ...], peer: bool
 ) -> tuple[dict[str, dict[str, Run]], dict[str, str]]:  # fmt: skip
     first = our_layer(case, names[0])
-    makers: dict[str, Callable[[], Any]] = {f"trimtab {n}": partial(our_layer, case, n) for n in names}
+    makers: dict[str, Callable[[], Any]] = {f"trimtab {n}": partial(our_layer, case, n, first) for n in names}
     makers |= {PEER: partial(their_layer, case, first)} if peer else {}
     runs: dict[str, dict[str, Run]] = {"forward": {}, BOTH: {}}
     failed: dict[str, str] = {}
@@ -111,6 +111,7 @@ def _layer_runs(
             if wanted is not None:
                 agree(found, wanted, name)
             wanted = wanted or found
+            del found  # gradients of all weights, in the way of what is captured next
         except Exception as error:
             failed[name] = _said(error)
             continue

@@ -134,6 +134,7 @@ def main() -> None:
         print(f"experts {fall}")
     flops_are_counted(replace(experts, fall="dropped"))
     experts_are_true(replace(experts, rows=0), "cpu")
+    experts_are_true(replace(experts, rows=1, dim=256, hidden=128, fall="dropped"), "cpu")  # as on a GPU
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")

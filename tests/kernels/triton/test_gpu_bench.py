@@ -70,6 +70,22 @@ def test_every_contestant_has_its_turn_in_every_round() -> None:
     assert "".join(turns[-8:]) in ("babaabba", "abbabaab", "baabbaab", "abbaabba")
 
 
+def test_who_fails_in_a_turn_takes_no_more() -> None:
+    """Memory may run out only when all others have theirs."""
+    runs = {"well": 0, "out": 0}
+
+    def run(name: str) -> None:
+        runs[name] += 1
+        if name == "out" and runs[name] > 6:
+            raise RuntimeError("out of memory")
+
+    raced = race({name: lambda name=name: run(name) for name in runs}, CASE.device, rounds=9, seconds=0.0)
+    assert len(raced.timings["well"].seconds) == 9
+    assert "out" not in raced.timings
+    assert raced.failed == {"out": "RuntimeError: out of memory"}
+    assert runs["out"] == 7
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so it would run in full")
 def test_without_a_device_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 1
