@@ -15,9 +15,10 @@ from trimtab.bench.cost import combine_bytes, gather_bytes, layer_bytes
 from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_weights, parse_shape
 from trimtab.bench.layer_peers import build_transformers
 from trimtab.bench.layer_truth import BOUNDS, compare, probe, truth
+from trimtab.bench.names import WORKLOADS
 from trimtab.bench.subject import Where
 from trimtab.bench.train import _make_judge, train_task
-from trimtab.bench.workloads import WORKLOADS, draw, lane_rows, token_counts
+from trimtab.bench.workloads import draw, lane_rows, token_counts
 from trimtab.errors import ConfigError
 
 CASE = LayerCase(dim=6, hidden=5, num_experts=4, top_k=2, tokens=7, dtype="fp32", workload="zipf", ranks=2)

@@ -20,8 +20,7 @@ from trimtab.experts.mlp_triton import plan_on_device
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.selftest import KernelChoice
 
-BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Of the largest true value: a routing weight's gradient may be a hundredth of the terms that it is the sum of."""
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 TRITON = KernelChoice("triton")
 """One for all cases: tested once on a device."""
 FALLS = ("random", "one_expert", "cold", "dropped", "all_dropped")
@@ -107,4 +106,16 @@ def experts_are_true(case: Case, device: str) -> None:
     weights = [p.grad if case.main_grad == "off" else p.main_grad for p in (module.up, module.down)]
     wanted = (true, *grads[:2], *(g + stale for g in grads[2:]))
     for name, got, truth in zip(("y", "dx", "dw", "dup", "ddown"), (y, x.grad, w.grad, *weights), wanted, strict=True):
-        assert_close(got.cpu(), truth, BOUNDS[case.dtype], f"{case}: {name}")
+        bound = BOUNDS[case.dtype]
+        if name == "dw" and case.rows == 1 and case.dtype == torch.float32:
+            bound *= cancelled(true_x, ids.cpu(), dy.cpu(), up, down, truth)
+        assert_close(got.cpu(), truth, bound, f"{case}: {name}")
+
+
+@torch.no_grad()
+def cancelled(x: Tensor, ids: Tensor, dy: Tensor, up: Tensor, down: Tensor, dw: Tensor) -> float:
+    """How much smaller the largest routing weight gradient of one row is than such a sum of its terms h * dh would be
+    on average, had they random signs: terms are rounded for what they are, not for what is left of them. 1 or more.
+    """
+    terms = [(oracle.swiglu(up[e] @ x[0]) * (dy[0].double() @ down[e])).norm() for e in ids[0] if e >= 0]
+    return max(1.0, float(max(terms)) / float(dw.abs().max())) if terms else 1.0

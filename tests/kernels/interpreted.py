@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from comparing import assert_close
 from trimtab.experts.linear import GroupedLinear
@@ -56,7 +57,9 @@ def rows_times_weights(sizes: list[int], tail: int) -> None:
     x, x_scale = values(rows, c, seed=0), scales(rows, c // BLOCK, seed=1)
     w, w_scale = values(e, n, c, seed=2), scales(e, n // BLOCK, c // BLOCK, seed=3)
     x_scale[used:] = torch.nan
-    y = blockwise_rows(x, x_scale, w, w_scale, cuts, **WIDE)
+    with FlopCounterMode(display=False) as counter:
+        y = blockwise_rows(x, x_scale, w, w_scale, cuts, **WIDE)
+    assert counter.get_total_flops() == 2 * rows * c * n
     a, b = x.double() * spread(x_scale, 1), w.double() * spread(w_scale, 1, 2)
     for i in range(e):
         s = slice(int(cuts[i]), int(cuts[i + 1]))
@@ -70,7 +73,9 @@ def columns_times_columns(sizes: list[int]) -> None:
     x, x_scale = values(a_width, rows, seed=0), scales(rows // BLOCK, a_width, seed=1)
     dy, dy_scale = values(b_width, rows, seed=2), scales(rows // BLOCK, b_width, seed=3)
     x_scale[-1] = torch.nan
-    dw = blockwise_groups(x, x_scale, dy, dy_scale, cuts, **WIDE)
+    with FlopCounterMode(display=False) as counter:
+        dw = blockwise_groups(x, x_scale, dy, dy_scale, cuts, **WIDE)
+    assert counter.get_total_flops() == 2 * rows * a_width * b_width
     a, b = x.double() * spread(x_scale, 0).t(), dy.double() * spread(dy_scale, 0).t()
     for i in range(e):
         s = slice(int(cuts[i]), int(cuts[i + 1]))

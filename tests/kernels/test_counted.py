@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab import ExpertMLP, GroupedLinear
+from trimtab.experts.recipes import mxfp8_kernel, rowwise_kernel
 
 E, D, F, K = 6, 64, 32, 2
 KERNELS = ("compiled", "loop", "stock")
@@ -23,7 +25,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     return torch.randn(rows, D, dtype=dtype), ids, torch.rand(rows, K), int((ids >= 0).sum())
 
 
-def flops_of(run: Any) -> int:
+def flops_of(run: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter:
         run()
     return int(counter.get_total_flops())
@@ -71,6 +73,17 @@ def test_large_experts_in_either_way(dim: int) -> None:
         ids, w = torch.arange(2 * rows).view(rows, 2) % 2, torch.rand(rows, 2)
         found = flops_of(lambda x=x, ids=ids, w=w: experts(x, ids, w).sum().backward())
         assert found == 3 * 2 * 2 * rows * 3 * 1024 * dim
+
+
+@pytest.mark.parametrize("recipe", [mxfp8_kernel, rowwise_kernel])
+def test_products_in_low_precision(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's product left out: no CPU has it."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda left, *args, **kwargs: left)
+    rows, weights, ends = torch.ones(70, D), torch.ones(3, D, F), torch.tensor([10, 10, 70], dtype=torch.int32)
+    scale = torch.ones(1)
+    assert flops_of(lambda: recipe.scaled_grouped_mm(rows, weights, scale, scale, ends)) == 2 * 70 * D * F
+    into = torch.ones(70, F)
+    assert flops_of(lambda: recipe.scaled_grouped_mm(rows.t(), into, scale, scale, ends)) == 2 * 70 * D * F
 
 
 def test_a_graph_counts_what_eager_experts_do() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.bench.names import WORKLOADS
+
 if TYPE_CHECKING:
     from trimtab.bench.result import Record
     from trimtab.bench.task import Task
@@ -31,7 +33,6 @@ Peers are imported only where they are named: grouped_mm, eager, batched_mm, all
 trimtab-hf (trimtab inside transformers). A contestant that cannot run is a line with its reason.
 """
 PLACES = ("--out", "--results", "--json", "--chart")
-WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
 
 
 def add_parser(commands: Any) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 
 BLOCK = 128
@@ -120,6 +121,7 @@ def blockwise_rows(
     experts, n, _ = w_eNC.shape
     y = x_SC.new_empty(rows, n, dtype=dtype)
     grid = (rows // BLOCK, n // BLOCK)
+    count(rows, c, n)
     with on_device_of(x_SC):
         rows_kernel[grid](
             x_SC, x_scale, w_eNC, w_scale, offsets_e, y, experts, n, c, EXPERTS=triton.next_power_of_2(experts),
@@ -143,6 +145,7 @@ def blockwise_groups(
     experts = offsets_e.shape[0] - 1
     dw = x_AS.new_empty(experts, a, b, dtype=dtype)
     grid = (experts, a // BLOCK, b // BLOCK)
+    count(a, rows, b)
     with on_device_of(x_AS):
         groups_kernel[grid](
             x_AS, x_scale, dy_BS, dy_scale, offsets_e, dw, a, b, rows, BLOCK=BLOCK, WIDE=wide, num_warps=8,
