@@ -155,7 +155,8 @@ class MoE(nn.Module):
         mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
         batch = mine.shape[0] if mine.dim() > 2 else 1
         route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch)
-        rows = self.dispatcher.dispatch(self.to_latent(x_TD), route.ids_TK, route.weights_TK)
+        given = self.to_latent(x_TD), route.ids_TK, route.weights_TK
+        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots)
         out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:

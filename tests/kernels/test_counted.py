@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab import ExpertMLP, GroupedLinear
@@ -44,6 +46,16 @@ def test_each_product_of_experts_counts_once(kernels: str, activation: str, widt
     assert flops_of(lambda: experts(x, ids, w).sum().backward()) == 3 * (up + down)
     experts.up.requires_grad_(False)
     assert flops_of(lambda: experts(x, ids, w).sum().backward()) == 2 * up + 3 * down
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_a_selective_checkpoint_runs_again_counts_again(kernels: str) -> None:
+    experts = ExpertMLP(E, D, F, kernels=kernels)
+    x, ids, w, kept = inputs(70)
+    x.requires_grad_()
+    context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    run = partial(checkpoint, experts, x, ids, w, use_reentrant=False, context_fn=context)
+    assert flops_of(lambda: run().sum().backward()) == 4 * 2 * kept * (D * 2 * F + F * D)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

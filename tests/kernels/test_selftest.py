@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trimtab.errors import BackendError
 from trimtab.kernels import selftest
@@ -140,5 +141,11 @@ def test_a_dtype_that_kernels_do_not_have_is_a_reason_to_fall_back() -> None:
         assert KernelChoice("stock", fallback=["loop"]).on(CPU, torch.float64).name == "loop"
 
 
-def test_a_device_without_values_has_nothing_to_test() -> None:
-    assert self_test(StockKernels(), torch.device("meta"), torch.float32).fault is None
+def test_tensors_without_values_are_computed_by_none_and_test_none() -> None:
+    choice = KernelChoice("triton")
+    assert choice.on(torch.device("meta"), torch.float64).name == "shapes"
+    with FakeTensorMode():
+        assert choice.on(CPU, torch.float32).name == "shapes"
+    assert not choice.reports
+    with pytest.raises(BackendError):
+        choice.on(CPU, torch.float32)

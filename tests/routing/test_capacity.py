@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.routing.capacity import drop_over, padding
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.decisions import Decisions
+from trimtab.routing.record import replay
 from trimtab.routing.select import capacity
 
 E = 4
@@ -47,3 +54,44 @@ def test_padding_fills_every_expert(tokens: int, factor: float, k: int, seed: in
     assert (counts <= room).all()
     if tokens >= E or tokens == 0:
         assert counts.tolist() == [room] * E
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 50])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"select": "expert_choice"},
+        {"select": "expert_choice", "capacity_factor": 9.0},
+        {"capacity_factor": 0.6},
+        {"capacity_factor": 0.6, "pad": True},
+        {"capacity_factor": 5.0},
+    ],
+    ids=str,
+)
+def test_no_more_slots_are_kept_than_it_says(options: dict[str, Any], tokens: int) -> None:
+    router = RouterConfig(num_experts=E, top_k=2, **options).build(8)
+    x = torch.randn(tokens, 8)
+    routing = router(x)
+    assert routing.most_slots is not None
+    assert (routing.ids_TK >= 0).sum() <= routing.most_slots <= routing.ids_TK.numel()
+    if options == {"select": "expert_choice"} and tokens > 1:
+        assert (routing.ids_TK >= 0).sum() == routing.most_slots
+
+
+def test_of_slots_that_are_given_nothing_is_said() -> None:
+    """They may be more than a capacity allows, and are again where a checkpoint runs the layer again after `replay`."""
+    everything = torch.arange(E).expand(5, E)
+    router = RouterConfig(num_experts=E, top_k=2, select="expert_choice").build(8)
+    said = []
+
+    def run(x: Tensor) -> Tensor:
+        routing = router(x)
+        said.append((routing.most_slots, int((routing.ids_TK >= 0).sum())))
+        return routing.weights_TK.square().sum()
+
+    assert router(torch.randn(5, 8), ids_TK=everything).most_slots is None
+    decisions = Decisions(ids=everything.view(1, 5, 1, E), num_experts=E, layers=("",))
+    with replay(router, decisions):
+        y = checkpoint(run, torch.randn(5, 8), use_reentrant=False)
+    y.backward()
+    assert said == [(None, 5 * E)] * 2

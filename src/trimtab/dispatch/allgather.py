@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
+from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values, watched
 from trimtab.guard.guard import Guard
 from trimtab.guard.shared import SharedByCopies
 
@@ -48,6 +48,7 @@ class AllGather(SharedByCopies):
         self.size = dist.get_world_size(group)
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
+        refuse_without_values(headers_PC, self.rank)
         everyone = gather_uneven(headers_PC, self.size, self.group, self.guard).tolist()
         return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_bytes, unpack
-from trimtab.dispatch.transport import Headers, Lanes, guard_for, watched
+from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values, watched
 from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
 from trimtab.guard.shared import SharedByCopies
@@ -38,6 +38,7 @@ class AllToAll(SharedByCopies):
         self._workspace = Workspace()
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
+        refuse_without_values(headers_PC, self.rank)
         received_PC = torch.empty_like(headers_PC)
         watched(self.guard, dist.all_to_all_single, received_PC, headers_PC, group=self.group)
         sent, received = torch.stack((headers_PC, received_PC)).tolist()

@@ -36,6 +36,7 @@ from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
 from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
+from trimtab.kernels.memory import no_values
 from trimtab.layout import experts_per_rank
 from trimtab.routing.recompute import always_recomputed
 
@@ -50,7 +51,7 @@ class Rows:
     x: [M', D] in the tokens' dtype. With combine="ordered" one row per kept slot.
     ids: [M', K] int32 local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
     weights: [M', K] float32 (float64 for float64 tokens).
-    num_slots: how many ids are not -1, where the host knows it.
+    num_slots: how many ids are not -1, or how many at most, where the host knows it.
     """
 
     x: Tensor
@@ -110,7 +111,15 @@ class Dispatcher:
             self._at("route")
 
     @always_recomputed
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Rows:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        w_TK: Tensor,
+        token_mask_T: Tensor | None = None,
+        *,
+        most_slots: int | None = None,
+    ) -> Rows:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
@@ -118,6 +127,8 @@ class Dispatcher:
             ids_TK: global expert ids, int; -1 drops a slot.
             w_TK: routing weights, floating; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
+            most_slots: how many ids are not -1 at most, where less than T * K: what is made for them on a device, or
+                in a graph of `torch.compile`, is of so many rows. Over ranks they are counted anyway.
 
         Raises:
             InputError: shapes, dtypes, ids out of range or weights not finite, on every rank of the group.
@@ -138,11 +149,13 @@ class Dispatcher:
                 from trimtab.dispatch.compiled import checked_ids
 
                 ids = checked_ids(ids, bad, self._layer_bytes, self.num_experts)
+            elif no_values(bad.device):
+                pass
             elif bad.device.type == "cpu":
                 self._raise_if_bad([int(bad)])
             else:
                 torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
-            route: Route = LocalRoute(ids_TK=ids)
+            route: Route = LocalRoute(ids_TK=ids, num_slots=most_slots)
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
             route = self._connect(ids, bad, self._named, x_TD)

@@ -25,6 +25,7 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 from trimtab.kernels.compiled import CompiledKernels, SlotPlaces
 from trimtab.kernels.loop import LoopKernels
+from trimtab.kernels.memory import no_values
 from trimtab.kernels.rows import Bags
 from trimtab.layout import ALIGNMENTS
 
@@ -84,7 +85,7 @@ def inverse_of(order_N: Tensor) -> Tensor:
 
 def static_by_default(t: Tensor) -> bool:
     """Whether sizes must not depend on what `t` holds."""
-    return t.device.type != "cpu" or torch.compiler.is_compiling()
+    return t.device.type != "cpu" or torch.compiler.is_compiling() or no_values(t.device)
 
 
 def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static: bool | None = None) -> Tensor:
@@ -189,9 +190,9 @@ def plan_experts(
     """Group the slots of `ids_MK` [M, K] by local expert.
 
     Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
-    `num_slots` is the number of kept slots where the caller knows it. Without it a static plan (the default on a
-    device and under `torch.compile`: nothing is read back) takes the bound N (+ padding); its expert rows beyond
-    offsets_e[-1] are padding too.
+    `num_slots` is the number of kept slots, or a bound of it, where the caller knows one. Without it a static plan (the
+    default on a device, of tensors without values and under `torch.compile`: nothing is read back) takes the bound N
+    (+ padding); its expert rows beyond offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
     `level`: dtype of experts that make zeros of a row of zeros, so that `kernels` may lengthen segments for speed.
     """

@@ -44,7 +44,7 @@ class Route(Protocol):
 
     @property
     def num_slots(self) -> int | None:
-        """Kept slots among the received rows, where the host knows it."""
+        """Kept slots among the received rows, or how many at most, where the host knows it."""
         ...
 
     def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:

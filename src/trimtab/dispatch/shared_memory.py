@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.dispatch.introduction import wait_for
 from trimtab.dispatch.shared_host import MAX_COLUMNS, SLOT_BYTES, HostMemory
-from trimtab.dispatch.transport import Headers, Lanes, guard_for
+from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values
 from trimtab.dispatch.workspace import Slot
 from trimtab.errors import BackendError, TrimtabError
 from trimtab.guard.group import timeout_of
@@ -120,6 +120,7 @@ class SharedMemory(SharedByCopies):
         if like.device.type != "cpu":
             where = f"rank {self.rank} brings tensors of {like.device}"
             raise self._told(BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank))
+        refuse_without_values(like, self.rank)
 
     def meet_peers(self, device: torch.device) -> None:
         """Get to know the peers, if not done: what the first exchange does. All ranks must call, or all exchange.

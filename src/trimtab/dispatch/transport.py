@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.errors import InputError
 from trimtab.guard.group import has_gloo
 from trimtab.guard.guard import Guard
+from trimtab.kernels.memory import no_values
 from trimtab.launched import end_behind_gloo
 
 
@@ -55,6 +57,18 @@ class Headers:
             incoming=tuple(header[column] for header in self.received),
             everyone=tuple(tuple(header[column] for header in row) for row in self.everyone),
         )
+
+
+def refuse_without_values(headers_PC: Tensor, rank: int) -> None:
+    """Raises:
+    InputError: nobody can read how many rows there are.
+    """
+    if no_values(headers_PC.device):
+        raise InputError(
+            "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
+            "take one rank's layer by itself, with its share of the experts",
+            rank=rank, phase="count",
+        )  # fmt: skip
 
 
 def guard_for(transport: Transport, group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:

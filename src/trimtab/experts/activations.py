@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import InputError
 from trimtab.experts.stand_in import standing_in
+from trimtab.kernels.memory import no_values
 
 Approximate = Literal["none", "tanh"]
 
@@ -186,7 +187,7 @@ class Recomputed:
 
     def forward(self, pre_nI: Tensor) -> Tensor:
         with standing_in(self._places, self._stand_ins):  # of a norm it is run in the backward as well
-            if not self._keep or self._tried:
+            if not self._keep or self._tried or no_values(pre_nI.device):
                 return self.function(pre_nI)
             self._tried = True
             before = torch.get_rng_state()
@@ -207,7 +208,9 @@ class Recomputed:
             )
         with torch.enable_grad(), standing_in(self._places, self._stand_ins):
             pre = pre_nI.detach().requires_grad_()
-            h = self.function(pre)
+            h = self.function(
+                pre.view_as(pre)
+            )  # within autograd.grad, hooks that torch's trackers hang on leaves raise
         wanted = [p for p in self.params if p.requires_grad]
         d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
         found = iter(d_wanted)

@@ -148,7 +148,7 @@ class ExpertMLP(GroupedModule):
             x_MD: floating, M >= 0.
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: floating routing weights; their gradient comes back in their dtype.
-            num_slots: how many slots are kept, where it is known.
+            num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
             InputError: shapes or dtypes other than these; under a transform of `torch.func`.

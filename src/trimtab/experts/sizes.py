@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.kernels.memory import no_values
 from trimtab.layout import segment_offsets
 
 GroupSizes = Sequence[int] | Tensor
@@ -38,7 +39,7 @@ def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torc
         raise _bad(f"must be int32 or int64, got {group_sizes.dtype}")
     if group_sizes.ndim != 1:
         raise _bad(f"must be one-dimensional, got the shape {tuple(group_sizes.shape)}")
-    if group_sizes.device.type == "cpu":
+    if group_sizes.device.type == "cpu" and not no_values(group_sizes.device):
         return _from_host(group_sizes.tolist(), num_groups, rows).to(device, non_blocking=True)
     if group_sizes.device != device:
         raise _bad(f"are on {group_sizes.device} and the rows on {device}: put them on the CPU or on {device}")

@@ -39,7 +39,7 @@ def experts_forward(
         top_k_index: [T, K] int ids; any id outside 0..num_experts - 1 drops its slot.
         top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
         kernels: what computes, tested at its first use and shared by the layers of a name.
-        num_slots: how many slots are kept, where it is known.
+        num_slots: how many slots are kept, or how many at most, where it is known.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised.

@@ -13,6 +13,8 @@ Four sets of kernels with these names:
                      out zero in both directions, gradients are made contiguous
     TritonKernels    grouped GEMMs of our own and whole SwiGLU experts, for CUDA: see `trimtab.kernels.triton.kernels`
 
+and for tensors without values `trimtab.kernels.shapes`.
+
 An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, or several of few
 rows, so that gathered rows and activations stay in cache and are never held for all experts at once.
 

@@ -8,6 +8,16 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 
 
+def no_values(device: torch.device) -> bool:
+    """Whether tensors on `device` are shapes alone, none of whose values can be read: on the meta device, and under
+    PyTorch's `FakeTensorMode`, but where a graph is traced from fake tensors: what is computed must be in it."""
+    if device.type == "meta":
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    fake, traced = (torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
+    return fake and not traced
+
+
 def in_memory(t: Tensor) -> bool:
     """Whether the values of `t` lie at its address. Not those of a tensor that wraps others, as a DTensor does."""
     return t.layout is torch.strided and (t.data_ptr() != 0 or not t.nbytes)

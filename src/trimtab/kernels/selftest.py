@@ -23,6 +23,8 @@ from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
 from trimtab.kernels.grouped import Kernels, get_kernels, names_for
+from trimtab.kernels.memory import no_values
+from trimtab.kernels.shapes import ShapeKernels
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
@@ -58,11 +60,14 @@ class KernelChoice:
     def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
         """The kernels for `device` and parameters of `dtype`; for expert MLPs of `shape` (D, F), where it matters.
 
-        The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture.
+        The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture. On the
+        meta device and under PyTorch's `FakeTensorMode` it is `ShapeKernels`, whatever was chosen.
 
         Raises:
             BackendError: none of the candidates passed; names each and says why.
         """
+        if no_values(device):
+            return ShapeKernels()
         key = (device, dtype, shape if device.type == "cuda" else None)
         if key not in self._chosen:
             self._chosen[key] = self._choose(device, dtype, shape)
@@ -91,7 +96,7 @@ class KernelChoice:
 
 
 def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:
-    """Run all checks on `device`. The meta device has no values, so there is nothing to find."""
+    """Run all checks on `device`, which has values."""
 
     def run() -> SelfTest:
         with torch.device("cpu"):  # the truth is taken there, whatever the caller's default is
@@ -104,9 +109,9 @@ def _self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Se
     start = time.perf_counter()
     # First: where products of bfloat16 are wrong it gives them up, and others make what is tested next.
     fault = kernels.fault_by(first_fused_fault) if isinstance(kernels, CompiledKernels) else None
-    if fault is None and device.type != "meta":
+    if fault is None:
         fault = _first_fault(kernels, device, dtype)
-    if fault is None and device.type != "meta" and kernels.name == "triton":  # there is Triton then
+    if fault is None and kernels.name == "triton":  # there is Triton then
         from trimtab.kernels.triton.check import first_fault
 
         fault = first_fault(kernels, device, dtype)

@@ -17,6 +17,12 @@ from trimtab.routing.config import RouterConfig
 from trimtab.routing.scores import count_ids
 
 
+def most_slots(ids_TK: Tensor, config: RouterConfig, room: int) -> int:
+    """How many slots all experts together take at most, each of which takes `room`. Symbolic in a traced graph."""
+    most: int = torch.sym_min(config.num_experts * room, ids_TK.numel())  # type: ignore[no-untyped-call]
+    return most
+
+
 @torch.no_grad()
 def drop_over(
     ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, by: Literal["probability", "position"]

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -29,13 +29,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.autograd.function import Function
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
 
 from trimtab.backward import without_autocast
+from trimtab.kernels.memory import no_values
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -50,15 +56,19 @@ SAME = 8.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """Ids: chosen [T, K], and kept [T, K], which is -1 also where the expert had no room."""
+    """Ids: chosen [T, K], and kept [T, K], which is -1 also where the expert had no room. most: how many of the kept
+    are not -1 at most, where a capacity says so."""
 
     chosen: Tensor
     kept: Tensor
+    most: int | None = None
 
     def to(self, dtype: torch.dtype) -> Choice:
         """The same in other integers."""
         chosen = self.chosen.to(dtype)
-        return Choice(chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype))
+        return Choice(
+            chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype), most=self.most
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,12 +112,28 @@ def sum_of(logits_TE: Tensor) -> Tensor:
 
 def unseen() -> AbstractContextManager[None]:
     """Around what a recompute leaves out, or does instead: selective checkpointing does not see it, which counts on
-    the same operators in both runs. Nor does another dispatch mode then, but of fake tensors nothing can be hidden."""
+    the same operators in both runs. Other dispatch modes do."""
     if torch.compiler.is_compiling():
         return nullcontext()
     modes = _get_current_dispatch_mode_stack()
-    selective = any(isinstance(m, (_Caching, _Cached)) for m in modes)
-    return _disable_current_modes() if selective and detect_fake_mode() is None else nullcontext()
+    return _only([m for m in modes if not _selects(m)]) if any(map(_selects, modes)) else nullcontext()
+
+
+def _selects(mode: TorchDispatchMode) -> bool:
+    return isinstance(mode, (_Caching, _Cached))
+
+
+@contextmanager
+def _only(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Of the current dispatch modes these alone, which are not entered anew."""
+    with _disable_current_modes():
+        try:
+            for mode in modes:
+                _push_mode(mode)
+            yield
+        finally:
+            for _ in modes:
+                _pop_mode()
 
 
 def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
@@ -159,7 +185,8 @@ class Memory:
         if not known:
             return None
         size = sum_E.norm().clamp(min=torch.finfo(sum_E.dtype).tiny)
-        distances = ((torch.stack([one.sum_E for one in known]) - sum_E).norm(dim=-1) / size).tolist()
+        far_N = (torch.stack([one.sum_E for one in known]) - sum_E).norm(dim=-1) / size
+        distances = [0.0] * len(known) if no_values(far_N.device) else far_N.tolist()
         near = min(distances)
         if not near <= TOLERANCE:
             return None

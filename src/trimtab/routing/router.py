@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.routing.capacity import drop_over, padding
+from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
@@ -34,6 +34,7 @@ class Routing(NamedTuple):
     losses: name -> scalar, coefficient included; their sum is what joins the training loss.
     loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
     logits_TE: float32 (float64 for float64 tokens).
+    most_slots: how many ids are not -1 at most, where a capacity says so.
     """
 
     ids_TK: Tensor
@@ -41,6 +42,7 @@ class Routing(NamedTuple):
     losses: dict[str, Tensor]
     loads_E: Tensor
     logits_TE: Tensor
+    most_slots: int | None = None
 
 
 class Router(nn.Module):
@@ -155,10 +157,14 @@ class Router(nn.Module):
             weights = self.memory.hold(made, weights, self.training)
         ids = choice.kept
         loads = chosen_E if ids is choice.chosen else count_ids(ids, c.num_experts)
+        most = choice.most
         if c.pad:
             filled = padding(ids, c, capacity(tokens, c))
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
-        return Routing(ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits)
+            most = None if most is None else most_slots(ids, c, capacity(tokens, c))
+        return Routing(
+            ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most
+        )  # fmt: skip
 
     def _given(self, ids_TK: Tensor | None, real_T: Tensor, batch: int) -> Choice | None:
         """A decision to replay, if there is one."""
@@ -174,11 +180,14 @@ class Router(nn.Module):
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor) -> Choice:
         c = self.config
         chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
-        if c.capacity_factor is None or c.select == "expert_choice":
+        if c.select != "expert_choice" and c.capacity_factor is None:
             return Choice(chosen=chosen, kept=chosen)
+        room = capacity(chosen.shape[0], c)
+        most = most_slots(chosen, c, room)
+        if c.select == "expert_choice":
+            return Choice(chosen=chosen, kept=chosen, most=most)
         weights = pick_weights(logits_TE, scores_TE, chosen, c)
-        kept = drop_over(chosen, weights, c.num_experts, capacity(chosen.shape[0], c), c.drop)
-        return Choice(chosen=chosen, kept=kept)
+        return Choice(chosen=chosen, kept=drop_over(chosen, weights, c.num_experts, room, c.drop), most=most)
 
     def _count(self, choice: Choice, chosen_E: Tensor, counts_E: Tensor | None, batch: int) -> None:
         """chosen_E: of this rank. counts_E: of all, where a loss counted them."""

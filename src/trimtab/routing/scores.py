@@ -12,6 +12,7 @@ Legend: T tokens, D model dim, E experts, K experts per token.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _Logits(Function):
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, E] in float32, under autocast too; in float64 for float64 tokens."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has no autocast
         logits: Tensor = _Logits.apply(x_TD, weight_ED, dtype)  # type: ignore[no-untyped-call]
     return logits
 

@@ -102,7 +102,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
 
     Args:
         ids_MK: int, contiguous, K >= 1.
-        num_slots: how many are kept, where it is known; else R is the bound N (+ padding).
+        num_slots: how many are kept, or how many at most, where it is known; else R is the bound N (+ padding).
     """
     (rows, top_k), power = ids_MK.shape, segments_power(num_experts)
     slots = rows * top_k
