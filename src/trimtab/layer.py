@@ -28,7 +28,8 @@ from trimtab.routing.config import RouterConfig
 
 class MoEOutput(NamedTuple):
     """y: x's shape and dtype; zeros where the token mask is False.
-    losses: name -> scalar, coefficient included, see `trimtab.routing.losses`.
+    losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
+        checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
     loads_E: int64, kept slots of the tokens that this rank routes.
     ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped.
     """
@@ -67,7 +68,8 @@ class MoEConfig:
 
     Args:
         dim, hidden: D and F.
-        router: the routing decision; its weight is float32 at least.
+        router: the routing decision; its weight is built in float32 at least. Who casts it, as `model.bfloat16()` and
+            a `mp_policy` do, has logits in float32 of what is left of it.
         activation, bias, weights, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
         shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
@@ -156,7 +158,7 @@ class MoE(nn.Module):
         batch = mine.shape[0] if mine.dim() > 2 else 1
         route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch)
         given = self.to_latent(x_TD), route.ids_TK, route.weights_TK
-        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots)
+        rows = self.dispatcher.dispatch(*given, most_slots=getattr(route, "most_slots", None))
         out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:

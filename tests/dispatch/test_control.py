@@ -156,8 +156,9 @@ def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on()
 def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
     tag = Tag(layer="x" * 50 + "é.11", call=3, experts=6, top_k=2, width=8, facts="")
     rows = torch.tensor([1, 2])
+    message = fill(rows, rows, 5, 0, tag)
+    assert message.shape == (2, COLUMNS)
     for phase, direction in MOVEMENTS:
-        message = fill(rows, rows, 5, 0, tag, phase, direction)
-        assert message.shape == (2, COLUMNS)
-        assert MOVEMENTS[int(message[1, MOVEMENT])] == (phase, direction)
-        assert message[:, MOVEMENT:].unique(dim=0).shape[0] == 1, "the tag is the same for every peer"
+        assert MOVEMENTS[tag.columns(phase, direction)[0]] == (phase, direction)
+        assert tag.columns(phase, direction)[1:] == tag.columns("count", "forward")[1:]
+    assert message[:, MOVEMENT:].tolist() == [tag.columns("count", "forward")] * 2, "the same for every peer"

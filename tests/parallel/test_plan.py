@@ -18,6 +18,7 @@ from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.router import Router, Routing
 from trimtab.verify.ranks import run_ranks
 
 
@@ -33,6 +34,18 @@ class Doubled(MoE):
     def forward(self, x: torch.Tensor, **kwargs: Any) -> MoEOutput:
         out = super().forward(x, **kwargs)
         return out._replace(y=2 * out.y)
+
+
+class OfMyOwn(torch.nn.Module):
+    """A router that knows nothing of groups."""
+
+    def __init__(self, inside: Router) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Routing:
+        made: Routing = self.inside(x, **kwargs)
+        return made
 
 
 def refused_subclass() -> str:
@@ -76,13 +89,13 @@ def refused_whole_on_rank() -> dict[str, tuple[str, str, list[str]]]:
     def build(hidden: int = 8, experts: int = 4, **options: Any) -> MoE:
         return MoEConfig(dim=8, hidden=hidden, router=RouterConfig(num_experts=experts, top_k=1), **options).build()
 
-    def attempt(name: str, style: ExpertParallel, on: DeviceMesh, *layers: MoE) -> None:
+    def attempt(name: str, style: ExpertParallel, on: DeviceMesh, *layers: MoE, alone: bool = True) -> None:
         model = torch.nn.ModuleList(layers)
         before = snapshot(model)
         for way, run in (
             ("plan", lambda: parallelize(model, on, {"*": style})),
             ("style", lambda: parallelize_module(layers[-1], on, style)),
-        ):
+        )[: 2 if alone else 1]:
             try:
                 run()
                 said[f"{name}, {way}"] = ("nothing", "", [])
@@ -94,6 +107,11 @@ def refused_whole_on_rank() -> dict[str, tuple[str, str, list[str]]]:
     attempt("experts", ExpertParallel(), mesh, build(), build(experts=3))
     attempt("hidden", ExpertParallel(etp="etp"), split, build(), build(hidden=9))
     attempt("mesh", ExpertParallel(etp="tp"), split, build(), build())
+    tied, together = (build(), build()), (build(), build())
+    tied[1].experts.down = tied[0].experts.down
+    together[1].experts = together[0].experts
+    attempt("tied", ExpertParallel(), mesh, *tied, alone=False)
+    attempt("together", ExpertParallel(), mesh, *together, alone=False)
     attempt("before", ExpertParallel(), mesh, build(), parallelize(build(), mesh, {"": ExpertParallel()}))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
 
@@ -110,11 +128,14 @@ def test_a_refused_module_is_as_it_was() -> None:
         "experts": "3 experts do not divide over 2 ranks",
         "hidden": "F = 9 does not divide over 2",
         "mesh": "with etp='tp'",
+        "tied": "experts.down is 1.experts.down too",
+        "together": "the experts are those of 1 too",
         "before": "applied before",
         "transport": "no shared memory",
     }
     for said in run_ranks(refused_whole_on_rank, 2):
-        assert set(said) == {f"{name}, {way}" for name in words for way in ("plan", "style")}
+        shared = {"tied, style", "together, style"}  # a style sees one layer
+        assert set(said) == {f"{name}, {way}" for name in words for way in ("plan", "style")} - shared
         for name, (kind, message, changed) in said.items():
             case = name.split(",")[0]
             assert kind == ("BackendError" if case == "transport" else "ConfigError"), name
@@ -141,6 +162,11 @@ def on_rank() -> dict[str, str]:
     with torch.no_grad():
         router.fill_(float("nan"))
     check_replicated(model)  # the same on all ranks, however bad
+    layer = MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=4, top_k=2)).build("moe")
+    layer.router = OfMyOwn(layer.router)  # type: ignore[assignment]
+    parallelize(torch.nn.ModuleList([layer, layer]), init_device_mesh("cpu", (2,)), {"*": style})  # in two places
+    layer(torch.randn(3, 8)).y.square().sum().backward()
+    assert layer.router.get_parameter("inside.weight").grad is not None
     with pytest.raises(ConfigError, match="before"):
         parallelize(model, init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     a, b = (model.get_submodule(f"layers.{i}.moe").dispatcher for i in (0, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from comparing import assert_close
 from routing.loss_ranks import on_ranks
 from routing.router_truth import truth_losses
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.router import Router
+from trimtab.routing.router import MANY, Router
 from trimtab.verify.ranks import preload, run_ranks
 
 preload("trimtab.routing.router")
@@ -103,3 +105,20 @@ def test_any_cut_over_ranks_equals_one_process(ranks: int) -> None:
         bad = {name: gap for name, gap in gaps.items() if not gap <= 1e-12}
         assert not bad, (rank, bad)
         assert len(gaps) >= 16
+
+
+def test_a_step_that_never_ends_is_told_once() -> None:
+    router = RouterConfig(num_experts=4, top_k=1, global_aux_loss=1.0).build(8)
+    x = torch.randn(3, 8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(MANY - 1):
+            router(x)
+        router.take_loads()
+        assert not told
+        for _ in range(MANY + 5):
+            router(x)
+    assert [str(w.message) for w in told] == [
+        f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. Call "
+        "trimtab.update_bias(model) after each optimizer step"
+    ]

@@ -1,6 +1,6 @@
 """What ranks tell each other before rows move, in one shape for every movement: who is where, and how much will come.
 
-    count     forward    ROWS and SLOTS that follow, TOKENS held, BAD       every transport, one host sync
+    count     forward    ROWS and SLOTS that follow, TOKENS held, BAD, GRAD every transport, one host sync
     combine   forward    ROWS that follow, EXPECTED rows, ROW_BYTES, BAD    guarded, where the host waits anyway (CPU)
     combine   backward   the same
     dispatch  backward   the same
@@ -25,7 +25,7 @@ from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
 from trimtab.errors import DesyncError, InputError
 
 NAME_COLUMNS = 4
-ROWS, SLOTS, TOKENS, BAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(11)
+ROWS, SLOTS, TOKENS, BAD, GRAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(12)
 EXPECTED, ROW_BYTES = SLOTS, TOKENS
 COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
@@ -57,11 +57,12 @@ class Tag:
         return [self.call, self.experts, self.top_k, self.width, facts, *name]
 
 
-def fill(
-    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, phase: str, direction: str
-) -> Tensor:
-    """The message [P, C] int64, made on the device of the counts: no copy to it and no sync."""
-    same = [0, 0, tokens, 0, *tag.columns(phase, direction)]
+def fill(rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, *, grad: bool = False) -> Tensor:
+    """The message [P, C] int64 of a count, made on the device of the counts: no copy to it and no sync.
+
+    grad: whether this rank's tokens or their weights want a gradient.
+    """
+    same = [0, 0, tokens, 0, int(grad), *tag.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
@@ -81,7 +82,7 @@ def announce(
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
-    tail = [row_bytes, bad, *tag.columns(phase, direction)]
+    tail = [row_bytes, bad, 0, *tag.columns(phase, direction)]
     pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
     headers = transport.exchange_headers(
         torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu")

@@ -21,6 +21,7 @@ from torch import Tensor
 from trimtab.dispatch.checks import bad_slots, name_bytes, raise_if_bad, shape_problems
 from trimtab.dispatch.control import (
     BAD,
+    GRAD,
     ROWS,
     SLOTS,
     TOKENS,
@@ -30,7 +31,15 @@ from trimtab.dispatch.control import (
     raise_if_desynced,
     raise_if_unusable,
 )
-from trimtab.dispatch.exchange import Collect, CollectSlots, Spread, SpreadSlots, Trained
+from trimtab.dispatch.exchange import (
+    Collect,
+    CollectSlots,
+    Spread,
+    SpreadSlots,
+    Trained,
+    wants_gradient,
+    with_others,
+)
 from trimtab.dispatch.named import NamedTransport
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
@@ -158,7 +167,9 @@ class Dispatcher:
             route: Route = LocalRoute(ids_TK=ids, num_slots=most_slots)
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
-            route = self._connect(ids, bad, self._named, x_TD)
+            own = wants_gradient(x_TD, w)
+            route, wanted = self._connect(ids, bad, self._named, x_TD, own)
+            w = with_others(w, wanted, own)
             x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
             first = self._named.rank * self.experts_per_rank - 1
@@ -222,11 +233,14 @@ class Dispatcher:
 
         return eagerly(method, *args)
 
-    def _connect(self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor) -> RankRoute:
-        """Sort, count, tell the peers, and check what they told, before any row moves."""
+    def _connect(
+        self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool
+    ) -> tuple[RankRoute, bool]:
+        """Sort, count, tell the peers, and check what they told, before any row moves. And whether any rank's `grad`
+        says that it wants gradients of what it sends."""
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
         tag = self._tag(x_TD, ids_TK)
-        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, "count", "forward")
+        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, grad=grad)
         self._at("count")
         headers = transport.exchange_headers(message)
         self.calls += 1
@@ -246,7 +260,8 @@ class Dispatcher:
                 self.guard.fail(error)
             raise error
         tokens = tuple(header[TOKENS] for header in headers.received)
-        return RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, tag=tag)
+        route = RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, tag=tag)
+        return route, any(header[GRAD] for header in headers.received)
 
     def _tag(self, x: Tensor, ids: Tensor) -> Tag:
         facts = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
@@ -270,7 +285,7 @@ class Dispatcher:
             return
         if self._named is not None:  # take part all the same, so that the peers raise instead of waiting
             nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=x.device)
-            message = fill(nothing_P, nothing_P, 0, UNUSABLE, self._tag(x, ids), "count", "forward")
+            message = fill(nothing_P, nothing_P, 0, UNUSABLE, self._tag(x, ids))
             self._at("count")
             self._named.exchange_headers(message)
             self.calls += 1

@@ -24,6 +24,17 @@ from trimtab.dispatch.route import Route
 from trimtab.kernels.rows import Bags, combine_rows, gather_rows
 
 
+def wants_gradient(x_TD: Tensor, w_TK: Tensor) -> bool:
+    """Whether what this rank sends is to have a gradient, so that its `Spread` has a backward."""
+    return torch.is_grad_enabled() and (x_TD.requires_grad or w_TK.requires_grad)
+
+
+def with_others(w_TK: Tensor, wanted: bool, own: bool) -> Tensor:
+    """The weights, with a gradient that nobody reads where it is other ranks alone who want theirs: a backward is one
+    of all ranks. wanted: whether any rank does; own: whether this one does."""
+    return w_TK.clone().requires_grad_() if wanted and not own and torch.is_grad_enabled() else w_TK
+
+
 class Spread(Function):
     """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *], and `sent`."""
 

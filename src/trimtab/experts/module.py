@@ -73,7 +73,7 @@ class ExpertMLP(GroupedModule):
         num_experts: E.
         dim, hidden: D and F; on a GPU, and with kernels "stock", multiples of 16 bytes.
         activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (gpt-oss: interleaved) with a gate;
-            "relu_squared", "gelu" without.
+            "relu_squared", "gelu" without. GELU is the one of the error function.
         bias: whether up and down have biases.
         weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
             they are summed). The same numbers up to rounding; "experts" moves less where F < D. On kernels "loop" they
@@ -142,7 +142,8 @@ class ExpertMLP(GroupedModule):
 
     @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
-        """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype.
+        """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype, also under
+        autocast, which casts no grouped GEMM of PyTorch's either: for bfloat16 give the parameters that dtype.
 
         Args:
             x_MD: floating, M >= 0.

@@ -10,10 +10,11 @@ may accumulate with or without `no_sync()`, as DDP's do.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,16 +42,24 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
 
     Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
     Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, as the last forward said with `no_sync()`.
+    Experts may be frozen and trained again later, alike on every rank; as with DDP other parameters may not.
     Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
-    parameter groups of their own; `GradScaler.unscale_` takes no mixture at all (`fully_shard_moe` makes none).
+    parameter groups of their own; `GradScaler.unscale_` and `swa_utils.get_ema_multi_avg_fn` take no mixture at all
+    (`fully_shard_moe` makes none).
+    `join()` is refused: a rank whose data has ended still owns experts, so feed it batches without tokens.
 
     Raises:
-        ConfigError: no parallel experts, or meshes that do not fit together or have more dims.
+        ConfigError: no parallel experts, meshes that do not fit together or have more dims, or nothing but experts to
+            train.
     """
     if dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
         raise ConfigError(f"ddp needs meshes of one dim, got {dp_mesh} and {edp_mesh}")
     experts = join_data_parallel(model, dp_mesh, edp_mesh)
     own = {id(tensor) for module in experts for tensor in (*module.parameters(), *module.buffers())}
+    if not any(p.requires_grad for p in model.parameters() if id(p) not in own):
+        raise ConfigError(
+            "all parameters but those of experts are frozen, and DDP takes no such model: use fully_shard_moe"
+        )
     ignored = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) in own]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     names = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.13 deprecates the second one, 2.11 has no other
@@ -63,12 +72,13 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         dist.broadcast(_local(param.detach()), group=group, group_src=0)
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
-        for param in filter(lambda p: p.requires_grad, map(module.get_parameter, module.fused)):
-            param.register_post_accumulate_grad_hook(_drop_dummy)  # type: ignore[no-untyped-call]
+        for param in map(module.get_parameter, module.fused):
+            _when_accumulated(param, _drop_dummy)
     delayed = [module for module in experts if module.delay_wgrad]
     for part in [[module for module in experts if not module.delay_wgrad], *([module] for module in delayed)]:
         reducer = _ExpertReducer([param for module in part for param in _reduced(module)], group)
         wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
+    wrapped.join_hook = _no_join  # type: ignore[method-assign]
     return wrapped
 
 
@@ -97,12 +107,26 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
 
 
 def _reduced(module: ParallelExperts) -> list[nn.Parameter]:
-    """The trained parameters that have ordinary gradients."""
-    return [p for name, p in module.named_parameters() if p.requires_grad and name not in module.fused]
+    """The parameters that have ordinary gradients where they are trained."""
+    return [p for name, p in module.named_parameters() if name not in module.fused]
+
+
+def _when_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook whenever the parameter has got a gradient, also if it is frozen yet."""
+    trained = param.requires_grad
+    param.requires_grad_(True).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    param.requires_grad_(trained)
 
 
 def _drop_dummy(param: Tensor) -> None:
     param.grad = None
+
+
+def _no_join(**_: Any) -> NoReturn:
+    raise ConfigError(
+        "DDP's join() lets ranks whose data has ended stay away, and their experts with them: feed such a rank batches "
+        "without tokens, [0, L, D], as long as another has data"
+    )
 
 
 class _ExpertReducer:
@@ -112,7 +136,11 @@ class _ExpertReducer:
         self.params, self.group = params, group
         self.sync, self.queued = True, False
         for param in params:
-            param.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
+            _when_accumulated(param, self.accumulated)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertReducer:
+        """For the copies of the parameters, over the same group."""
+        return _ExpertReducer(copy.deepcopy(self.params, memo), self.group)
 
     def accumulated(self, _: Tensor) -> None:
         if self.sync and not self.queued:
@@ -121,10 +149,11 @@ class _ExpertReducer:
 
     def reduce(self) -> None:
         self.queued = False
-        for param in self.params:  # one that no layer used this time has a gradient of zeros, as on its peers
+        trained = [param for param in self.params if param.requires_grad]
+        for param in trained:  # one that no layer used this time has a gradient of zeros, as on its peers
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        _average([_local(p.grad) for p in self.params if p.grad is not None], self.group, self.group.size())
+        _average([_local(p.grad) for p in trained if p.grad is not None], self.group, self.group.size())
 
 
 def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:

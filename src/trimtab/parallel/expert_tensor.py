@@ -43,8 +43,9 @@ class ExpertTensorGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertTensorGroup:
         return ExpertTensorGroup(self.group, self.guard, self.layer)
 
-    def meet(self, rows: Tensor, num_slots: int | None) -> RowsOfAll:
-        """Tell the group how many rows and slots this rank has. Collective; one host sync.
+    def meet(self, rows: Tensor, num_slots: int | None, *, grad: bool = False) -> RowsOfAll:
+        """Tell the group how many rows and slots this rank has, and whether they want gradients. Collective; one host
+        sync.
 
         Raises:
             DesyncError: the ranks are not in the same call, on every rank.
@@ -53,20 +54,21 @@ class ExpertTensorGroup:
         call, self.calls = self.calls, self.calls + 1
         slots = -1 if num_slots is None else num_slots
         tag = [call, zlib.crc32(self.layer.encode())]
-        mine = torch.tensor([rows.shape[0], slots, *tag], device=rows.device)
+        mine = torch.tensor([rows.shape[0], slots, int(grad), *tag], device=rows.device)
         told = mine.new_empty(self.size * mine.shape[0])
         self.run("forward", call, partial(watched, group=self.group), self.guard, all_gather_tensor(), told, mine)
         headers = told.view(self.size, -1).tolist()
-        others = tuple(rank for rank, header in enumerate(headers) if header[2:] != tag)
+        others = tuple(rank for rank, header in enumerate(headers) if header[3:] != tag)
         if others:
-            calls = ", ".join(f"rank {rank}: call {header[2]}" for rank, header in enumerate(headers))
+            calls = ", ".join(f"rank {rank}: call {header[3]}" for rank, header in enumerate(headers))
             raise DesyncError(
                 f"rank(s) {', '.join(map(str, others))} of the expert-tensor-parallel group are in another layer or "
                 f"call than rank {self.rank} ({calls}). Every rank of it must run the same layers in the same order",
                 ranks=others, layer=self.layer, phase="experts",
             )  # fmt: skip
         known = None if min(header[1] for header in headers) < 0 else sum(header[1] for header in headers)
-        return RowsOfAll(self, call, tuple(header[0] for header in headers), known)
+        wanted = any(header[2] for header in headers)
+        return RowsOfAll(self, call, tuple(header[0] for header in headers), known, wanted)
 
     def run(self, direction: Direction, call: int, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args), collectives under the guard, at their place and below a stack frame with the layer's name."""
@@ -82,10 +84,13 @@ class ExpertTensorGroup:
 
 
 class RowsOfAll:
-    """One call's map from own rows to those of all ranks. rows_P: on the host. num_slots: kept slots of all."""
+    """One call's map from own rows to those of all ranks. rows_P: on the host. num_slots: kept slots of all. grad:
+    whether any rank's rows want gradients."""
 
-    def __init__(self, ranks: ExpertTensorGroup, call: int, rows_P: tuple[int, ...], num_slots: int | None) -> None:
-        self.ranks, self.call, self.rows_P, self.num_slots = ranks, call, rows_P, num_slots
+    def __init__(
+        self, ranks: ExpertTensorGroup, call: int, rows_P: tuple[int, ...], num_slots: int | None, grad: bool
+    ) -> None:
+        self.ranks, self.call, self.rows_P, self.num_slots, self.grad = ranks, call, rows_P, num_slots, grad
 
     def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """Tensors [M', *] -> those of all ranks."""

@@ -31,14 +31,15 @@ class ParallelMoE(MoE):
 
     def spread(self, meshes: TokenMeshes) -> None:
         """Take the tokens as `meshes` has them."""
-        self.token_meshes, self.own_groups = meshes, self.router.groups
-        if self.router.groups != LossGroups():  # set by hand
-            self.own_groups = LossGroups()
+        given: LossGroups | None = getattr(self.router, "groups", None)  # a router of one's own may have none
+        self.token_meshes, self.own_groups = meshes, LossGroups()
+        if given == LossGroups():  # not set by hand
+            self.own_groups = given
         self.share_losses(meshes)
 
     def share_losses(self, meshes: TokenMeshes) -> None:
         """The balance losses are those over all ranks of `meshes`, unless `router.groups` was set by hand."""
-        if self.router.groups is self.own_groups:
+        if getattr(self.router, "groups", None) is self.own_groups:
             self.router.groups = self.own_groups = meshes.loss_groups()
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.errors import ConfigError
+from trimtab.layer import MoE
 from trimtab.parallel.style import ExpertParallel
 from trimtab.parallel.wiring import Wiring
 
@@ -27,10 +28,33 @@ def matches(name: str, pattern: str) -> bool:
     )
 
 
+def check_unshared(model: nn.Module, name: str, moe: MoE) -> None:
+    """Whether the experts of the layer called `name` are those of no other module.
+
+    Raises:
+        ConfigError: they are, or one of their parameters is.
+    """
+    own = {id(param): f"experts.{key}" for key, param in moe.experts.named_parameters()}
+    for other_name, other in model.named_modules():
+        if other is not moe and any(child is moe.experts for child in other.children()):
+            raise ConfigError(f"the experts are those of {other_name} too: {_UNSHARED}", layer=name)
+        for key, param in other._parameters.items():
+            if id(param) in own and other is not moe.experts:
+                where = f"{other_name}.{key}".lstrip(".")
+                raise ConfigError(f"{own[id(param)]} is {where} too: {_UNSHARED}", layer=name)
+
+
+_UNSHARED = (
+    "layers may not share experts or parameters of experts that are spread over ranks. Put one MoE in both places, or "
+    "give each its own"
+)
+
+
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
     """Apply styles to the modules whose names match, in place, in the order of the plan and of the modules.
 
-    Every rank of the meshes must call with the same model and plan. Afterwards, `fully_shard_moe` or `ddp`.
+    Every rank of the meshes must call with the same model and plan. Afterwards, `fully_shard_moe` or `ddp`, and then
+    the optimiser: experts have new parameters, which one that was built before does not know.
 
     Args:
         mesh: what a style is applied on, unless its entry is (style, mesh).
@@ -44,7 +68,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
     Raises:
         ConfigError: a pattern that matches nothing (with near misses), a module that two patterns match, or what the
             styles raise. Nothing has been changed where patterns are at fault, or a module that `ExpertParallel` does
-            not fit.
+            not fit, or whose experts another layer shares.
     """
     names = [name for name, _ in model.named_modules()]
     chosen: dict[str, str] = {}
@@ -64,7 +88,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
         style, on = entry if isinstance(entry, tuple) else (entry, mesh)
         steps.append((name, model.get_submodule(name), style, on))
         if isinstance(style, ExpertParallel):
-            style.check(model.get_submodule(name), on, name)
+            check_unshared(model, name, style.check(model.get_submodule(name), on, name))
     for name, module, style, on in steps:
         if isinstance(style, ExpertParallel):
             style.apply_to(module, on, wiring=wiring, layer=name, src_data_rank=src_data_rank)

@@ -33,16 +33,23 @@ def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
 def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
     """End an optimiser step: update every expert bias, forget the step's loads, and return them, global, by router.
 
-    Every rank of `group` must call (one all-reduce for the whole model); None if this rank holds the global batch.
-    Ranks that route shares of the same tokens count each token once, so `group` holds all of them: in a model that
-    `trimtab.parallel` has laid out, `router.groups.batch`.
+    Every rank of the group must call (one all-reduce for the whole model).
+
+    Args:
+        group: the ranks that hold the global batch, also those that route shares of the same tokens. None for those
+            that the balance losses are summed over, `router.groups.everyone`, which `ddp`, `fully_shard_moe` and
+            `join_data_parallel` set; where nobody has, this rank holds the global batch.
 
     Raises:
-        ConfigError: the model has no router.
+        ConfigError: the model has no router, or routers with several groups and none given.
     """
     found = routers(model)
     if not found:
         raise ConfigError(f"no Router in {type(model).__name__}: update_bias is for models with trimtab's MoE layers")
+    if group is None:
+        group, *others = {router.groups.everyone for router in found.values()}
+        if others:
+            raise ConfigError("the routers' losses are summed over different ranks: hand in the `group` of the loads")
     taken = [router.take_loads() for router in found.values()]
     sizes = [loads.shape[0] for loads in taken]
     summed = torch.split(all_sum(torch.cat(taken), group), sizes)

@@ -41,6 +41,8 @@ class RouterConfig:
             tokens, arXiv 2202.09368); "balanced" (round robin, whatever the scores: for benchmarks only).
         sinkhorn_iterations: how many.
         aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
+            The third one's loads are those of an optimiser step so far: `trimtab.update_bias(model)` after each step
+            ends it, with a bias or without, and so does `Router.take_loads`.
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots of this rank's T tokens; None for all.
             With expert choice it is how many an expert picks, factor 1 if None.
         drop: which slots stay when there are too many, those of the largest weight or of the first tokens.

@@ -63,6 +63,7 @@ class LossGroups(SharedByCopies):
 
     @property
     def everyone(self) -> Groups:
+        """All that hold parts of the global batch, as far as is known."""
         return self.sequence if self.batch is None else self.batch
 
 

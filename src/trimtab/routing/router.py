@@ -8,6 +8,7 @@ Legend: T tokens of this rank, D model dim, E experts, K experts per token (E wi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
 from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
 from trimtab.routing.select import capacity, select
+
+MANY = 1000
+"""Micro-batches that are unlikely to be of one step."""
 
 
 class Routing(NamedTuple):
@@ -87,6 +91,7 @@ class Router(nn.Module):
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
+        self._forwards = 0
         self.reset_parameters()
 
     @torch.no_grad()
@@ -103,6 +108,7 @@ class Router(nn.Module):
         taken = self._loads.clone()
         self._loads.zero_()
         self._counts.zero_()
+        self._forwards = 0
         return taken
 
     def forward(
@@ -198,6 +204,14 @@ class Router(nn.Module):
                 of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
                 chosen_E = counted_once(chosen_E, False)
                 counts_E = None if counts_E is None else counted_once(counts_E, of_step)
+            else:
+                self._forwards += 1
+                if self._forwards == MANY and self.config.global_aux_loss > 0:
+                    warnings.warn(
+                        f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. "
+                        "Call trimtab.update_bias(model) after each optimizer step",
+                        stacklevel=2,
+                    )
             self._loads.add_(chosen_E)
             if counts_E is not None:
                 self._counts.add_(counts_E)

@@ -1,0 +1,108 @@
+"""DDP beside what its users do: copies for averages of weights, experts that thaw, and what it takes no part in."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from comparing import relative_error
+from layer_case import D, build
+from trimtab import update_bias
+from trimtab.errors import ConfigError
+from trimtab.parallel.ddp import ddp
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.bias import routers
+from trimtab.verify.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe = nn.Linear(D, D), build(bias=True, router={"bias": True, "bias_rate": 0.25})
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.moe(self.first(x)).y.square().sum()
+        return loss
+
+
+def wrapped(*frozen: str) -> DistributedDataParallel:
+    """Two ranks that hold all experts each."""
+    model = Block()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("edp", "ep"))
+    parallelize(model, mesh["ep"], {"moe": ExpertParallel()})
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    return ddp(model, init_device_mesh("cpu", (2,)), mesh["edp"])
+
+
+def gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = torch.randn(3 + 4 * rank, D, generator=torch.Generator().manual_seed(rank))
+    model(x).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name.removeprefix("module."): getattr(t, "_local_tensor", t).clone() for name, t in found.items()}
+
+
+def truth() -> dict[str, Tensor]:
+    model = Block()
+    each = [gradients(model, rank) for rank in (0, 1)]
+    return {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
+
+
+def on_rank() -> dict[str, float | list[Tensor]]:
+    rank, true, gaps = dist.get_rank(), truth(), {}
+
+    def gap(model: nn.Module) -> float:
+        found = gradients(model, rank)
+        assert found.keys() == true.keys()
+        return max(relative_error(found[name], true[name]) for name in true)
+
+    model = wrapped()
+    gaps["as it is"] = gap(model)
+    gaps["copy"] = gap(copy.deepcopy(model))
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
+    average.update_parameters(model)
+    gaps["average"] = gap(average.module)
+    with model.no_sync():
+        alone = gradients(model, rank)
+    assert relative_error(alone["moe.experts.up"], true["moe.experts.up"]) > 0.01
+
+    thawed = wrapped("moe.experts")
+    assert not any(name.startswith("moe.experts") for name in gradients(thawed, rank))
+    thawed.module.moe.experts.requires_grad_(True)
+    gaps["thawed"] = gap(thawed)
+    thawed.module.moe.experts.requires_grad_(False)
+    assert not any(name.startswith("moe.experts") for name in gradients(thawed, rank))
+
+    with pytest.raises(ConfigError, match="use fully_shard_moe"):
+        wrapped("first", "moe.router")
+    with pytest.raises(ConfigError, match="batches without tokens"), model.join():
+        pass
+    with pytest.raises(ConfigError, match="batches without tokens"), Join([model]):
+        pass
+
+    update_bias(model)
+    model(torch.randn(3 + 40 * rank, D))
+    loads = update_bias(model)["module.moe.router"]
+    assert loads.sum() == (3 + 43) * 3
+    return gaps | {"bias": [r.expert_bias.clone() for r in routers(model).values() if r.expert_bias is not None]}
+
+
+def test_of_two_ranks() -> None:
+    first, second = run_ranks(on_rank, 2, deadline=60.0)
+    for a, b in zip(first.pop("bias"), second.pop("bias"), strict=True):
+        assert torch.equal(a, b)
+        assert (a != 0).any()
+    for gaps in (first, second):
+        assert set(gaps) == {"as it is", "copy", "average", "thawed"}
+        assert max(gaps.values()) < 2e-6, gaps

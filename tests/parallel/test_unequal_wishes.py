@@ -1,0 +1,54 @@
+"""Ranks that want other gradients than their peers, as one without tokens may: the backward is one of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from comparing import relative_error
+from trimtab import MoEConfig, RouterConfig
+from trimtab.parallel.plan import parallelize
+from trimtab.parallel.style import ExpertParallel
+from trimtab.verify.ranks import run_ranks
+
+D = 16
+TRAINED = {"the experts": ("experts.",), "nothing": (), "the router": ("router.",)}
+
+
+def gradients(etp: bool, trained: tuple[str, ...], tokens: int, wants: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    router = RouterConfig(num_experts=4, top_k=2)
+    moe = MoEConfig(dim=D, hidden=8, router=router, bias=True, latent_dim=12, dtype=torch.float64).build("moe")
+    mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
+    parallelize(moe, mesh, {"": ExpertParallel(etp="etp" if etp else None)})
+    for name, p in moe.named_parameters():
+        p.requires_grad_(name.startswith(trained) if trained else False)
+    torch.manual_seed(1 + mesh.get_rank())
+    x = torch.randn(tokens, D, dtype=torch.float64, requires_grad=wants)
+    for _ in range(2):  # and the ranks meet again
+        moe(x).y.square().sum().backward()
+    found = {name: p.grad for name, p in moe.named_parameters() if p.grad is not None} | (
+        {"x": x.grad} if wants else {}
+    )
+    return {name: getattr(t, "_local_tensor", t).clone() for name, t in found.items() if t is not None}
+
+
+def on_rank() -> dict[str, float]:
+    rank, gaps = torch.distributed.get_rank(), {}
+    for etp in (False, True):
+        for what, trained in TRAINED.items():
+            for tokens in (0, 5):
+                mine = 7 if rank == 0 else tokens
+                truth = gradients(etp, trained, mine, wants=True)
+                found = gradients(etp, trained, mine, wants=rank == 0)
+                assert truth.keys() - found.keys() == (set() if rank == 0 else {"x"})
+                errors = [relative_error(found[name], truth[name]) for name in found if truth[name].numel()]
+                gaps[f"etp {etp}, {what}, {tokens} tokens"] = max(errors, default=0.0)
+    return gaps
+
+
+def test_it_has_the_gradients_that_it_wants_and_so_have_the_others() -> None:
+    for gaps in run_ranks(on_rank, 2, deadline=60.0):
+        assert len(gaps) == 12
+        assert max(gaps.values()) < 1e-12, gaps
