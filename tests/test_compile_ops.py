@@ -36,8 +36,11 @@ def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, k
     ids = torch.rand(tokens, E, generator=g).argsort(-1)[:, :K]
     ids = ids.masked_fill(torch.rand(ids.shape, generator=g) < drop, -1).int()
     biases = (draw(E, 2 * F), draw(E, D)) if bias else (None, None)
-    tensors = (draw(tokens, D), w, ids, draw(E, 2 * F, D), draw(E, D, F), *biases)
-    return [*tensors, "swiglu", "experts" if bias else "combine", kernels, None, True]
+    turned = not bias
+    weights = (draw(E, D, 2 * F), draw(E, F, D)) if turned else (draw(E, 2 * F, D), draw(E, D, F))
+    tensors = (draw(tokens, D), w, ids, *weights, *biases)
+    activation = "clamped_swiglu 1.0 7.0 0.0 0.0" if turned else "swiglu"
+    return [*tensors, activation, "experts" if bias else "combine", turned, kernels, None, True]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_experts_pass_opcheck(tokens: int, dtype: torch.dtype, bias: bool, drop:
     needs = [True, True, True, True, bias, bias]
     plain = [None if t is None else t.detach() for t in args[:7]]
     torch.library.opcheck(
-        expert_mlp_backward_op, (torch.ones_like(y).detach(), pre.detach(), *plain, *args[7:11], needs), test_utils=ALL
+        expert_mlp_backward_op, (torch.ones_like(y).detach(), pre.detach(), *plain, *args[7:12], needs), test_utils=ALL
     )
 
 

@@ -9,7 +9,8 @@ import torch
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="trimtab: ranks exchange rows, an option has state or the kernels are no operators: this part runs eagerly"
+    reason="trimtab: rows are exchanged over ranks, an option has state, or an activation, norm or kernels are of "
+    "one's own: this part runs eagerly"
 )
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""

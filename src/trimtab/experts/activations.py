@@ -224,3 +224,15 @@ BY_NAME: dict[str, Callable[[], BuiltIn]] = {
     "relu_squared": ReluSquared,
     "gelu": GELU,
 }
+
+
+def spelled(word: str) -> BuiltIn:
+    """The activation that `word` spells: a name, one of GELU's that ends in _tanh, or "clamped_swiglu" and its alpha,
+    limit, shift and 1 or 0 for interleaved. An operator of `torch.compile` takes no more of one than that."""
+    name, *numbers = word.split()
+    if numbers:
+        alpha, limit, shift, interleaved = map(float, numbers)
+        return ClampedSwiGLU(alpha, limit, shift, interleaved=bool(interleaved))
+    if name in ("geglu_tanh", "gelu_tanh"):
+        return GeGLU("tanh") if name == "geglu_tanh" else GELU("tanh")
+    return BY_NAME[name]()

@@ -25,7 +25,7 @@ from torch import Tensor
 from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
 from trimtab.errors import InputError
-from trimtab.experts.activations import BY_NAME
+from trimtab.experts.activations import spelled
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
 from trimtab.experts.mlp import function_of
 from trimtab.kernels.apart import apart
@@ -53,7 +53,7 @@ def compiled_experts(
     out, _ = expert_mlp_op(
         x_MD.to(module.up.dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), ids_MK,
         module.up, module.down, module.up_bias, module.down_bias,
-        module.activation, module.weights, ",".join(names), num_slots, keep,
+        module.activation, module.weights, False, ",".join(names), num_slots, keep,
     )  # fmt: skip
     return cast(Tensor, out).to(x_MD.dtype)
 
@@ -84,19 +84,19 @@ def _kernels(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[
     return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
 
 
-def _kernels_for(names: str, up: Tensor, down: Tensor) -> Kernels:
-    shape = (up.shape[2], down.shape[2]) if up.is_cuda else None
-    return _kernels(names, up.device, up.dtype, shape)
+def _kernels_for(names: str, weights: ExpertWeights) -> Kernels:
+    shape = weights.shape if weights.up.is_cuda else None
+    return _kernels(names, weights.up.device, weights.up.dtype, shape)
 
 
 def _call(
     x: Tensor, ids: Tensor, weights: ExpertWeights, activation: str, side: str, kernels: str, num_slots: int | None,
     keep: bool, pre: Tensor | None,
 ) -> ExpertCall:  # fmt: skip
-    chosen = _kernels_for(kernels, weights.up, weights.down)
+    chosen = _kernels_for(kernels, weights)
     return ExpertCall(
         plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots, kernels=chosen),
-        math=ExpertMath(activation=BY_NAME[activation](), weights=cast(Literal["experts", "combine"], side)),
+        math=ExpertMath(activation=spelled(activation), weights=cast(Literal["experts", "combine"], side)),
         kernels=chosen,
         weights=weights, main_grad="off", keep=keep, pre=pre,
     )  # fmt: skip
@@ -109,19 +109,20 @@ def _pre_rows(ids: Tensor, num_slots: int | None, keep: bool) -> int:
 @torch.library.custom_op("trimtab::expert_mlp", mutates_args=())
 def expert_mlp_op(
     x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, side: str, kernels: str, num_slots: int | None, keep: bool,
+    activation: str, side: str, transposed: bool, kernels: str, num_slots: int | None, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [M, D] and the pre-activations [N, I], [0, I] unless `keep`.
 
     Args:
         x, w, ids: [M, D], [M, K], [M, K] as `ExpertMLP.forward` takes them, x in the parameters' dtype.
-        up, down, up_bias, down_bias, activation: as in `ExpertMLP`. side: its `weights`.
+        up, down, up_bias, down_bias: as in `ExpertMLP`; with `transposed` as in `ExpertWeights`.
+        activation: a word of `activations.spelled`. side: `weights` of `ExpertMLP`.
         kernels: names, the first one chosen and the others its fallback.
         num_slots: N, if not M * K.
         keep: whether a backward may come.
     """
-    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
-    pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[1])
+    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
+    pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[2 if transposed else 1])
     call = _call(x, ids, weights, activation, side, kernels, num_slots, keep, pre if keep else None)
     if keep and call.plan.row_R.shape[0] > pre.shape[0]:
         kept = call.plan.row_R.shape[0]
@@ -135,22 +136,24 @@ def expert_mlp_op(
 @expert_mlp_op.register_fake
 def _(
     x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, side: str, kernels: str, num_slots: int | None, keep: bool,
+    activation: str, side: str, transposed: bool, kernels: str, num_slots: int | None, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = _pre_rows(ids, num_slots, keep)
-    return x.new_empty(x.shape[0], down.shape[1]), x.new_empty(rows, up.shape[1])
+    out = 2 if transposed else 1
+    return x.new_empty(x.shape[0], down.shape[out]), x.new_empty(rows, up.shape[out])
 
 
 @torch.library.custom_op("trimtab::expert_mlp_backward", mutates_args=())
 def expert_mlp_backward_op(
     dy: Tensor, pre: Tensor, x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None, activation: str, side: str, kernels: str, num_slots: int | None, needs: Sequence[bool],
+    down_bias: Tensor | None, activation: str, side: str, transposed: bool, kernels: str, num_slots: int | None,
+    needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that are wanted, of x, w, up, down, up_bias and down_bias, in this order.
 
     needs: for each of them, whether it is. The rest as in `expert_mlp_op`.
     """
-    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
     call = _call(x, ids, weights, activation, side, kernels, num_slots, True, pre)
     parts = [pre[block.rows] for block in call.blocks()]
     context = _Context((x, w, *weights.each, *parts), (False, *needs, False))
@@ -163,18 +166,19 @@ def expert_mlp_backward_op(
 @expert_mlp_backward_op.register_fake
 def _(
     dy: Tensor, pre: Tensor, x: Tensor, w: Tensor, ids: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None, activation: str, side: str, kernels: str, num_slots: int | None, needs: Sequence[bool],
+    down_bias: Tensor | None, activation: str, side: str, transposed: bool, kernels: str, num_slots: int | None,
+    needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     each = (x, w, up, down, up_bias, down_bias)
     return [t.new_empty(t.shape) for t, needed in zip(each, needs, strict=True) if needed and t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, activation, side, kernels, num_slots, _ = inputs
+    *tensors, activation, side, transposed, kernels, num_slots, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], *tensors)
-    ctx.options = activation, side, kernels, num_slots
+    ctx.options = activation, side, transposed, kernels, num_slots
 
 
 def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -185,7 +189,7 @@ def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]
         return (None,) * len(ctx.needs_input_grad)
     found = iter(expert_mlp_backward_op(dy, pre, x, w, ids, *params, *ctx.options, needs))
     dx, dw, *d_params = [next(found) if needed else None for needed in needs]
-    return (dx, dw, None, *d_params, *(None for _ in range(5)))
+    return (dx, dw, None, *d_params, *(None for _ in range(6)))
 
 
 expert_mlp_op.register_autograd(_backward, setup_context=_save)

@@ -42,6 +42,12 @@ class ExpertWeights:
     def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.up, self.down, self.up_bias, self.down_bias
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(D, F)."""
+        axis = 1 if self.transposed else 2
+        return self.up.shape[axis], self.down.shape[axis]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMath:

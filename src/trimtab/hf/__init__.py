@@ -20,11 +20,12 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
         transport: how rows travel, by a name that `trimtab.parallel.style.ExpertParallel` knows.
 
-    Calling it again is harmless; another name with other options lives beside the first.
+    Calling it again with the same options is harmless; other options live under another name beside the first.
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
-        ConfigError: there is no transport or combine of that name, or transformers has another implementation of it.
+        ConfigError: there is no transport or combine of that name, transformers has another implementation of it, or
+            it was registered with other options.
     """
     from trimtab.dispatch.dispatcher import COMBINES
     from trimtab.errors import BackendError, ConfigError
@@ -53,11 +54,19 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if known_ep is not None and not (isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP)):
         raise ConfigError(f"name={name!r}: transformers has an EP implementation of that name; choose another")
+    if known_ep is not None and known is not None:
+        had = known_ep.combine, known_ep.transport_name
+        if had != (combine, transport):
+            raise ConfigError(
+                f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}: give these a name of "
+                "their own"
+            )
+        return
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
         "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "make_transport": staticmethod(TRANSPORTS[transport]),
+        "transport_name": transport, "make_transport": staticmethod(TRANSPORTS[transport]),
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

@@ -17,6 +17,7 @@ from trimtab.experts.activations import Recomputed
 from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.hf.gates import activation_of
+from trimtab.kernels.memory import no_values
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.recompute import always_recomputed
 
@@ -36,28 +37,22 @@ def experts_forward(
     Args:
         module: an experts module of a transformers model, its parameters local tensors.
         hidden_states: [T, D] rows, T >= 0.
-        top_k_index: [T, K] int ids; any id outside 0..num_experts - 1 drops its slot.
+        top_k_index: [T, K] int ids; under expert parallelism any id outside 0..num_experts - 1 drops its slot.
         top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised.
-        InputError: shapes other than these; under `torch.func`'s transforms, `torch.jit.trace` or `torch.export`.
+        InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
-    Under `torch.compile` they run eagerly, between two graphs.
+    Under `torch.compile` they are operators of the graph; with an activation or gate that is none of ours, or a norm
+    behind the experts, they run eagerly, between two graphs, and `torch.export` raises InputError.
     """
     who = type(module).__name__
-    if torch.compiler.is_exporting():
-        raise InputError(f"{who}: trimtab's experts cannot be exported: use experts_implementation='grouped_mm'")
-    if torch.compiler.is_compiling():
-        from trimtab.eager import eagerly
-
-        given = (module, hidden_states, top_k_index, top_k_weights)
-        y: Tensor = eagerly(experts_forward, *given, kernels=kernels, num_slots=num_slots)
-        return y
-    refuse_transforms(who)
+    if not torch.compiler.is_compiling():
+        refuse_transforms(who)
     rows, slots = tuple(hidden_states.shape), tuple(top_k_index.shape)
     if len(rows) != 2 or len(slots) != 2 or slots[0] != rows[0] or tuple(top_k_weights.shape) != slots:
         raise InputError(
@@ -65,14 +60,34 @@ def experts_forward(
             f"{tuple(top_k_weights.shape)}",
             phase="experts",
         )
+    if torch.compiler.is_compiling():
+        from trimtab.hf.compiled import compiled_forward
+
+        given = (module, hidden_states, top_k_index, top_k_weights)
+        return compiled_forward(*given, kernels=kernels, num_slots=num_slots)
     weights, math = weights_of(module), math_of(module)
-    shape = (hidden_states.shape[1], weights.down.shape[1 if weights.transposed else 2])
-    chosen = kernels.on(hidden_states.device, weights.up.dtype, shape)
+    chosen = kernels.on(hidden_states.device, weights.up.dtype, weights.shape)
     plan = plan_experts(
         top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
         level=fills(weights, math),
     )  # fmt: skip
+    if not module._is_expert_parallel:  # else slots of other ranks have the sentinel
+        _refuse_dropped(who, top_k_index.numel() - plan.counts_e.sum(), weights.up.shape[0])
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
+
+
+def _refuse_dropped(who: str, dropped: Tensor, num_experts: int) -> None:
+    """Raise InputError where slots name no expert; on a device, trip an assertion there."""
+    if no_values(dropped.device):
+        return
+    if dropped.device.type != "cpu":
+        torch._assert_async(dropped == 0, f"trimtab: {who}: ids outside 0..{num_experts - 1}")
+    elif int(dropped):
+        raise InputError(
+            f"{who}: {int(dropped)} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "
+            "experts as there are?",
+            phase="experts",
+        )
 
 
 _NEEDS = (

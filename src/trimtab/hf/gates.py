@@ -29,34 +29,45 @@ from transformers.activations import (
 )
 from transformers.integrations.moe import _default_apply_gate
 
-from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, Recomputed, ReluSquared, SwiGLU
+from trimtab.experts.activations import Activation, Recomputed, spelled
 
-GATED: dict[str, Callable[[], Activation]] = {"silu": SwiGLU, "gelu": GeGLU, "gelu_tanh": partial(GeGLU, "tanh")}
-UNGATED: dict[str, Callable[[], Activation]] = {
-    "relu_squared": ReluSquared, "gelu": GELU, "gelu_tanh": partial(GELU, "tanh"),
-}  # fmt: skip
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+ClampedWord = Callable[[FunctionType, tuple[tuple[str, str], ...], bool], "str | None"]
 LIMITS, SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
 def activation_of(module: nn.Module) -> Activation:
     """What an experts module computes of its pre-activations. `_apply_gate` is the module's word on its gate."""
+    word = word_of(module)
+    if word is not None:
+        return spelled(word)
     act_fn = getattr(module, "act_fn", None)
-    name, owner = known(act_fn), act_fn if isinstance(act_fn, nn.Module) else None
+    function = module._apply_gate if module.has_gate else act_fn
+    assert callable(function)
+    return Recomputed(function, module=act_fn if isinstance(act_fn, nn.Module) else None)
+
+
+def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str | None:
+    """The word of `activations.spelled` for it, None where none of ours is known to compute the same.
+
+    clamped_word: in place of ours, where `torch.compile` traces this.
+    """
+    name = known(getattr(module, "act_fn", None))
     if not module.has_gate:
-        assert callable(act_fn)
-        ours = UNGATED.get(name or "")
-        return ours() if ours else Recomputed(act_fn, module=owner)
-    gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
-    function = getattr(gate, "__func__", None) if getattr(gate, "__self__", None) is module else None
+        return UNGATED.get(name or "")
+    own = vars(module).get("_apply_gate")
+    function = getattr(own, "__func__", None) if getattr(own, "__self__", None) is module else None
+    if own is None:
+        function = getattr(type(module), "_apply_gate", None)
     if function is _default_apply_gate and name in GATED:
-        return GATED[name]()
-    if isinstance(function, FunctionType) and _is_transformers(function):
-        numbers = [(key, getattr(module, key, None)) for key in (*LIMITS, *SLOPES)]
-        plain = tuple((key, float(value)) for key, value in numbers if isinstance(value, (int, float)))
-        clamped = _clamped(function, plain, name == "silu")
-        if clamped is not None:
-            return clamped
-    return Recomputed(gate, module=owner)
+        return GATED[name]
+    if not isinstance(function, FunctionType) or not _is_transformers(function):
+        return None
+    numbers = [(key, getattr(module, key, None)) for key in (*LIMITS, *SLOPES)]
+    # As text, which is a constant to `torch.compile` where a number may be a symbol.
+    plain = tuple((key, float(value).hex()) for key, value in numbers if isinstance(value, (int, float)))
+    return (clamped_word or _clamped)(function, plain, name == "silu")
 
 
 def known(act_fn: object) -> str | None:
@@ -89,12 +100,12 @@ def _is_transformers(function: FunctionType) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _clamped(function: FunctionType, numbers: tuple[tuple[str, float], ...], silu: bool) -> ClampedSwiGLU | None:
-    """The clamped gate that gives what `function` gives; None where none does, or more than one, or it fails so.
+def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
+    """The word of the clamped gate that gives what `function` gives; None where none does or several do, or it fails.
 
     Kept for the process: a model has a module a layer, each asks at each call, and the answer depends on nothing else.
     """
-    given = dict(numbers)
+    given = {key: float.fromhex(value) for key, value in numbers}
     limits = {given[key] for key in LIMITS if given.get(key, 0.0) > 0}
     slopes = {1.0, *(given[key] for key in SLOPES if key in given)}
     with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
@@ -104,8 +115,8 @@ def _clamped(function: FunctionType, numbers: tuple[tuple[str, float], ...], sil
         except Exception:  # it reads something else, or wants something else
             return None
         candidates = product(slopes, limits, (0.0, 1.0), (False, True))
-        ours = [ClampedSwiGLU(slope, limit, shift, interleaved=turns) for slope, limit, shift, turns in candidates]
-        same = [one for one in ours if _same(one.forward(pre_nI), truth)]
+        ours = ["clamped_swiglu " + " ".join(map(repr, map(float, numbers))) for numbers in candidates]
+        same = [word for word in ours if _same(spelled(word).forward(pre_nI), truth)]
     return same[0] if len(same) == 1 else None
 
 

@@ -1,0 +1,61 @@
+"""transformers' experts modules inside a graph of `torch.compile`: the operators of `ExpertMLP`.
+
+Imported while a graph is traced and at no other time.
+
+Legend: T rows, K slots per row, D model dim.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.dispatch.compiled import checked_ids
+from trimtab.eager import eagerly
+from trimtab.errors import InputError
+from trimtab.experts.compiled import expert_mlp_op
+from trimtab.hf.experts import experts_forward, weights_of
+from trimtab.hf.gates import _clamped, word_of
+from trimtab.kernels.selftest import KernelChoice
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _clamped_word(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
+    """It tries the gate, which cannot be traced; the answer depends on nothing else."""
+    return _clamped(function, numbers, silu)
+
+
+def compiled_forward(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    kernels: KernelChoice,
+    num_slots: int | None,
+) -> Tensor:
+    """`experts_forward` while a graph is traced."""
+    word = None if module.has_post_expert_norm else word_of(module, _clamped_word)
+    if word is None:
+        if torch.compiler.is_exporting():
+            raise InputError(
+                f"{type(module).__name__}: with an activation, gate or norm that is none of trimtab's, its experts "
+                "cannot be exported: use experts_implementation='grouped_mm'"
+            )
+        given = (module, hidden_states, top_k_index, top_k_weights)
+        y: Tensor = eagerly(experts_forward, *given, kernels=kernels, num_slots=num_slots)
+        return y
+    w, ids = weights_of(module), top_k_index
+    if not module._is_expert_parallel:
+        name, experts = torch.empty(0, dtype=torch.uint8, device="cpu"), w.up.shape[0]
+        ids = checked_ids(ids, ((ids < 0) | (ids >= experts)).sum(), name, experts)
+    names = ",".join(name for name in kernels.candidates if isinstance(name, str))
+    out, _ = expert_mlp_op(
+        hidden_states.to(w.up.dtype), top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)),
+        ids, w.up, w.down, w.up_bias, w.down_bias,
+        word, "experts", w.transposed, names, num_slots, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return cast(Tensor, out).to(hidden_states.dtype)

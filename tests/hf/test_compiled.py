@@ -1,0 +1,99 @@
+"""transformers' experts and models under `torch.compile` and `torch.export`: one graph, with the bits of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf.families import build_model, experts_modules
+from trimtab.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+
+ONE_GRAPH = (
+    "aria",
+    "cohere2_moe",
+    "deepseek_v4",
+    "gpt_oss",
+    "minimax_m3_vl",
+    "nemotron_h",
+    "openai_privacy_filter",
+    "qwen3_vl_moe",
+)
+"""Each gate that is in C++, with and without biases, turned weights and interleaved gates."""
+BETWEEN = ("beam", "muse_spark")
+"""A gate of its own, a norm behind the experts."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+def experts_of(name: str) -> tuple[Any, int, int]:
+    """The first experts module of a family, its width and number of experts."""
+    model = build_model(name)
+    model.set_experts_implementation("trimtab")
+    module: Any = next(iter(experts_modules(model).values()))
+    up = module.get_parameter("gate_up_proj" if module.has_gate else "up_proj")
+    return module, up.shape[1 if module.is_transposed else 2], up.shape[0]
+
+
+def results(run: Any, module: nn.Module, rows: int, width: int, experts: int) -> list[Tensor]:
+    module.zero_grad()
+    g = torch.Generator().manual_seed(rows)
+    x, w = torch.randn(rows, width, generator=g).requires_grad_(), torch.rand(rows, 2, generator=g).requires_grad_()
+    y: Tensor = run(x, torch.randint(0, experts, (rows, 2), generator=g), w)
+    y.square().sum().backward()
+    grads = [x.grad, w.grad, *(p.grad for p in module.parameters())]
+    return [y.detach(), *(grad.clone() for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("name", [*ONE_GRAPH, *BETWEEN])
+def test_experts(name: str) -> None:
+    module, width, experts = experts_of(name)
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counted, fullgraph=name in ONE_GRAPH, dynamic=True)
+    for rows in (7, 0, 300, 5):
+        found, truth = (results(run, module, rows, width, experts) for run in (compiled, module))
+        assert len(found) == len(truth) == 3 + len(list(module.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert counted.frame_count <= 3, "one more for no rows, one where the numbers of a gate were symbols at first"
+    if name in ONE_GRAPH:
+        with pytest.raises(InputError, match="1 slot"):
+            compiled(
+                torch.randn(5, width), torch.full((5, 1), 0).index_fill(0, torch.tensor(2), experts), torch.rand(5, 1)
+            )
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe"])
+def test_exported_for_any_number_of_rows(name: str) -> None:
+    module, width, experts = experts_of(name)
+    rows = torch.export.Dim("rows", min=2)
+    given = torch.randn(7, width), torch.randint(0, experts, (7, 2)), torch.rand(7, 2)
+    program = torch.export.export(module, given, dynamic_shapes=({0: rows}, {0: rows}, {0: rows}))
+    for n in (7, 40):
+        x, ids, w = torch.randn(n, width), torch.randint(0, experts, (n, 2)), torch.rand(n, 2)
+        assert torch.equal(program.module()(x, ids, w), module(x, ids, w))
+
+
+def test_a_model_is_one_graph() -> None:
+    model = build_model("qwen3_moe")
+    model.set_experts_implementation("trimtab")
+    ids = torch.randint(0, model.config.vocab_size, (2, 160), generator=torch.Generator().manual_seed(0))
+    counted, left = CompileCounterWithBackend("aot_eager"), []
+    for run in (model, torch.compile(model, backend=counted, fullgraph=True)):
+        model.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        left.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    torch.testing.assert_close(left[1], left[0], rtol=1e-4, atol=1e-6)
+    assert counted.frame_count == 1
