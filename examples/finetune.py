@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+import trimtab
 import trimtab.hf
 
 trimtab.hf.register()
@@ -19,6 +20,7 @@ ids = torch.randint(0, model.config.vocab_size, (2, 64))  # every rank draws its
 for step in range(10):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
+    trimtab.clip_grad_norm_(model, 1.0)  # torch's own takes no experts on a mesh of theirs beside other parameters
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}  loss {loss.item():.3f}")

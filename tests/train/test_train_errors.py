@@ -48,6 +48,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "keys.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "broken.jsonl").write_text("{\n")
+    good = '{"text": "as it should be"}\n' * 2000
+    (tmp_path / "late.jsonl").write_text(good + '{"text": null}\n' + good)
+    (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'{"text": "caf\xe9"}\n')
+    (tmp_path / "roles.jsonl").write_text(good + '{"messages": [{"content": "hi"}]}\n')
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 5)
     (tmp_path / "list.json").write_text("[]")
     os.mkfifo(tmp_path / "pipe")
     return tmp_path
@@ -60,6 +65,10 @@ def folder(tmp_path: Path) -> Path:
         (["--data", "empty.txt"], ["empty"]),
         (["--data", "keys.jsonl"], ["keys.jsonl:1", "`text`", "`messages`", "prompt"]),
         (["--data", "broken.jsonl"], ["broken.jsonl:1", "not JSON"]),
+        (["--data", "late.jsonl"], ["late.jsonl:2001", "a `text` of the type NoneType"]),
+        (["--data", "latin.jsonl"], ["latin.jsonl:2001", "not UTF-8"]),
+        (["--data", "roles.jsonl"], ["roles.jsonl:2001", "`role` and `content`"]),
+        (["--data", "asked.jsonl"], ["no text, and no turn of the role `assistant`"]),
         (["--data", "list.json"], ["list.json", ".jsonl"]),
         (["--data", "pipe"], ["pipe", "neither a file nor a folder"]),
         (["--seed", "5000000000"], ["--seed 5000000000", "at most 4294967295"]),
@@ -67,6 +76,8 @@ def folder(tmp_path: Path) -> Path:
         (["--model", "full"], ["config.json"]),
         (["--nproc", "4", "--fsdp", "3"], ["3 ranks, but there are 4"]),
         (["--nproc", "4", "--ep", "3"], ["--ep 3", "4 ranks"]),
+        (["--ep", "2"], ["--ep 2", "= 1 ranks", "start 2 ranks or a multiple with --nproc"]),
+        (["--max-step", "2"], ["--max-step"]),
         (["--tp", "2"], ["2 ranks, but there are 1"]),
         (["--nproc", "0"], ["--nproc 0"]),
         (["--dtype", "int8"], ["int8", "bfloat16"]),

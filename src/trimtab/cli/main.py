@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trimtab import __version__
 from trimtab.cli import bench, convert, decisions, doctor, train, verify
@@ -21,6 +21,9 @@ from trimtab.errors import ConfigError, InputError, TrimtabError
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False} | options)  # half an option's name is more likely another's
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"trimtab: {message} (see {self.prog} --help)\n")
 

@@ -19,7 +19,8 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
   trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --nproc 8 --out runs/chat
   torchrun --nnodes 4 --nproc-per-node 8 -m trimtab train --model … --out …
   trimtab train --nproc 4 --save-every 50              checkpoints on the way
-  trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit, options as they were
+  trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit; but for --nproc, options
+                                                       are as they were
 """
 
 

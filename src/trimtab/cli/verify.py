@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,9 @@ def add_parser(commands: Any) -> None:
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="thirteen arrangements of up to 4 ranks, float32")
     level.add_argument("--full", action="store_true", help="every arrangement in float64 as well")
-    add("--impl", default="trimtab", metavar="NAME", help="trimtab, transformers or torchtitan (default trimtab)")
+    add(
+        "--impl", default="trimtab", metavar="NAME", help="trimtab (default), transformers, torchtitan, or MODULE:CLASS"
+    )
     add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")
     add("--only", nargs="+", default=[], metavar="CASE", help="names, words or globs of TOPOLOGY/PATTERN/DTYPE")
     add("--seed", type=int, default=0, metavar="N", help="of all data (default 0)")
@@ -99,6 +102,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
 
 def _ledger(options: argparse.Namespace) -> int:
     from trimtab.cli.progress import Progress
+    from trimtab.verify.adapters import get_implementation
     from trimtab.verify.cases import plan_cases
     from trimtab.verify.ledger import MOST_LOCAL, Ledger
 
@@ -106,6 +110,9 @@ def _ledger(options: argparse.Namespace) -> int:
     if cluster and options.nproc is not None:
         raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     level = "quick" if options.quick else "full" if options.full else "default"
+    if ":" in options.impl:
+        sys.path.insert(0, os.getcwd())  # where `python -m` finds modules as well; the ranks inherit it
+    get_implementation(options.impl)
     world = cluster or options.nproc or (4 if options.quick else MOST_LOCAL)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)

@@ -103,8 +103,7 @@ class Decisions:
         except OSError:
             raise
         except Exception as error:  # what torch.load raises for a file of another kind depends on its first bytes
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"{path} is no file of routing decisions: {reason}") from error
+            raise InputError(f"{path} is no file of routing decisions ({type(error).__name__})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"{path} is no file of routing decisions")
         if content.get("version") != VERSION:

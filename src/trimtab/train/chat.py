@@ -36,12 +36,9 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
     turn. Raises InputError for malformed messages, a tokenizer without a template, and a template whose rendering
     up to an assistant turn does not begin its rendering past that turn.
     """
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
+    check_messages(messages, tools, place)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{place}: `tools` must be a list")
 
     def render(some: list[Any], *, prompt: bool) -> str:
         return _render(tokenizer, some, tools, place, prompt=prompt)
@@ -66,6 +63,14 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
     else:
         for prompt, answered in spans:
             yield _label(tokenizer, answered, [(prompt, answered)])
+
+
+def check_messages(messages: Any, tools: Any, place: str) -> None:
+    """Raise InputError for what is no conversation."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"{place}: `tools` must be a list")
 
 
 def _label(tokenizer: Any, whole: str, spans: list[tuple[str, str]]) -> Piece:

@@ -141,7 +141,8 @@ class Mesh:
             if ep % tp:
                 raise ConfigError(f"--ep {ep} is not a multiple of --tp {tp}: {ep} = {ep // tp} x {tp} + {ep % tp}")
             if shared % ep:
-                raise ConfigError(f"--ep {ep} does not divide fsdp {fsdp} x tp {tp} = {shared} ranks")
+                more = f"; start {ep} ranks or a multiple with --nproc" if shared < ep else ""
+                raise ConfigError(f"--ep {ep} does not divide fsdp {fsdp} x tp {tp} = {shared} ranks{more}")
             if num_experts and num_experts % ep:
                 raise ConfigError(
                     f"--ep {ep} does not divide the model's {num_experts} experts: "

@@ -59,16 +59,16 @@ class TokenStream:
         if self.tokenizer.eos_token_id is None:
             raise InputError("the model's tokenizer has no EOS token to separate documents with")
         for epoch in itertools.count():
-            tokens = targets = 0
+            targets = 0
             for document in documents(self.files, self.seed, epoch):
                 for ids, labels in self._encode(document):
-                    tokens += len(ids)
                     targets += len(labels) - labels.count(IGNORED)
                     yield ids, labels
-            if not tokens:
-                raise InputError(f"the data is empty: no text in {len(self.files)} file(s), {self.files[0]} …")
             if not targets:
-                raise InputError(f"no conversation in {self.files[0]} … holds a turn of the role `assistant`")
+                raise InputError(
+                    f"the data is empty: no text, and no turn of the role `assistant`, in {len(self.files)} file(s), "
+                    f"{self.files[0]} …"
+                )
 
     def _encode(self, document: Document) -> Iterator[Piece]:
         eos = self.tokenizer.eos_token_id

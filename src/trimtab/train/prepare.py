@@ -20,7 +20,7 @@ from trimtab.train.packing import TokenStream
 from trimtab.train.presets import is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS
-from trimtab.train.sources import find_files
+from trimtab.train.sources import check_lines, find_files
 
 INIT = "init"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -68,7 +68,10 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
 
 
 def check_data(plan: Plan) -> None:
-    """Tokenise the beginning of the data, so that what is wrong with it shows before ranks start."""
+    """Read all lines of JSON and tokenise the beginning of the data, so that what is wrong with it shows before ranks
+    start. A run that goes on has read them."""
+    if plan.config.resume is None:
+        check_lines(plan.stream.files)
     next(iter(plan.stream))
 
 

@@ -71,7 +71,7 @@ def check_resume(config: TrainConfig, world: int) -> None:
     if ranks != run["data_ranks"]:
         raise ConfigError(
             f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
-            "would not be the same; change --nproc, --tp, --fsdp or --replicate"
+            "would not be the same; give the --nproc of then, or change --tp, --fsdp or --replicate"
         )
     now = describe_data(find_files(config.data))
     if now != run["data"]:

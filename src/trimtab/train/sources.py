@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import InputError
+from trimtab.train.chat import check_messages
 from trimtab.train.report import LOGS, RUN
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -46,9 +47,24 @@ class Document:
         except ValueError as error:
             raise InputError(f"{self.place} is not JSON ({error}); expected one object per line") from None
         if not isinstance(record, dict) or not ("messages" in record or isinstance(record.get("text"), str)):
-            keys = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise InputError(f"{self.place} has {keys}; expected a string `text` or a list `messages`")
+            if not isinstance(record, dict):
+                has = f"a {type(record).__name__}"
+            elif "text" in record:
+                has = f"a `text` of the type {type(record['text']).__name__}"
+            else:
+                has = f"the keys {sorted(record)}"
+            raise InputError(f"{self.place} has {has}; expected a string `text` or a list `messages`")
         return record
+
+    def check(self) -> None:
+        """Raise InputError for what could not be read later: a line that is no record or not UTF-8."""
+        try:
+            (self.line or "").encode()
+        except UnicodeEncodeError:  # a surrogate stands for each byte that says nothing
+            raise InputError(f"{self.place} is not UTF-8 text") from None
+        record = self.record()
+        if "messages" in record:
+            check_messages(record["messages"], record.get("tools"), self.place)
 
 
 def standard_library() -> list[Path]:
@@ -102,6 +118,22 @@ def check_documents(files: Sequence[Path], seed: int) -> None:
     raise InputError(f"the data is empty: no text in {len(files)} file(s), {files[0]} …")
 
 
+def check_lines(files: Sequence[Path]) -> None:
+    """Read every line of JSON there is, at about 100 MB a second, so that none ends a run hours later.
+
+    Raises InputError for the first that is malformed.
+    """
+    from tqdm import tqdm
+
+    lined = [path for path in files if path.suffix in JSON_LINES]
+    size = sum(path.stat().st_size for path in lined)
+    with tqdm(total=size, desc="checking data", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+        for path in lined:
+            for document in _lines(path, errors="surrogateescape"):
+                document.check()
+                bar.update(len(document.line or ""))
+
+
 def documents(files: Sequence[Path], seed: int, epoch: int) -> Iterator[Document]:
     """All documents of `files` once, in the order that (seed, epoch) gives."""
     rng = random.Random(f"{seed}/{epoch}")
@@ -140,13 +172,17 @@ def _take(held: list[T], rng: random.Random) -> T:
 
 def _in_order(files: Iterable[Path]) -> Iterator[Document]:
     for path in files:
-        if path.suffix not in JSON_LINES:
+        if path.suffix in JSON_LINES:
+            yield from _lines(path, errors="replace")
+        else:
             yield Document(path)
-            continue
-        with path.open(encoding="utf-8-sig", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Document(path, line, number)
+
+
+def _lines(path: Path, errors: str) -> Iterator[Document]:
+    with path.open(encoding="utf-8-sig", errors=errors) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Document(path, line, number)
 
 
 def _is_hidden(path: Path) -> bool:

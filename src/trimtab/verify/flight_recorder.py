@@ -98,6 +98,8 @@ def read_traces(paths: Sequence[Path]) -> list[Trace]:
 def read_trace(path: Path) -> Trace:
     """One dump, pickle or JSON; the rank is the number at the end of its name."""
     rank = _rank_of(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
     if rank is None:
         raise InputError(f"{path}: a dump's name ends in its rank, such as nccl_trace_rank_0; rename it")
     try:

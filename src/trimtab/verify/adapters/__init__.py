@@ -24,17 +24,22 @@ def get_implementation(name: str) -> Implementation:
     """The adapter of that name, or `MODULE:CLASS`, an `Implementation` of one's own.
 
     Raises:
-        ConfigError: no such name, or no such class. BackendError: it can't be imported here; says why.
+        ConfigError: no such name, module or class. BackendError: a peer can't be imported here; says why.
     """
     module, attribute = home_of(name)
     try:
         home = importlib.import_module(module)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BackendError(f"--impl {name} can't be judged here: {error}") from error
+        kind = BackendError if name in NAMES else ConfigError
+        raise kind(f"--impl {name} can't be judged here: {error}") from error
     if not hasattr(home, attribute):
         raise ConfigError(f"--impl {name}: {module} has no {attribute}; name a class of it")
     found = getattr(home, attribute)
-    made: Implementation | None = found() if isinstance(found, type) else None
-    if made is None or not all(hasattr(made, part) for part in ("name", "refusal", "lacks", "build")):
-        raise ConfigError(f"--impl {name}: must be a class as trimtab.verify.adapters.base.Implementation says")
+    if not isinstance(found, type):
+        raise ConfigError(f"--impl {name}: is no class")
+    made: Implementation = found()
+    if absent := [part for part in ("name", "refusal", "lacks", "build") if not hasattr(made, part)]:
+        raise ConfigError(
+            f"--impl {name}: has no {', no '.join(absent)}, which trimtab.verify.adapters.base.Implementation describes"
+        )
     return made
