@@ -66,8 +66,8 @@ def test_experts(name: str) -> None:
         found, truth = (results(run, module, rows, width, experts) for run in (compiled, module))
         assert len(found) == len(truth) == 3 + len(list(module.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
-    assert counted.frame_count <= 3, "one more for no rows, one where the numbers of a gate were symbols at first"
     if name in ONE_GRAPH:
+        assert counted.frame_count <= 3, "one more for no rows, one where the numbers of a gate were symbols at first"
         with pytest.raises(InputError, match="1 slot"):
             compiled(
                 torch.randn(5, width), torch.full((5, 1), 0).index_fill(0, torch.tensor(2), experts), torch.rand(5, 1)

@@ -8,7 +8,7 @@ Legend: T tokens, E experts, K experts per token, N = T * K slots, X columns of 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from trimtab.routing.scores import count_ids
 
 def most_slots(ids_TK: Tensor, config: RouterConfig, room: int) -> int:
     """How many slots all experts together take at most, each of which takes `room`. Symbolic in a traced graph."""
-    most: int = torch.sym_min(config.num_experts * room, ids_TK.numel())  # type: ignore[no-untyped-call]
+    bound: Any = config.num_experts * room
+    slots = ids_TK.numel()
+    exported = isinstance(bound, torch.SymInt)  # Dynamo takes it by itself where it traces `min`
+    most: int = torch.sym_min(bound, slots) if exported else min(bound, slots)  # type: ignore[no-untyped-call]
     return most
 
 
