@@ -161,6 +161,13 @@ def test_loopback() -> None:
     assert "GLOO_SOCKET_IFNAME" not in own.do
 
 
+def test_loopback_through_shared_memory() -> None:
+    lacking = loopback.Loopback(over="shared_memory", lacks="no shared memory")
+    (note,) = loopback.judge(lacking)
+    assert (note.severity, note.where) == ("note", "2 ranks, shared_memory")
+    assert "no shared memory" in note.what
+
+
 def test_text_is_aligned_and_narrow() -> None:
     findings = [
         Finding(severity="ok", where="torch", what="2.13"),
@@ -190,9 +197,9 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert {finding["part"] for finding in told["findings"]} == {
         "versions", "machine and environment", "process groups and transports", "kernels, self-tested", "loopback",
     }  # fmt: skip
-    oracle, speed = [finding["what"] for finding in told["findings"] if finding["part"] == "loopback"]
-    assert "from the oracle" in oracle
-    assert "GB/s" in speed
+    said = [(finding["where"], finding["what"]) for finding in told["findings"] if finding["part"] == "loopback"]
+    assert [where for where, _ in said] == ["2 ranks, gloo"] * 2 + ["2 ranks, shared_memory"] * 2
+    assert all("from the oracle" in oracle and "GB/s" in speed for (_, oracle), (_, speed) in (said[:2], said[2:]))
 
 
 def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:

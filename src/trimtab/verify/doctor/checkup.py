@@ -15,4 +15,4 @@ def checkup() -> Iterator[Part]:
     groups = backends.look()
     yield "process groups and transports", backends.judge(groups)
     yield "kernels, self-tested", backends.judge_kernels(backends.try_kernels(backends.devices()))
-    yield "loopback", loopback.judge(loopback.look())
+    yield "loopback", [finding for found in loopback.look() for finding in loopback.judge(found)]

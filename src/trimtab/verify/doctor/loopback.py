@@ -9,7 +9,8 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch import Tensor
 from trimtab import oracle
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transport import Lanes
+from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.dispatch.transport import Lanes, Transport
+from trimtab.errors import BackendError
 from trimtab.experts.module import ExpertMLP
 from trimtab.verify.doctor.findings import Finding
 from trimtab.verify.ranks import run_ranks
@@ -35,29 +38,41 @@ class Loopback:
     """error: largest relative difference from the oracle, forward and all gradients, over both ranks.
 
     latency_us: exchange of counts, median. gigabytes_per_s: rows sent by one rank, while it receives as many.
-    failed: what went wrong, if the ranks did not come through.
+    failed: what went wrong, if the ranks did not come through. over: what carries the rows. lacks: why that cannot be.
     """
 
+    over: str = "gloo"
+    lacks: str | None = None
     error: float = 0.0
     latency_us: float = 0.0
     gigabytes_per_s: float = 0.0
     failed: str | None = None
 
 
-def look(deadline: float = 60.0) -> Loopback:
-    """Start two ranks and run them."""
+def look(deadline: float = 60.0) -> list[Loopback]:
+    """Start two ranks and run them, over Gloo and through shared memory."""
     try:
         answers = run_ranks(on_rank, RANKS, deadline=deadline)
     except (AssertionError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return Loopback(failed="; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))
-    errors, latencies, rates = zip(*answers, strict=True)
-    return Loopback(error=max(errors), latency_us=max(latencies), gigabytes_per_s=min(rates))
+        return [Loopback(failed="; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))]
+    return [_of_both(*found) for found in zip(*answers, strict=True)]
+
+
+def _of_both(*found: Loopback) -> Loopback:
+    return replace(
+        found[0],
+        error=max(one.error for one in found),
+        latency_us=max(one.latency_us for one in found),
+        gigabytes_per_s=min(one.gigabytes_per_s for one in found),
+    )
 
 
 def judge(found: Loopback) -> list[Finding]:
     """Findings about the loopback."""
-    where = "2 ranks, gloo"
+    where = f"2 ranks, {found.over}"
+    if found.lacks is not None:
+        return [Finding(severity="note", where=where, what=f"cannot run here, so 'auto' is alltoall: {found.lacks}")]
     if found.failed is not None:
         network = re.search(r"no answer|onnect|gloo|socket|address|interface", found.failed) is not None
         return [
@@ -89,13 +104,28 @@ def judge(found: Loopback) -> list[Finding]:
     return [numbers, speed]
 
 
-def on_rank() -> tuple[float, float, float]:
-    """(error, latency in us, GB/s) of this rank. Both ranks call."""
-    transport = AllToAll(dist.group.WORLD)  # type: ignore[arg-type]
-    return _error(transport), _latency(transport), _bandwidth(transport)
+def on_rank() -> list[Loopback]:
+    """What this rank finds. Both ranks call."""
+    group: Any = dist.group.WORLD
+    found = [_through(AllToAll(group), "gloo")]
+    try:
+        shared = SharedMemory(group)
+        shared.meet_peers(torch.device("cpu"))
+    except BackendError as error:  # on both ranks
+        return [*found, Loopback(over="shared_memory", lacks=str(error))]
+    return [*found, _through(shared, "shared_memory")]
 
 
-def _error(transport: AllToAll) -> float:
+def _through(transport: Transport, name: str) -> Loopback:
+    return Loopback(
+        over=name,
+        error=_error(transport),
+        latency_us=_latency(transport),
+        gigabytes_per_s=_bandwidth(transport),
+    )
+
+
+def _error(transport: Transport) -> float:
     """The layer on this rank's tokens against the oracle on everyone's."""
     g = torch.Generator().manual_seed(0)
 
@@ -123,16 +153,19 @@ def _error(transport: AllToAll) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, parts, strict=True))
 
 
-def _latency(transport: AllToAll, times: int = 50) -> float:
+def _latency(transport: Transport, times: int = 50) -> float:
     headers = torch.zeros(RANKS, 6, dtype=torch.int64)
     return statistics.median(_timed(lambda: transport.exchange_headers(headers)) for _ in range(times)) * 1e6
 
 
-def _bandwidth(transport: AllToAll, times: int = 5) -> float:
+def _bandwidth(transport: Transport, times: int = 9) -> float:
     rows = torch.zeros(MEGABYTES * 1024, 1024, dtype=torch.uint8)
     half = rows.shape[0] // RANKS
-    lanes = Lanes(outgoing=(half,) * RANKS, incoming=(half,) * RANKS)
-    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, (half,) * RANKS)) for _ in range(times))
+    each = (half,) * RANKS
+    lanes = Lanes(outgoing=each, incoming=each, everyone=(each,) * RANKS)
+    for _ in range(3):  # into memory that is new
+        transport.move([rows], lanes, each)
+    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, each)) for _ in range(times))
     return rows.numel() / RANKS / seconds / 1e9  # what stays on the rank crosses nothing
 
 
