@@ -57,6 +57,11 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
         FP32,
         {},
     ),
+    "expert choice, ordered": (
+        {"router": {"select": "expert_choice", "capacity_factor": 1.1}, "combine": "ordered"},
+        FP32,
+        {"masked": True},
+    ),
     "expert choice": ({"router": {"select": "expert_choice"}}, FP32, {"masked": True}),
     "replay": ({"router": {"normalize": True, "score": "sigmoid"}, "combine": "ordered"}, FP32, {"replay": True}),
     "bf16": ({"router": {"normalize": True}, "bias": True, "shared_hidden": 6}, BF16, {"masked": True}),
@@ -93,6 +98,20 @@ def test_dynamic_shapes_compile_again_for_0_and_1_alone() -> None:
         assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
         assert counters["stats"]["unique_graphs"] == graphs, shape
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize("router", [{"select": "expert_choice"}, {"pad": True}, {}], ids=str)
+def test_a_capacity_is_no_symbol(router: dict[str, Any], combine: str) -> None:
+    """Two layers of one code, with factors of their own, and any number of tokens."""
+    layers = [build(router=router | {"capacity_factor": factor}, combine=combine) for factor in (1.1, 0.6)]
+    for dynamic in (True, None):
+        dynamo.reset()
+        runs = [compiled(moe, dynamic=dynamic)[0] for moe in layers]
+        for tokens in (12, 30, 7):
+            given = inputs((tokens,), FP32, masked=True)
+            for run, moe in zip(runs, layers, strict=True):
+                assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
 
 
 def test_every_token_masked_and_an_expert_without_rows() -> None:

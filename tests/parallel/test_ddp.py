@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -25,19 +26,19 @@ from trimtab.verify.ranks import run_ranks
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.moe = nn.Linear(D, D), build(bias=True, router={"bias": True, "bias_rate": 0.25})
+        self.first, self.moe = nn.Linear(D, D), build(bias=True, router={"bias": True, "bias_rate": 0.25}, **more)
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.moe(self.first(x)).y.square().sum()
         return loss
 
 
-def wrapped(*frozen: str) -> DistributedDataParallel:
+def wrapped(*frozen: str, **more: Any) -> DistributedDataParallel:
     """Two ranks that hold all experts each."""
-    model = Block()
+    model = Block(**more)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("edp", "ep"))
     parallelize(model, mesh["ep"], {"moe": ExpertParallel()})
     for name, p in model.named_parameters():
@@ -90,6 +91,14 @@ def on_rank() -> dict[str, float | list[Tensor]]:
         pass
     with pytest.raises(ConfigError, match="batches without tokens"), Join([model]):
         pass
+
+    for fused in (first := wrapped(main_grad="accumulate"), copy.deepcopy(first)):
+        experts = fused.module.moe.experts
+        for name in experts.fused:
+            experts.get_parameter(name).main_grad = torch.zeros_like(experts.get_parameter(name))
+        fused(torch.randn(5, D)).backward()
+        assert experts.up.main_grad.any()
+        assert experts.up.grad is None, "a dummy"
 
     update_bias(model)
     model(torch.randn(3 + 40 * rank, D))

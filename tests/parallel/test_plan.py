@@ -14,9 +14,11 @@ from parallel.layout_truth import Model
 from trimtab.dispatch import shared_host
 from trimtab.errors import BackendError, ConfigError, DesyncError
 from trimtab.layer import MoE, MoEConfig, MoEOutput
+from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router, Routing
 from trimtab.verify.ranks import run_ranks
@@ -162,11 +164,24 @@ def on_rank() -> dict[str, str]:
     with torch.no_grad():
         router.fill_(float("nan"))
     check_replicated(model)  # the same on all ranks, however bad
-    layer = MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=4, top_k=2)).build("moe")
+    config = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1, bias=True)
+    layer = MoEConfig(dim=8, hidden=8, router=config).build("moe")
     layer.router = OfMyOwn(layer.router)  # type: ignore[assignment]
-    parallelize(torch.nn.ModuleList([layer, layer]), init_device_mesh("cpu", (2,)), {"*": style})  # in two places
-    layer(torch.randn(3, 8)).y.square().sum().backward()
+    layer.experts.extra = torch.nn.Linear(2, 2)  # of nobody else
+    whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    parallelize(torch.nn.ModuleList([layer, layer]), whole["ep"], {"*": style})  # in two places
+    join_data_parallel(layer, init_device_mesh("cpu", (2,)), whole["edp"])
+    out = layer(torch.randn(3 + dist.get_rank(), 8))
+    (out.y.square().sum() + out.losses["aux"]).backward()
     assert layer.router.get_parameter("inside.weight").grad is not None
+    everywhere = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(everywhere, out.losses["aux"].detach())
+    assert everywhere[0] == everywhere[1], "the loss of the global batch"
+    biases = [torch.zeros(4) for _ in range(2)]
+    update_bias(layer)
+    dist.all_gather(biases, layer.router.get_buffer("inside.expert_bias"))
+    assert torch.equal(*biases)
+    assert biases[0].any()
     with pytest.raises(ConfigError, match="before"):
         parallelize(model, init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     a, b = (model.get_submodule(f"layers.{i}.moe").dispatcher for i in (0, 1))

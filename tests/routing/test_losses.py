@@ -12,6 +12,7 @@ from comparing import assert_close
 from routing.loss_ranks import on_ranks
 from routing.router_truth import truth_losses
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.losses import StepTotals
 from trimtab.routing.router import MANY, Router
 from trimtab.verify.ranks import preload, run_ranks
 
@@ -122,3 +123,12 @@ def test_a_step_that_never_ends_is_told_once() -> None:
         f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. Call "
         "trimtab.update_bias(model) after each optimizer step"
     ]
+
+
+def test_a_step_whose_counts_are_told_needs_no_end() -> None:
+    router = RouterConfig(num_experts=4, top_k=1, global_aux_loss=1.0).build(8)
+    router.totals = StepTotals(tokens=3.0, counts_E=torch.ones(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(MANY + 1):
+            router(torch.randn(3, 8))

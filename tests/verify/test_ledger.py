@@ -185,6 +185,8 @@ def test_implementations_that_do_not_exist() -> None:
             get_implementation(name)
     with pytest.raises(ConfigError, match=r"has no name, no refusal, no lacks, no build, which .*base.Implementation"):
         get_implementation("collections:OrderedDict")
+    with pytest.raises(ConfigError, match=r"--impl functools:partial: partial\(\) cannot be made"):
+        get_implementation("functools:partial")
     with pytest.raises(ConfigError, match="--impl os:Missing: os has no Missing; name a class of it"):
         get_implementation("os:Missing")
     with pytest.raises(ConfigError, match="--impl :Impl can't be judged here"):

@@ -31,7 +31,10 @@ def wants_gradient(x_TD: Tensor, w_TK: Tensor) -> bool:
 
 def with_others(w_TK: Tensor, wanted: bool, own: bool) -> Tensor:
     """The weights, with a gradient that nobody reads where it is other ranks alone who want theirs: a backward is one
-    of all ranks. wanted: whether any rank does; own: whether this one does."""
+    of all ranks. wanted: whether any rank does; own: whether this one does.
+
+    A rank without a graph, under `torch.no_grad` or in a reentrant checkpoint of inputs that need no gradient, takes
+    part in no backward, whatever others want."""
     return w_TK.clone().requires_grad_() if wanted and not own and torch.is_grad_enabled() else w_TK
 
 

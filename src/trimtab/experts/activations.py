@@ -208,9 +208,8 @@ class Recomputed:
             )
         with torch.enable_grad(), standing_in(self._places, self._stand_ins):
             pre = pre_nI.detach().requires_grad_()
-            h = self.function(
-                pre.view_as(pre)
-            )  # within autograd.grad, hooks that torch's trackers hang on leaves raise
+            # No leaf: within autograd.grad, hooks that torch's trackers hang on leaves raise.
+            h = self.function(pre.view_as(pre))
         wanted = [p for p in self.params if p.requires_grad]
         d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
         found = iter(d_wanted)

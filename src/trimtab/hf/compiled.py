@@ -13,11 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.compiled import checked_ids
 from trimtab.eager import eagerly
 from trimtab.errors import InputError
 from trimtab.experts.compiled import expert_mlp_op
-from trimtab.hf.experts import experts_forward, weights_of
+from trimtab.hf.experts import experts_forward, refuse_dropped, weights_of
 from trimtab.hf.gates import _clamped, word_of
 from trimtab.kernels.selftest import KernelChoice
 
@@ -26,6 +25,18 @@ from trimtab.kernels.selftest import KernelChoice
 def _clamped_word(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
     """It tries the gate, which cannot be traced; the answer depends on nothing else."""
     return _clamped(function, numbers, silu)
+
+
+@torch.library.custom_op("trimtab::whole_ids", mutates_args=())
+def whole_ids(ids_TK: Tensor, num_experts: int, who: str) -> Tensor:
+    """The ids, if each names an expert; else as `experts_forward` raises."""
+    refuse_dropped(who, ((ids_TK < 0) | (ids_TK >= num_experts)).sum(), num_experts)
+    return ids_TK.clone()
+
+
+@whole_ids.register_fake
+def _(ids_TK: Tensor, num_experts: int, who: str) -> Tensor:
+    return torch.empty_like(ids_TK)
 
 
 def compiled_forward(
@@ -50,8 +61,7 @@ def compiled_forward(
         return y
     w, ids = weights_of(module), top_k_index
     if not module._is_expert_parallel:
-        name, experts = torch.empty(0, dtype=torch.uint8, device="cpu"), w.up.shape[0]
-        ids = checked_ids(ids, ((ids < 0) | (ids >= experts)).sum(), name, experts)
+        ids = whole_ids(ids, w.up.shape[0], type(module).__name__)
     names = ",".join(name for name in kernels.candidates if isinstance(name, str))
     out, _ = expert_mlp_op(
         hidden_states.to(w.up.dtype), top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)),

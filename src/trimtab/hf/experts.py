@@ -44,7 +44,7 @@ def experts_forward(
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised.
-        InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
+        InputError: shapes or ids other than these; eagerly under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
     Under `torch.compile` they are operators of the graph; with an activation or gate that is none of ours, or a norm
@@ -72,11 +72,11 @@ def experts_forward(
         level=fills(weights, math),
     )  # fmt: skip
     if not module._is_expert_parallel:  # else slots of other ranks have the sentinel
-        _refuse_dropped(who, top_k_index.numel() - plan.counts_e.sum(), weights.up.shape[0])
+        refuse_dropped(who, top_k_index.numel() - plan.counts_e.sum(), weights.up.shape[0])
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 
 
-def _refuse_dropped(who: str, dropped: Tensor, num_experts: int) -> None:
+def refuse_dropped(who: str, dropped: Tensor, num_experts: int) -> None:
     """Raise InputError where slots name no expert; on a device, trip an assertion there."""
     if no_values(dropped.device):
         return

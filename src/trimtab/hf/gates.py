@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import product
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,8 @@ def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str |
     name = known(getattr(module, "act_fn", None))
     if not module.has_gate:
         return UNGATED.get(name or "")
-    own = vars(module).get("_apply_gate")
-    function = getattr(own, "__func__", None) if getattr(own, "__self__", None) is module else None
-    if own is None:
-        function = getattr(type(module), "_apply_gate", None)
+    gate: object = module._apply_gate
+    function = gate.__func__ if isinstance(gate, MethodType) and gate.__self__ is module else None
     if function is _default_apply_gate and name in GATED:
         return GATED[name]
     if not isinstance(function, FunctionType) or not _is_transformers(function):
@@ -73,8 +71,12 @@ def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str |
 def known(act_fn: object) -> str | None:
     """The name of an activation that is one of transformers' or torch's and no more: neither a hook on it nor a forward
     of its own would be called."""
-    if isinstance(act_fn, nn.Module) and ("forward" in vars(act_fn) or any(getattr(act_fn, on) for on in _HOOKS)):
-        return None
+    if isinstance(act_fn, nn.Module):
+        forward: object = act_fn.forward  # read so that `torch.compile` sees it replaced later
+        if not isinstance(forward, MethodType) or forward.__func__ is not type(act_fn).forward:
+            return None
+        if any(getattr(act_fn, on) for on in _HOOKS):
+            return None
     kind, inside = type(act_fn), getattr(act_fn, "act", None)
     tanh = isinstance(inside, partial) and inside.func is F.gelu and inside.keywords == {"approximate": "tanh"}
     if act_fn is F.silu or kind in (nn.SiLU, SiLUActivation):

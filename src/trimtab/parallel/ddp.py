@@ -72,13 +72,13 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         dist.broadcast(_local(param.detach()), group=group, group_src=0)
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
-        for param in map(module.get_parameter, module.fused):
-            _when_accumulated(param, _drop_dummy)
     delayed = [module for module in experts if module.delay_wgrad]
     for part in [[module for module in experts if not module.delay_wgrad], *([module] for module in delayed)]:
         reducer = _ExpertReducer([param for module in part for param in _reduced(module)], group)
         wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
     wrapped.join_hook = _no_join  # type: ignore[method-assign]
+    fused = [module.get_parameter(name) for module in experts for name in module.fused]
+    wrapped.__dict__["_dummies"] = _Dummies(fused)  # where a copy of the model finds it
     return wrapped
 
 
@@ -118,15 +118,28 @@ def _when_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> None:
     param.requires_grad_(trained)
 
 
-def _drop_dummy(param: Tensor) -> None:
-    param.grad = None
-
-
 def _no_join(**_: Any) -> NoReturn:
     raise ConfigError(
         "DDP's join() lets ranks whose data has ended stay away, and their experts with them: feed such a rank batches "
         "without tokens, [0, L, D], as long as another has data"
     )
+
+
+class _Dummies:
+    """Drops what autograd delivers for parameters whose gradients are in `main_grad`."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+        for param in params:
+            _when_accumulated(param, self.drop)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Dummies:
+        """Those of the copies of the parameters."""
+        return _Dummies(copy.deepcopy(self.params, memo))
+
+    @staticmethod
+    def drop(param: Tensor) -> None:
+        param.grad = None
 
 
 class _ExpertReducer:

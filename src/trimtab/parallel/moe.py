@@ -10,6 +10,7 @@ from trimtab.layer import MoE, MoEOutput
 from trimtab.parallel.partial import sum_gradients
 from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.routing.losses import LossGroups
+from trimtab.routing.router import Router
 
 
 class ParallelMoE(MoE):
@@ -31,16 +32,22 @@ class ParallelMoE(MoE):
 
     def spread(self, meshes: TokenMeshes) -> None:
         """Take the tokens as `meshes` has them."""
-        given: LossGroups | None = getattr(self.router, "groups", None)  # a router of one's own may have none
         self.token_meshes, self.own_groups = meshes, LossGroups()
-        if given == LossGroups():  # not set by hand
-            self.own_groups = given
+        for router in self._routers():
+            if router.groups == LossGroups():  # not set by hand
+                router.groups = self.own_groups
         self.share_losses(meshes)
 
     def share_losses(self, meshes: TokenMeshes) -> None:
         """The balance losses are those over all ranks of `meshes`, unless `router.groups` was set by hand."""
-        if getattr(self.router, "groups", None) is self.own_groups:
-            self.router.groups = self.own_groups = meshes.loss_groups()
+        before, self.own_groups = self.own_groups, meshes.loss_groups()
+        for router in self._routers():
+            if router.groups is before:
+                router.groups = self.own_groups
+
+    def _routers(self) -> list[Router]:
+        """The router, or those inside of one's own."""
+        return [module for module in self.router.modules() if isinstance(module, Router)]
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
         """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""

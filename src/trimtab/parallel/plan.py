@@ -35,11 +35,12 @@ def check_unshared(model: nn.Module, name: str, moe: MoE) -> None:
         ConfigError: they are, or one of their parameters is.
     """
     own = {id(param): f"experts.{key}" for key, param in moe.experts.named_parameters()}
+    inside = set(moe.experts.modules())
     for other_name, other in model.named_modules():
         if other is not moe and any(child is moe.experts for child in other.children()):
             raise ConfigError(f"the experts are those of {other_name} too: {_UNSHARED}", layer=name)
         for key, param in other._parameters.items():
-            if id(param) in own and other is not moe.experts:
+            if id(param) in own and other not in inside:
                 where = f"{other_name}.{key}".lstrip(".")
                 raise ConfigError(f"{own[id(param)]} is {where} too: {_UNSHARED}", layer=name)
 

@@ -38,7 +38,7 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
     Args:
         group: the ranks that hold the global batch, also those that route shares of the same tokens. None for those
             that the balance losses are summed over, `router.groups.everyone`, which `ddp`, `fully_shard_moe` and
-            `join_data_parallel` set; where nobody has, this rank holds the global batch.
+            `join_data_parallel` set; where nobody has, this rank holds the global batch. () for this rank alone.
 
     Raises:
         ConfigError: the model has no router, or routers with several groups and none given.

@@ -1,4 +1,5 @@
-"""What `torch.compile` needs of a router: loads that are counted once, also where a compiled forward runs again.
+"""What `torch.compile` needs of a router: loads that are counted once, also where a compiled forward runs again, and
+numbers that stay numbers.
 
 Imported while a graph is traced and at no other time: importing it defines the operator `trimtab::counted_once`.
 
@@ -12,6 +13,12 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.routing.recompute import in_backward
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant(text: str) -> float:
+    """The number that `float.hex` spells so, never a symbol: the text is what a graph is guarded by."""
+    return float.fromhex(text)
 
 
 @torch.library.custom_op("trimtab::counted_once", mutates_args=())

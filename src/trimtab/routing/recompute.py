@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -126,14 +126,11 @@ def _selects(mode: TorchDispatchMode) -> bool:
 @contextmanager
 def _only(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
     """Of the current dispatch modes these alone, which are not entered anew."""
-    with _disable_current_modes():
-        try:
-            for mode in modes:
-                _push_mode(mode)
-            yield
-        finally:
-            for _ in modes:
-                _pop_mode()
+    with _disable_current_modes(), ExitStack() as pushed:
+        for mode in modes:
+            _push_mode(mode)
+            pushed.callback(_pop_mode)
+        yield
 
 
 def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:

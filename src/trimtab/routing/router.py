@@ -198,15 +198,15 @@ class Router(nn.Module):
     def _count(self, choice: Choice, chosen_E: Tensor, counts_E: Tensor | None, batch: int) -> None:
         """chosen_E: of this rank. counts_E: of all, where a loss counted them."""
         if self.training:
+            of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
             if torch.compiler.is_compiling():
                 from trimtab.routing.compiled import counted_once
 
-                of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
                 chosen_E = counted_once(chosen_E, False)
                 counts_E = None if counts_E is None else counted_once(counts_E, of_step)
             else:
                 self._forwards += 1
-                if self._forwards == MANY and self.config.global_aux_loss > 0:
+                if self._forwards == MANY and of_step:
                     warnings.warn(
                         f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. "
                         "Call trimtab.update_bias(model) after each optimizer step",

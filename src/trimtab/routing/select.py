@@ -89,4 +89,8 @@ def select(
 def capacity(tokens: int, config: RouterConfig) -> int:
     """Slots that one expert takes from this rank's `tokens`: ceil(factor * K * T / E)."""
     factor = 1.0 if config.capacity_factor is None else config.capacity_factor
+    if torch.compiler.is_compiling():
+        from trimtab.routing.compiled import constant
+
+        factor = constant(factor.hex())  # sizes of a graph may depend on no symbol but the number of tokens
     return math.ceil(factor * config.top_k * tokens / config.num_experts)

@@ -36,9 +36,7 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
     turn. Raises InputError for malformed messages, a tokenizer without a template, and a template whose rendering
     up to an assistant turn does not begin its rendering past that turn.
     """
-    check_messages(messages, tools, place)
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    check_chat(tokenizer, messages, tools, place)
 
     def render(some: list[Any], *, prompt: bool) -> str:
         return _render(tokenizer, some, tools, place, prompt=prompt)
@@ -65,12 +63,18 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
             yield _label(tokenizer, answered, [(prompt, answered)])
 
 
-def check_messages(messages: Any, tools: Any, place: str) -> None:
-    """Raise InputError for what is no conversation."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+def check_chat(tokenizer: Any, messages: Any, tools: Any, place: str) -> None:
+    """Raise InputError for what is no conversation, or where there is no template for one."""
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
         raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
+    if not all(isinstance(m.get("content"), (str, list, type(None))) for m in messages):
+        raise InputError(f"{place}: the `content` of a message must be a string, or a list of its parts")
     if tools is not None and not isinstance(tools, list):
         raise InputError(f"{place}: `tools` must be a list")
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
 
 
 def _label(tokenizer: Any, whole: str, spans: list[tuple[str, str]]) -> Piece:

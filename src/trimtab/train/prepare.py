@@ -71,7 +71,7 @@ def check_data(plan: Plan) -> None:
     """Read all lines of JSON and tokenise the beginning of the data, so that what is wrong with it shows before ranks
     start. A run that goes on has read them."""
     if plan.config.resume is None:
-        check_lines(plan.stream.files)
+        check_lines(plan.stream.files, plan.tokenizer)
     next(iter(plan.stream))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import InputError
-from trimtab.train.chat import check_messages
+from trimtab.train.chat import check_chat
 from trimtab.train.report import LOGS, RUN
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -44,7 +44,7 @@ class Document:
         """Parse a JSON line. Raises InputError unless it is an object with `messages` or a string `text`."""
         try:
             record = json.loads(self.line or "")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{self.place} is not JSON ({error}); expected one object per line") from None
         if not isinstance(record, dict) or not ("messages" in record or isinstance(record.get("text"), str)):
             if not isinstance(record, dict):
@@ -56,15 +56,16 @@ class Document:
             raise InputError(f"{self.place} has {has}; expected a string `text` or a list `messages`")
         return record
 
-    def check(self) -> None:
-        """Raise InputError for what could not be read later: a line that is no record or not UTF-8."""
+    def check(self, tokenizer: Any) -> int:
+        """How many bytes a line has. Raise InputError for one that is no record, or not UTF-8 and so loses letters."""
         try:
-            (self.line or "").encode()
+            size = len((self.line or "").encode())
         except UnicodeEncodeError:  # a surrogate stands for each byte that says nothing
             raise InputError(f"{self.place} is not UTF-8 text") from None
         record = self.record()
         if "messages" in record:
-            check_messages(record["messages"], record.get("tools"), self.place)
+            check_chat(tokenizer, record["messages"], record.get("tools"), self.place)
+        return size
 
 
 def standard_library() -> list[Path]:
@@ -118,10 +119,11 @@ def check_documents(files: Sequence[Path], seed: int) -> None:
     raise InputError(f"the data is empty: no text in {len(files)} file(s), {files[0]} …")
 
 
-def check_lines(files: Sequence[Path]) -> None:
-    """Read every line of JSON there is, at about 100 MB a second, so that none ends a run hours later.
+def check_lines(files: Sequence[Path], tokenizer: Any) -> None:
+    """Read every line of JSON there is, at 100 MB a second and more, so that none that is malformed ends a run hours
+    later. What the chat template thinks of a conversation shows when it is rendered.
 
-    Raises InputError for the first that is malformed.
+    Raises InputError for the first.
     """
     from tqdm import tqdm
 
@@ -130,8 +132,7 @@ def check_lines(files: Sequence[Path]) -> None:
     with tqdm(total=size, desc="checking data", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
         for path in lined:
             for document in _lines(path, errors="surrogateescape"):
-                document.check()
-                bar.update(len(document.line or ""))
+                bar.update(document.check(tokenizer))
 
 
 def documents(files: Sequence[Path], seed: int, epoch: int) -> Iterator[Document]:

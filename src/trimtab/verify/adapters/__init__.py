@@ -37,7 +37,10 @@ def get_implementation(name: str) -> Implementation:
     found = getattr(home, attribute)
     if not isinstance(found, type):
         raise ConfigError(f"--impl {name}: is no class")
-    made: Implementation = found()
+    try:
+        made: Implementation = found()
+    except TypeError as error:
+        raise ConfigError(f"--impl {name}: {attribute}() cannot be made ({error})") from error
     if absent := [part for part in ("name", "refusal", "lacks", "build") if not hasattr(made, part)]:
         raise ConfigError(
             f"--impl {name}: has no {', no '.join(absent)}, which trimtab.verify.adapters.base.Implementation describes"
