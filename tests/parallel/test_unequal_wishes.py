@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,19 +38,17 @@ def gradients(etp: bool, trained: tuple[str, ...], tokens: int, wants: bool) -> 
 
 def on_rank() -> dict[str, float]:
     rank, gaps = torch.distributed.get_rank(), {}
-    for etp in (False, True):
-        for what, trained in TRAINED.items():
-            for tokens in (0, 5):
-                mine = 7 if rank == 0 else tokens
-                truth = gradients(etp, trained, mine, wants=True)
-                found = gradients(etp, trained, mine, wants=rank == 0)
-                assert truth.keys() - found.keys() == (set() if rank == 0 else {"x"})
-                errors = [relative_error(found[name], truth[name]) for name in found if truth[name].numel()]
-                gaps[f"etp {etp}, {what}, {tokens} tokens"] = max(errors, default=0.0)
+    for etp, (what, trained) in product((False, True), TRAINED.items()):
+        mine = 7 if rank == 0 else 5 if what == "nothing" else 0
+        truth = gradients(etp, trained, mine, wants=True)
+        found = gradients(etp, trained, mine, wants=rank == 0)
+        assert truth.keys() - found.keys() == (set() if rank == 0 else {"x"})
+        errors = [relative_error(found[name], truth[name]) for name in found if truth[name].numel()]
+        gaps[f"etp {etp}, {what}"] = max(errors, default=0.0)
     return gaps
 
 
 def test_it_has_the_gradients_that_it_wants_and_so_have_the_others() -> None:
     for gaps in run_ranks(on_rank, 2, deadline=60.0):
-        assert len(gaps) == 12
+        assert len(gaps) == 6
         assert max(gaps.values()) < 1e-12, gaps

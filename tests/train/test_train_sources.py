@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import InputError
-from trimtab.train.sources import check_documents, documents, find_files, mix
+from trimtab.train.sources import check_documents, check_lines, documents, find_files, mix
 
 
 def test_directory_gives_text_files_only(tmp_path: Path) -> None:
@@ -102,3 +103,30 @@ def test_data_without_any_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(InputError, match="empty"):
         check_documents(find_files([str(tmp_path)]), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "caf\xe9"}', "not UTF-8"),
+        (b'{"text": null}', "a `text` of the type NoneType"),
+        (b'{"text": ' + b"[" * 100_000, "is not JSON"),
+        (b'{"messages": [{"content": "hi"}]}', "objects with `role` and `content`"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "`content` of a message"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "tools": 1}', "`tools` must be a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_line_of_json_is_left_unread(tmp_path: Path, line: bytes, reason: str) -> None:
+    told = SimpleNamespace(chat_template="…")
+    good = b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}\n\n{"text": "caf\xc3\xa9"}\n'
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + good * 700)
+    check_lines(find_files([str(tmp_path)]), told)
+    with pytest.raises(InputError, match=r"x\.jsonl:1.*the model's tokenizer has none"):
+        check_lines(find_files([str(tmp_path)]), SimpleNamespace(chat_template=None))
+    (tmp_path / "x.jsonl").write_bytes(good * 700 + line + b"\n" + good)
+    with pytest.raises(InputError) as error:
+        check_lines(find_files([str(tmp_path)]), told)
+    assert f"{tmp_path / 'x.jsonl'}:2101" in str(error.value)
+    assert reason in str(error.value)
