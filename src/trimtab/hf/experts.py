@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.plan import plan_experts
+from trimtab.dispatch.plan import ExpertPlan, plan_experts, static_by_default
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import Recomputed
 from trimtab.experts.grouped_module import refuse_transforms
@@ -72,15 +72,20 @@ def experts_forward(
         level=fills(weights, math),
     )  # fmt: skip
     if not module._is_expert_parallel:  # else slots of other ranks have the sentinel
-        refuse_dropped(who, top_k_index.numel() - plan.counts_e.sum(), weights.up.shape[0])
+        refuse_dropped(who, _dropped(plan, top_k_index), weights.up.shape[0])
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
 
 
-def refuse_dropped(who: str, dropped: Tensor, num_experts: int) -> None:
+def _dropped(plan: ExpertPlan, ids_TK: Tensor) -> int | Tensor:
+    """How many slots are in no expert's segment, without a host sync; 0 where nobody can tell."""
+    if static_by_default(ids_TK):
+        return 0 if no_values(ids_TK.device) else ids_TK.numel() - plan.counts_e.sum()
+    return ids_TK.numel() - plan.row_bags.index.shape[0]
+
+
+def refuse_dropped(who: str, dropped: int | Tensor, num_experts: int) -> None:
     """Raise InputError where slots name no expert; on a device, trip an assertion there."""
-    if no_values(dropped.device):
-        return
-    if dropped.device.type != "cpu":
+    if isinstance(dropped, Tensor) and dropped.device.type != "cpu":
         torch._assert_async(dropped == 0, f"trimtab: {who}: ids outside 0..{num_experts - 1}")
     elif int(dropped):
         raise InputError(

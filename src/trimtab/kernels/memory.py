@@ -11,8 +11,8 @@ from trimtab.errors import InputError
 def no_values(device: torch.device) -> bool:
     """Whether tensors on `device` are shapes alone, none of whose values can be read: on the meta device, and under
     PyTorch's `FakeTensorMode`, but where a graph is traced from fake tensors: what is computed must be in it."""
-    if device.type == "meta":
-        return True
+    if device.type == "meta" or not torch._C._len_torch_dispatch_stack():  # as nearly always
+        return device.type == "meta"
     keys = torch._C._TorchDispatchModeKey
     fake, traced = (torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
     return fake and not traced
