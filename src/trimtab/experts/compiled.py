@@ -44,16 +44,28 @@ def compiled_experts(
     Weight gradients into `main_grad` or later, recipes, and kernels that have no name have state that a graph does
     not see: such a module runs eagerly between two graphs.
     """
-    names = [name for name in module.kernels.candidates if isinstance(name, str)]
     plain = module.main_grad == "off" and not module.delay_wgrad and module.recipe is None
-    if not plain or len(names) != len(module.kernels.candidates):
+    if not plain or not named(module.kernels):
         y: Tensor = eagerly(module.forward, x_MD, ids_MK, w_MK, num_slots=num_slots)
         return y
-    keep = torch.is_grad_enabled()
+    weights = ExpertWeights(up=module.up, down=module.down, up_bias=module.up_bias, down_bias=module.down_bias)
+    return as_operator(x_MD, ids_MK, w_MK, weights, module.activation, module.weights, module.kernels, num_slots)
+
+
+def named(kernels: KernelChoice) -> bool:
+    """Whether an operator can be told of them: none are of one's own."""
+    return all(isinstance(name, str) for name in kernels.candidates)
+
+
+def as_operator(
+    x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, weights: ExpertWeights, activation: str, side: str,
+    kernels: KernelChoice, num_slots: int | None,
+) -> Tensor:  # fmt: skip
+    """One call of `expert_mlp_op`, in x's dtype. activation, side: as there. kernels: `named`."""
     out, _ = expert_mlp_op(
-        x_MD.to(module.up.dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), ids_MK,
-        module.up, module.down, module.up_bias, module.down_bias,
-        module.activation, module.weights, False, ",".join(names), num_slots, keep,
+        x_MD.to(weights.up.dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), ids_MK, *weights.each,
+        activation, side, weights.transposed, ",".join(map(str, kernels.candidates)), num_slots,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     return cast(Tensor, out).to(x_MD.dtype)
 

@@ -64,8 +64,7 @@ def either(call: ExpertCall) -> bool:
     """Whether these are experts in float32 of such a size that the machine's own GEMM computes them faster where rows
     are many, and a row with the same bits, if it is summed in the experts' order. Gradients of weights have the same
     bits over up to 256 rows."""
-    axis = 1 if call.weights.transposed else 2
-    widths = call.weights.up.shape[axis], call.weights.down.shape[axis], _width(call)
+    widths = *call.weights.shape, _width(call)
     plain = call.weights.up_bias is None and call.weights.down_bias is None
     if not plain or not _sized(call, EITHER) or isinstance(call.math.activation, ClampedSwiGLU):
         return False

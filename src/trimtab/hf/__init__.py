@@ -55,7 +55,7 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
     if known_ep is not None and not (isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP)):
         raise ConfigError(f"name={name!r}: transformers has an EP implementation of that name; choose another")
     if known_ep is not None and known is not None:
-        had = known_ep.combine, known_ep.transport_name
+        had = known_ep.combine, next(key for key, made in TRANSPORTS.items() if made is known_ep.make_transport)
         if had != (combine, transport):
             raise ConfigError(
                 f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}: give these a name of "
@@ -67,6 +67,6 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
         "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "transport_name": transport, "make_transport": staticmethod(TRANSPORTS[transport]),
+        "make_transport": staticmethod(TRANSPORTS[transport]),
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

@@ -8,14 +8,13 @@ Legend: T rows, K slots per row, D model dim.
 from __future__ import annotations
 
 from types import FunctionType
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.eager import eagerly
 from trimtab.errors import InputError
-from trimtab.experts.compiled import expert_mlp_op
+from trimtab.experts.compiled import as_operator, named
 from trimtab.hf.experts import experts_forward, refuse_dropped, weights_of
 from trimtab.hf.gates import _clamped, word_of
 from trimtab.kernels.selftest import KernelChoice
@@ -50,7 +49,7 @@ def compiled_forward(
 ) -> Tensor:
     """`experts_forward` while a graph is traced."""
     word = None if module.has_post_expert_norm else word_of(module, _clamped_word)
-    if word is None:
+    if word is None or not named(kernels):
         if torch.compiler.is_exporting():
             raise InputError(
                 f"{type(module).__name__}: with an activation, gate or norm that is none of trimtab's, its experts "
@@ -62,10 +61,4 @@ def compiled_forward(
     w, ids = weights_of(module), top_k_index
     if not module._is_expert_parallel:
         ids = whole_ids(ids, w.up.shape[0], type(module).__name__)
-    names = ",".join(name for name in kernels.candidates if isinstance(name, str))
-    out, _ = expert_mlp_op(
-        hidden_states.to(w.up.dtype), top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)),
-        ids, w.up, w.down, w.up_bias, w.down_bias,
-        word, "experts", w.transposed, names, num_slots, torch.is_grad_enabled(),
-    )  # fmt: skip
-    return cast(Tensor, out).to(hidden_states.dtype)
+    return as_operator(hidden_states, ids, top_k_weights, w, word, "experts", kernels, num_slots)

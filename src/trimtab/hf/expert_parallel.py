@@ -41,7 +41,6 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     experts_name: str
     combine: Combine
     kernels: KernelChoice
-    transport_name: str
     make_transport: Callable[[dist.ProcessGroup], Transport]
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""

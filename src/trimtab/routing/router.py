@@ -165,9 +165,10 @@ class Router(nn.Module):
         loads = chosen_E if ids is choice.chosen else count_ids(ids, c.num_experts)
         most = choice.most
         if c.pad:
-            filled = padding(ids, c, capacity(tokens, c))
+            room = capacity(tokens, c)
+            filled = padding(ids, c, room)
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
-            most = None if most is None else most_slots(ids, c, capacity(tokens, c))
+            most = None if most is None else most_slots(ids, c, room)
         return Routing(
             ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most
         )  # fmt: skip
