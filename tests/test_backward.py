@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.backward import once_differentiable
 from trimtab.experts.linear import GroupedLinear
@@ -38,6 +40,18 @@ def moe(kernels: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 
 LAYERS = (experts, linear, moe)
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
@@ -103,3 +117,36 @@ def test_a_compiled_layer_under_autocast_has_the_gradients_of_an_eager_one() -> 
     found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
     for got, want in zip(found, true, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("make", LAYERS)
+def test_without_gradients_a_forward_has_the_same_bits_and_refuses_tangents(
+    make: Callable[..., object], kernels: str
+) -> None:
+    _, run = make(kernels)  # type: ignore[misc]
+    x = torch.randn(10, 16)
+    true = run(x)
+    with torch.no_grad():
+        found = run(x)
+        assert not found.requires_grad
+        assert torch.equal(found, true.detach())
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(NotImplementedError, match="jvp"):
+                run(dual)
+
+
+def test_tokens_that_are_all_real_cost_no_operators_of_a_mask() -> None:
+    layer = MoEConfig(dim=16, hidden=8, router=RouterConfig(num_experts=4, top_k=2)).build().eval()
+    x, real = torch.randn(1, 1, 16), torch.ones(1, 1, dtype=torch.bool)
+    with torch.no_grad():
+        layer(x)
+        with Operators() as plain:
+            without = layer(x)
+        with Operators() as masked:
+            with_mask = layer(x, token_mask=real)
+    for name in ("y", "loads_E", "ids_TK"):
+        assert torch.equal(getattr(without, name), getattr(with_mask, name)), name
+    assert plain.names.isdisjoint({"aten::bitwise_not", "aten::masked_fill", "aten::isfinite"})
+    assert "aten::masked_fill" in masked.names

@@ -75,6 +75,22 @@ def _runs(node: Any) -> bool:
         return True
 
 
+class _NoContext:
+    """Of a forward without a backward."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+def forward_of(function: type[Function], *args: Any) -> Any:
+    """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
+    as a kernel."""
+    tangents = torch.autograd.forward_ad._current_level >= 0
+    if torch.is_grad_enabled() or tangents or torch.compiler.is_compiling():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.forward(_NoContext(), *args)
+
+
 class _Shaped(Function):
     """A view that is none to autograd, but shares its counter of changes with what it was made of: whoever has saved
     that for a backward is told of changes in place."""
@@ -96,7 +112,7 @@ def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
         return rows
     if torch.compiler.is_compiling():
         return rows.view(shape)
-    shaped: Tensor = _Shaped.apply(rows, shape)  # type: ignore[no-untyped-call]
+    shaped: Tensor = forward_of(_Shaped, rows, shape)
     return shaped
 
 

@@ -38,8 +38,9 @@ def name_bytes(layer: str) -> Tensor:
 
 def bad_slots(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
-    bad_ids = (ids_TK < -1) | (ids_TK >= num_experts)
-    return (bad_ids | ((ids_TK >= 0) & ~w_TK.detach().isfinite())).sum()
+    bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
+    bad_w = w_TK.detach() * 0 != 0  # NaN is what infinity and NaN make of zero
+    return (bad_ids | (bad_w & (ids_TK >= 0))).sum()
 
 
 def raise_if_bad(bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False) -> None:

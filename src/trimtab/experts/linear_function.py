@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, needed, without_autocast
+from trimtab.backward import eager_backward, forward_of, needed, without_autocast
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
@@ -87,7 +87,7 @@ def grouped_linear(x_RA: Tensor, call: LinearCall) -> Tensor:
     if call.defer is not None:
         params = (*(p.detach() for p in params), anchor(x_RA, call.wants_weights or call.wants_biases))
     with without_autocast():
-        y: Tensor = _GroupedLinear.apply(call, x_RA, *params)  # type: ignore[no-untyped-call]
+        y: Tensor = forward_of(_GroupedLinear, call, x_RA, *params)
     return y
 
 

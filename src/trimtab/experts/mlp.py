@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, needed, without_autocast
+from trimtab.backward import eager_backward, forward_of, needed, without_autocast
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
 from trimtab.experts.delayed import Defer
@@ -83,7 +83,8 @@ def expert_mlp(
         defer=defer, products=products, trained=tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
     with without_autocast():
-        y: Tensor = function_of(call).apply(  # type: ignore[no-untyped-call]
+        y: Tensor = forward_of(
+            function_of(call),
             call,
             x_MD.to(weights.up.dtype),
             w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),

@@ -195,7 +195,8 @@ class CompiledKernels(LoopKernels):
 
         counts_e, offsets_e = made("counts", num_experts), made("offsets", num_experts + 1)
         self._lib.trimtab_count_slots(ctypes.byref(places))
-        slots, kept = int(offsets_e[-1]), int(counts_e.sum())
+        slots = int(offsets_e[-1])
+        kept = slots if alignment == 1 else int(counts_e.sum())
         result = SlotPlaces(
             slot_R=made("slot_R", slots), row_R=made("row_R", slots),
             bag_index=made("bag_index", kept), bag_offsets=made("bag_offsets", rows + 1),

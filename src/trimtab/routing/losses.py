@@ -110,7 +110,7 @@ def balance_losses(
     scores_TE: Tensor,
     chosen_TK: Tensor,
     chosen_E: Tensor,
-    real_T: Tensor,
+    real_T: Tensor | None,
     *,
     config: RouterConfig,
     batch: int,
@@ -132,6 +132,8 @@ def balance_losses(
     }  # fmt: skip
     if not any(coefficients.values()):
         return {}, None
+    if real_T is None:
+        real_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool)
     real_T1 = real_T[:, None]
     p_TE = probabilities(scores_TE, c.score).masked_fill(~real_T1, 0)
     p_E = p_TE.sum(0)

@@ -57,18 +57,17 @@ SAME = 8.0
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
     """Ids: chosen [T, K], and kept [T, K], which is -1 also where the expert had no room. most: how many of the kept
-    are not -1 at most, where a capacity says so."""
+    are not -1 at most, where a capacity says so. whole: whether all that were chosen are known to name an expert."""
 
     chosen: Tensor
     kept: Tensor
     most: int | None = None
+    whole: bool = False
 
     def to(self, dtype: torch.dtype) -> Choice:
         """The same in other integers."""
         chosen = self.chosen.to(dtype)
-        return Choice(
-            chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype), most=self.most
-        )  # fmt: skip
+        return replace(self, chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -128,8 +128,8 @@ class Router(nn.Module):
         self._check(x_TD, token_mask_T, ids_TK, batch)
         self._bring(x_TD.device)
         c, tokens = self.config, x_TD.shape[0]
-        real_T = x_TD.new_ones(tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
-        x = x_TD if token_mask_T is None else x_TD.masked_fill(~real_T[:, None], 0)
+        real_T = token_mask_T
+        x = x_TD if real_T is None else x_TD.masked_fill(~real_T[:, None], 0)
         remembers = (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()
         noise, sum_E, again = self._noise(), None, None
         logits = None if noise is not None else router_logits(self._jittered(x, None), self.weight)
@@ -146,9 +146,12 @@ class Router(nn.Module):
             if again is not None and ids_TK is None:
                 choice = again.choice
             else:
-                choice = self._given(ids_TK, real_T, batch) or self._choose(logits.detach(), scores.detach(), real_T)
-        weights = pick_weights(logits, scores, choice.chosen, c).masked_fill(choice.kept < 0, 0)
-        weights = weights.masked_fill(~logits.detach().isfinite().all(-1, keepdim=True), math.nan)
+                given = self._given(ids_TK, real_T, tokens, batch)
+                choice = given or self._choose(logits.detach(), scores.detach(), real_T)
+        weights = pick_weights(logits, scores, choice.chosen, c, whole=choice.whole)
+        if choice.kept is not choice.chosen:
+            weights = weights.masked_fill(choice.kept < 0, 0)
+        weights = weights + (logits.detach() * 0).sum(-1, keepdim=True)  # NaN where one of them is not finite
         chosen_E = count_ids(choice.chosen, c.num_experts)
         losses, counts_E = balance_losses(
             logits, scores, choice.chosen, chosen_E, real_T,
@@ -173,28 +176,33 @@ class Router(nn.Module):
             ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most
         )  # fmt: skip
 
-    def _given(self, ids_TK: Tensor | None, real_T: Tensor, batch: int) -> Choice | None:
+    def _given(self, ids_TK: Tensor | None, real_T: Tensor | None, tokens: int, batch: int) -> Choice | None:
         """A decision to replay, if there is one."""
         if ids_TK is not None:
-            choice = Choice(chosen=ids_TK.long(), kept=ids_TK.long())
+            ids = ids_TK.long()
+            choice = Choice(chosen=ids, kept=ids)
         elif self.source is not None:
-            choice = self.source(real_T.shape[0], batch)
+            choice = self.source(tokens, batch)
         else:
             return None
+        if real_T is None:
+            return choice
         fake_T1 = ~real_T[:, None]
         return Choice(chosen=choice.chosen.masked_fill(fake_T1, -1), kept=choice.kept.masked_fill(fake_T1, -1))
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor) -> Choice:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Choice:
         c = self.config
         chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
+        whole = real_T is None and c.select != "expert_choice"
         if c.select != "expert_choice" and c.capacity_factor is None:
-            return Choice(chosen=chosen, kept=chosen)
+            return Choice(chosen=chosen, kept=chosen, whole=whole)
         room = capacity(chosen.shape[0], c)
         most = most_slots(chosen, c, room)
         if c.select == "expert_choice":
             return Choice(chosen=chosen, kept=chosen, most=most)
-        weights = pick_weights(logits_TE, scores_TE, chosen, c)
-        return Choice(chosen=chosen, kept=drop_over(chosen, weights, c.num_experts, room, c.drop), most=most)
+        weights = pick_weights(logits_TE, scores_TE, chosen, c, whole=whole)
+        kept = drop_over(chosen, weights, c.num_experts, room, c.drop)
+        return Choice(chosen=chosen, kept=kept, most=most, whole=whole)
 
     def _count(self, choice: Choice, chosen_E: Tensor, counts_E: Tensor | None, batch: int) -> None:
         """chosen_E: of this rank. counts_E: of all, where a loss counted them."""

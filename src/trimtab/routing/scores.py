@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import needed, once_differentiable
+from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.routing.config import RouterConfig, Score
 
 _LOWEST = -80.0
@@ -50,7 +50,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, E] in float32, under autocast too; in float64 for float64 tokens."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has no autocast
-        logits: Tensor = _Logits.apply(x_TD, weight_ED, dtype)  # type: ignore[no-untyped-call]
+        logits: Tensor = forward_of(_Logits, x_TD, weight_ED, dtype)
     return logits
 
 
@@ -68,25 +68,33 @@ def probabilities(scores_TE: Tensor, kind: Score) -> Tensor:
     return scores_TE if kind == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
-def pick_weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
+def pick_weights(
+    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig, *, whole: bool = False
+) -> Tensor:
     """Weights [T, K] of the experts picked; 0 where the id is negative.
 
-    Ids that name no expert read some score of their token: the dispatcher refuses them.
+    Ids that name no expert read some score of their token: the dispatcher refuses them. whole: all name one.
     """
-    index, none = ids_TK.clamp(0, scores_TE.shape[1] - 1), ids_TK < 0
+    if whole:
+        index, none = ids_TK, None
+    else:
+        index, none = ids_TK.clamp(0, scores_TE.shape[1] - 1), ids_TK < 0
+
+    def filled(t_TK: Tensor, value: float) -> Tensor:
+        return t_TK if none is None else t_TK.masked_fill(none, value)
+
     if config.normalize and config.score == "softmax":
         picked = logits_TE.gather(1, index)
-        weights = picked.masked_fill(none, torch.finfo(picked.dtype).min).softmax(-1).masked_fill(none, 0)
+        weights = filled(filled(picked, torch.finfo(picked.dtype).min).softmax(-1), 0)
     else:
-        weights = scores_TE.gather(1, index).masked_fill(none, 0)
+        weights = filled(scores_TE.gather(1, index), 0)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * config.scale
+    return weights if config.scale == 1 else weights * config.scale
 
 
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:
     """How often each expert is named: [E] int64. Ids that name none are not counted. No host sync."""
-    flat = ids.reshape(-1)
-    flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add(0, flat, torch.ones_like(flat))[:num_experts]
+    flat = ids.reshape(-1).clamp(-1, num_experts) + 1
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat))[1:-1]

@@ -42,22 +42,27 @@ def limit_groups(scores_TE: Tensor, config: RouterConfig) -> Tensor:
     return by_group.masked_fill(shut[..., None], -math.inf).view(tokens, num_experts)
 
 
-def sinkhorn(logits_TE: Tensor, real_T: Tensor, iterations: int) -> Tensor:
+def _only(real_T: Tensor | None, values_TE: Tensor) -> Tensor:
+    """-inf for tokens that are not real."""
+    return values_TE if real_T is None else values_TE.masked_fill(~real_T[:, None], -math.inf)
+
+
+def sinkhorn(logits_TE: Tensor, real_T: Tensor | None, iterations: int) -> Tensor:
     """Log of the doubly normalised exp(logits) over the real tokens [T, E] (Sinkhorn-Knopp; as in BASE, S-BASE and
     Megatron-LM), rows last. A fixed number of iterations: nothing is read back to the host."""
     rows = logits_TE
     for _ in range(iterations):
-        columns = rows - rows.masked_fill(~real_T[:, None], -math.inf).logsumexp(0, keepdim=True)
+        columns = rows - _only(real_T, rows).logsumexp(0, keepdim=True)
         rows = columns - columns.logsumexp(1, keepdim=True)
     return rows
 
 
-def expert_choice(scores_TE: Tensor, real_T: Tensor, capacity: int) -> Tensor:
+def expert_choice(scores_TE: Tensor, real_T: Tensor | None, capacity: int) -> Tensor:
     """Each expert's `capacity` best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
 
     A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
     """
-    order = scores_TE.masked_fill(~real_T[:, None], -math.inf).sort(dim=0, descending=True, stable=True).indices
+    order = _only(real_T, scores_TE).sort(dim=0, descending=True, stable=True).indices
     chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order[:capacity], True)
     return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
 
@@ -70,9 +75,14 @@ def balanced(tokens: int, config: RouterConfig, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def select(
-    logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None, real_T: Tensor, config: RouterConfig, training: bool
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    bias_E: Tensor | None,
+    real_T: Tensor | None,
+    config: RouterConfig,
+    training: bool,
 ) -> Tensor:
-    """Expert ids [T, K], int64; -1 for tokens that are not real. [T, E] with expert choice."""
+    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] with expert choice."""
     tokens = scores_TE.shape[0]
     if config.select == "balanced":
         ids = balanced(tokens, config, scores_TE.device)
@@ -83,7 +93,7 @@ def select(
     else:
         choice = scores_TE if bias_E is None else scores_TE + bias_E
         ids = top(limit_groups(choice, config) if config.groups > 1 else choice, config.top_k)
-    return ids.masked_fill(~real_T[:, None], -1)
+    return ids if real_T is None else ids.masked_fill(~real_T[:, None], -1)
 
 
 def capacity(tokens: int, config: RouterConfig) -> int:

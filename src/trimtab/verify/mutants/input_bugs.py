@@ -53,10 +53,10 @@ def _wild_ids(p: Patches) -> None:
 
 
 def _wraps(p: Patches) -> None:
-    def given(self: Router, ids_TK: Tensor | None, real_T: Tensor, batch: int) -> Choice | None:
+    def given(self: Router, ids_TK: Tensor | None, *args: Any) -> Choice | None:
         if ids_TK is not None:
             ids_TK = torch.where(ids_TK == -1, self.config.num_experts - 1, ids_TK)
-        made: Choice | None = original(self, ids_TK, real_T, batch)
+        made: Choice | None = original(self, ids_TK, *args)
         return made
 
     original = Router._given

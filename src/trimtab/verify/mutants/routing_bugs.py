@@ -28,11 +28,11 @@ def _scores_bf16(p: Patches) -> None:
 
 
 def _detached(p: Patches) -> None:
-    p.wrap(router, "pick_weights", lambda pick: lambda *args: pick(*args).detach())
+    p.wrap(router, "pick_weights", lambda pick: lambda *args, **how: pick(*args, **how).detach())
 
 
 def _k_order(p: Patches) -> None:
-    p.wrap(router, "pick_weights", lambda pick: lambda *args: pick(*args).flip(1))
+    p.wrap(router, "pick_weights", lambda pick: lambda *args, **how: pick(*args, **how).flip(1))
 
 
 def _high_ties(p: Patches) -> None:
