@@ -80,6 +80,20 @@ def test_groups_of_other_options_are_refused(tmp_path: Path) -> None:
     assert all((g["lr"], g["betas"]) == (0.25, (0.9, 0.999)) for g in again.param_groups)
 
 
+def test_another_kind_of_optimiser_is_refused_and_keeps_its_options(folder: Path) -> None:
+    model = Model(4)
+    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(ConfigError, match="has the state of AdamW, and the optimiser here is SGD"):
+        load(folder, model, other)
+    assert other.param_groups[0]["lr"] == 0.5
+    assert not other.state
+    index = json.loads((folder / INDEX).read_text())
+    for group in index["optimizer"]:
+        del group["kind"]  # as it was written before
+    edit(folder, optimizer=index["optimizer"])
+    load(folder, model, torch.optim.AdamW(model.parameters()))
+
+
 def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
     model = Model()
     with pytest.raises(InputError, match="no such folder"):

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.verify.ranks import run_ranks
@@ -56,6 +59,44 @@ def lives_on_rank(look: bool) -> None:
 def test_slow_ranks_are_waited_for_and_the_thread_ends_with_the_guard(look: bool) -> None:
     """A thread is needed only where records cannot be read directly."""
     run_ranks(lives_on_rank, 2, look, deadline=40.0)
+
+
+def two_threads_on_rank(make: Callable[..., Transport]) -> None:
+    dispatcher = Dispatcher(E, make(dist.group.WORLD, guard=Guard(deadline=20.0)), layer="busy")
+    step(dispatcher)
+    errors: list[Exception] = []
+    inside, refused = threading.Event(), threading.Event()
+
+    spread = dispatcher.transport.spread  # type: ignore[union-attr]
+
+    def slow(*args: object) -> object:
+        inside.set()
+        assert refused.wait(20.0)
+        return spread(*args)  # type: ignore[arg-type]
+
+    def second() -> None:
+        assert inside.wait(20.0)
+        try:
+            step(dispatcher)
+        except Exception as error:
+            errors.append(error)
+        refused.set()
+
+    thread = threading.Thread(target=second, name="second")
+    thread.start()
+    dispatcher.transport.spread = slow  # type: ignore[union-attr, method-assign, assignment]
+    try:
+        step(dispatcher)
+    except DesyncError as error:  # the peers', or this rank's own
+        errors.append(error)
+    thread.join()
+    assert "thread 'second' began an exchange while thread 'MainThread' of this rank was in one" in str(errors[0])
+    assert (errors[0].layer, errors[0].phase) == ("busy", "count")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [AllToAll, AllGather, SharedMemory])
+def test_a_second_thread_is_refused_while_one_exchanges(make: Callable[..., Transport]) -> None:
+    run_ranks(two_threads_on_rank, 2, make, deadline=40.0)
 
 
 def settings_on_rank() -> None:

@@ -45,8 +45,8 @@ class Index:
     """`trimtab.json`.
 
     step: optimiser steps taken. world: ranks that wrote it and left a file each; 0 for tensors alone.
-    optimizer: its groups, each {"params": names, "options": lr, betas …, "values": numbers by name and slot}; None
-        where no optimiser was saved.
+    optimizer: its groups, each {"kind": class, "params": names, "options": lr, betas …, "values": numbers by name and
+        slot}; None where no optimiser was saved.
     experts: by name of the experts module, its parameters' global shapes, the number of experts first.
     extra: what the caller added, JSON. files: bytes by name, of every other file of the folder.
     trimtab, torch: versions that wrote it. format: of the folder; a newer one than FORMAT is refused.

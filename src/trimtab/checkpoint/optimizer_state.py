@@ -47,7 +47,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
                     raise ConfigError(f"the optimiser's {slot} of {names[param]} is a {type(value).__name__}")
         options = {key: _to_json(value) for key, value in group.items() if key not in _HOW}
         kept = {key: value for key, value in options.items() if value is not _UNKNOWN}
-        groups.append({"params": [names[p] for p in group["params"]], "options": kept, "values": values})
+        params = [names[p] for p in group["params"]]
+        groups.append({"kind": type(optimizer).__name__, "params": params, "options": kept, "values": values})
     return tensors, groups
 
 
@@ -57,8 +58,8 @@ def targets(
     """(tensors to read into, by key; the same and the numbers, by parameter and slot). The optimiser is not touched.
 
     Raises:
-        ConfigError: parameters that only one of both has, a group of parameters that had different options, or state
-            that has no place yet and not its parameter's shape.
+        ConfigError: parameters that only one of both has, an optimiser of another class, a group of parameters that
+            had different options, or state that has no place yet and not its parameter's shape.
     """
     names = _names(model, optimizer)
     saved = {name for group in groups for name in group["params"]}
@@ -67,6 +68,12 @@ def targets(
         raise ConfigError(
             f"the optimiser has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
             "only here"
+        )
+    kinds = {group["kind"] for group in groups if "kind" in group}
+    if kinds and kinds != {kind := type(optimizer).__name__}:
+        raise ConfigError(
+            f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimiser here is {kind}: make one "
+            "of that class, or load the model without an optimiser"
         )
     options = _options(groups)
     for group in optimizer.param_groups:

@@ -14,6 +14,8 @@ from trimtab.errors import InputError
 from trimtab.routing.ids import holds_ids
 
 NAME_BYTES = 64
+SHOWN = 8
+"""Tokens that a message names."""
 
 
 def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> list[str]:
@@ -38,17 +40,32 @@ def name_bytes(layer: str) -> Tensor:
 
 def bad_slots(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
+    return _bad(ids_TK, w_TK, num_experts).sum()
+
+
+def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
+    """Which tokens have such slots. One host sync."""
+    found: list[int] = _bad(ids_TK, w_TK, num_experts).any(1).nonzero()[:, 0].tolist()
+    return found
+
+
+def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
     bad_w = w_TK.detach() * 0 != 0  # NaN is what infinity and NaN make of zero
-    return (bad_ids | (bad_w & (ids_TK >= 0))).sum()
+    return bad_ids | (bad_w & (ids_TK >= 0))
 
 
-def raise_if_bad(bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False) -> None:
-    """Raise InputError if any rank has bad slots. ranked: whether the counts are of ranks of a group."""
+def raise_if_bad(
+    bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False, tokens: Sequence[int] = ()
+) -> None:
+    """Raise InputError if any rank has bad slots. ranked: whether the counts are of ranks of a group. tokens: which of
+    this rank's own have some, if that is known."""
     guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
     if guilty:
+        own = f", here those of token(s) {', '.join(map(str, tokens[:SHOWN]))}" if tokens else ""
+        more = f" and {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
         raise InputError(
             f"{'; '.join(guilty.values())} with an expert id outside -1..{num_experts - 1} or a weight that "
-            "is not finite. Look at the router's logits there; -1 drops a slot",
+            f"is not finite{own}{more}. Look at the router's logits there; -1 drops a slot",
             ranks=tuple(guilty) if ranked else (), layer=layer, phase="route",
         )  # fmt: skip

@@ -12,13 +12,14 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.checks import bad_slots, name_bytes, raise_if_bad, shape_problems
+from trimtab.dispatch.checks import bad_slots, bad_tokens, name_bytes, raise_if_bad, shape_problems
 from trimtab.dispatch.control import (
     BAD,
     GRAD,
@@ -141,7 +142,8 @@ class Dispatcher:
 
         Raises:
             InputError: shapes, dtypes, ids out of range or weights not finite, on every rank of the group.
-            DesyncError: the ranks of the group are not in the same call.
+            DesyncError: the ranks of the group are not in the same call; another thread of this rank is in an exchange
+                (`Guard.alone`).
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
         """
         if self._runs_eagerly():
@@ -161,16 +163,17 @@ class Dispatcher:
             elif no_values(bad.device):
                 pass
             elif bad.device.type == "cpu":
-                self._raise_if_bad([int(bad)])
+                self._raise_if_bad([int(bad)], ids, w)
             else:
                 torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
             route: Route = LocalRoute(ids_TK=ids, num_slots=most_slots)
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
             own = wants_gradient(x_TD, w)
-            route, wanted = self._connect(ids, bad, self._named, x_TD, own)
-            w = with_others(w, wanted, own)
-            x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
+            with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
+                route, wanted = self._connect(ids, w, bad, self._named, x_TD, own)
+                w = with_others(w, wanted, own)
+                x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
             first = self._named.rank * self.experts_per_rank - 1
             rows_ids = rows_ids.contiguous() - first  # strided, ops are 10x slower
@@ -234,7 +237,7 @@ class Dispatcher:
         return eagerly(method, *args)
 
     def _connect(
-        self, ids_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool
+        self, ids_TK: Tensor, w_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool
     ) -> tuple[RankRoute, bool]:
         """Sort, count, tell the peers, and check what they told, before any row moves. And whether any rank's `grad`
         says that it wants gradients of what it sends."""
@@ -246,7 +249,7 @@ class Dispatcher:
         self.calls += 1
         raise_if_unusable(headers.received, self.layer, "count")
         raise_if_desynced(headers, transport.rank, tag, "count")
-        self._raise_if_bad([header[BAD] for header in headers.received])
+        self._raise_if_bad([header[BAD] for header in headers.received], ids_TK, w_TK)
         rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
@@ -292,5 +295,7 @@ class Dispatcher:
         rank = None if self.transport is None else self.transport.rank
         raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")
 
-    def _raise_if_bad(self, bad_P: list[int]) -> None:
-        raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=self.transport is not None)
+    def _raise_if_bad(self, bad_P: list[int], ids_TK: Tensor, w_TK: Tensor) -> None:
+        if any(bad_P):
+            own = bad_tokens(ids_TK, w_TK, self.num_experts)
+            raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=self.transport is not None, tokens=own)

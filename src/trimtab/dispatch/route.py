@@ -136,10 +136,11 @@ class RankRoute:
         if guard is None:
             yield
             return
-        guard.at(tag.layer, phase, direction, tag.call)
-        if rows[0].device.type == "cpu" and (phase, direction) in MOVEMENTS:
-            announce(self.transport, lanes, tag, phase, direction, row_bytes=row_bytes(rows))
-        yield
+        with guard.alone(tag.layer, phase):
+            guard.at(tag.layer, phase, direction, tag.call)
+            if rows[0].device.type == "cpu" and (phase, direction) in MOVEMENTS:
+                announce(self.transport, lanes, tag, phase, direction, row_bytes=row_bytes(rows))
+            yield
         after, turn, state = _AFTER[phase, direction]
         guard.at(tag.layer, after, turn, tag.call, state)
 

@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from trimtab.errors import ConfigError, TrimtabError
+from trimtab.errors import ConfigError, DesyncError, TrimtabError
 from trimtab.guard.group import has_gloo, outlive, store_host, timeout_of
 from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
 from trimtab.guard.peers import Peer
@@ -58,6 +60,7 @@ class Guard(SharedByCopies):
         self._peers: dict[int, tuple[Peer, SlateView | None]] = {}
         self._watch: Watch | None = None
         self._cause: Cause | None = None
+        self._inside, self._thread = threading.RLock(), ""
 
     def join(self, group: dist.ProcessGroup, transport: str = "") -> Guard:
         """Begin to watch `group`. Every rank of it must call, in the same order where it has several guards.
@@ -126,6 +129,30 @@ class Guard(SharedByCopies):
             self._meet()
         elif self._watch is not None:
             self._watch.rest()
+
+    @contextmanager
+    def alone(self, layer: str, phase: str) -> Iterator[None]:
+        """For an exchange, that of other threads of this rank beside it is refused: in which order they come differs
+        from rank to rank, and the rows of one would meet the counts of another.
+
+        Raises:
+            DesyncError: another thread is inside. The other ranks raise it too, where they wait.
+        """
+        name = threading.current_thread().name
+        if not self._inside.acquire(blocking=False):
+            error = DesyncError(
+                f"thread {name!r} began an exchange while thread {self._thread!r} of this rank was in one. All ranks "
+                "must exchange in one order: call the layers of a group from one thread at a time, as a lock around "
+                "the model or a queue before it sees to, in the same order on every rank",
+                rank=self.rank, layer=layer, phase=phase,
+            )  # fmt: skip
+            self.fail(error)
+            raise error
+        self._thread = name
+        try:
+            yield
+        finally:
+            self._inside.release()
 
     def fail(self, error: TrimtabError) -> None:
         """Tell the others of an error that only this rank has seen, so that they raise it too instead of waiting."""

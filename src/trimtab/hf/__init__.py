@@ -20,6 +20,9 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
         transport: how rows travel, by a name that `trimtab.parallel.style.ExpertParallel` knows.
 
+    How long a rank waits for the others before it says who is missing, 300 s, is shortened by
+    `torch.distributed.init_process_group(timeout=)`: never more than 9/10 of that.
+
     Calling it again with the same options is harmless; other options live under another name beside the first.
 
     Raises:

@@ -46,6 +46,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
     parameter groups of their own; `GradScaler.unscale_` and `swa_utils.get_ema_multi_avg_fn` take no mixture at all
     (`fully_shard_moe` makes none).
+    An optimiser that steps inside the backward, in hooks of the parameters, sees gradients of this rank alone, as with
+    DDP itself; under `fully_shard_moe` it sees the reduced ones.
     `join()` is refused: a rank whose data has ended still owns experts, so feed it batches without tokens.
 
     Raises:

@@ -72,8 +72,9 @@ class ExpertTensorGroup:
 
     def run(self, direction: Direction, call: int, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args), collectives under the guard, at their place and below a stack frame with the layer's name."""
-        self.guard.at(self.layer, "experts", direction, call)
-        out = self._frame(fn, *args)
+        with self.guard.alone(self.layer, "experts"):
+            self.guard.at(self.layer, "experts", direction, call)
+            out = self._frame(fn, *args)
         self.guard.at(self.layer, "experts", direction, call, "past")
         return out
 

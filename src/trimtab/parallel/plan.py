@@ -66,6 +66,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
 
     All `ExpertParallel` layers of one call share one transport for each expert group and kind.
 
+    Experts' parameters become DTensors: torch's optimisers with fused=True or foreach=True want them in groups of their
+    own, unless `fully_shard_moe` makes all of them such; and `torch.autograd.detect_anomaly` needs check_nan=False, for
+    torch cannot look for NaN in a DTensor's gradient.
+
     Raises:
         ConfigError: a pattern that matches nothing (with near misses), a module that two patterns match, or what the
             styles raise. Nothing has been changed where patterns are at fault, or a module that `ExpertParallel` does

@@ -44,7 +44,8 @@ class RouterConfig:
             The third one's loads are those of an optimiser step so far: `trimtab.update_bias(model)` after each step
             ends it, with a bias or without, and so does `Router.take_loads`.
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots of this rank's T tokens; None for all.
-            With expert choice it is how many an expert picks, factor 1 if None.
+            With expert choice it is how many an expert picks, factor 1 if None. It holds in `eval()` as well: what a
+            token gets then depends on those beside it. To serve one by one as in a batch, None.
         drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
         pad: experts with room get slots of weight 0 up to the capacity, so that with T >= E the number of slots does
             not depend on the routing. Takes ceil(factor * K) + 1 columns more. Theirs are real tokens, which others

@@ -82,9 +82,9 @@ def _nan_passes(p: Patches) -> None:
 
 
 def _raised_alone(p: Patches) -> None:
-    def alone(self: Dispatcher, bad_P: list[int]) -> None:
+    def alone(self: Dispatcher, bad_P: list[int], *args: Any) -> None:
         rank = 0 if self.transport is None else self.transport.rank
-        original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)])
+        original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args)
 
     original = Dispatcher._raise_if_bad
     p.put(Dispatcher, "_raise_if_bad", alone)
