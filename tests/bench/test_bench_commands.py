@@ -80,6 +80,10 @@ def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
         (["layer", "--seconds", "inf"], "--seconds and --patience more than 0, and numbers"),
         (["layer", "--chart", "times.svg"], "times.svg: a chart is a .png"),
         (["layer", "--chart", "/dev/null/times.png"], "/dev/null/times.png: cannot be written"),
+        (
+            ["layer", "--json", "/dev/null/times.json"],
+            "/dev/null/times.json: cannot be written (/dev/null is no folder)",
+        ),
         (["layer", "--tokens", "0"], "--tokens 0: each must be at least 1"),
         (["exchange", "--ranks", "1"], "at least 2 ranks"),
         (["train", "--preset", "gpt5"], "--preset gpt5: must be one of qwen3_moe"),

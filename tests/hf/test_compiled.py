@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf.families import build_model, experts_modules
 from trimtab.errors import InputError
+from trimtab.hf import gates
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
@@ -86,6 +88,18 @@ def test_exported_for_any_number_of_rows(name: str) -> None:
     for n in (7, 40):
         x, ids, w = torch.randn(n, width), torch.randint(0, experts, (n, 2)), torch.rand(n, 2)
         assert torch.equal(program.module()(x, ids, w), module(x, ids, w))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe"])
+def test_an_exported_program_is_saved_and_loaded(name: str) -> None:
+    """Also by a process in which nobody has asked for the gate before."""
+    module, width, experts = experts_of(name)
+    gates._clamped.cache_clear()
+    given = torch.randn(7, width), torch.randint(0, experts, (7, 2)), torch.rand(7, 2)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, given, strict=False), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(*given), module(*given))
 
 
 def test_a_model_is_one_graph() -> None:

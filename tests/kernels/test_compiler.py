@@ -151,6 +151,16 @@ def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
     with pytest.raises(BackendError, match="TRIMTAB_COMPILED=0"):
         get_kernels("compiled", CPU)
+    monkeypatch.setenv("TRIMTAB_COMPILED", "off")
+    for name in ("auto", "compiled"):
+        with pytest.raises(BackendError, match="TRIMTAB_COMPILED='off': 0 switches"):
+            get_kernels(name, CPU)
+
+
+def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for value, folder in (("here", Path.home() / ".cache"), ("", Path.home() / ".cache"), (str(tmp_path), tmp_path)):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert compiler.cache_folder() == folder / "trimtab"
 
 
 @pytest.mark.parametrize("call", ["backward", "weight_gradients"])

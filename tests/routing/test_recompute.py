@@ -10,9 +10,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from routing.recompute_case import Block, D, T, grads, micro_batches, on_ranks, perturbed, run, twins
+from routing.recompute_case import Block, D, E, T, grads, micro_batches, on_ranks, perturbed, run, twins
+from trimtab.layer import MoEConfig
+from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import Memory, Remembered, sum_of
 from trimtab.routing.record import record
 from trimtab.verify.ranks import preload, run_ranks
@@ -143,6 +146,34 @@ def test_jitter_is_drawn_again_from_the_generator_handed_in(use_reentrant: bool)
         assert torch.equal(block.moe.router.generator.get_state(), state)
         found.append(grads(block, xs))
     compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_a_backward_in_two_halves_takes_the_decision_twice(jitter: float) -> None:
+    """Zero-bubble schedules: when the weights' half runs the forward again, the router's part of the graph is gone."""
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        router = RouterConfig(num_experts=E, top_k=2, global_aux_loss=0.1, jitter=jitter)
+        made = MoEConfig(dim=D, hidden=6, shared_hidden=4, router=router, dtype=torch.float64)
+        block = Block(made.build("halves"))
+        block.moe.router.generator = torch.Generator().manual_seed(9)
+        for x in micro_batches(3):
+            y, aux = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
+            out = y + aux
+            _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], block.parameters())
+            del y, aux, out
+            stage_backward_weight(block.parameters(), groups)
+        gradients = {name: p.grad for name, p in block.named_parameters()}
+        del groups
+        gc.collect()
+        assert block.moe.router.memory.alive() == 0
+        found.append((gradients, block.moe.router.take_loads()))
+    (truth, loads), (ours, same) = found
+    assert torch.equal(loads, same)
+    assert loads.sum() == 3 * T * 2
+    for name, true in truth.items():
+        assert torch.equal(ours[name], true), name
 
 
 @pytest.mark.parametrize("use_reentrant", MODES)

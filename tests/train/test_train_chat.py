@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -52,6 +53,21 @@ def test_answers_are_labelled_and_nothing_else() -> None:
     assert tok.decode(ids) == tok.apply_chat_template(CHAT, tokenize=False)
     assert learnt(tok, labels) == ["A1<|end|>\n", "A2<|end|>\n"]
     assert all(label in (IGNORED, i) for i, label in zip(ids, labels, strict=True))
+
+
+def test_calls_parts_and_answers_without_words_are_not_lost() -> None:
+    tok, call = tokenizer(), {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    ((ids, labels),) = encode_chat(tok, chat, "here", [{"name": "add"}])
+    assert tok.decode(ids).startswith('<|start|>tools\n[{"name": "add"}]<|end|>\n<|start|>user\none two<|end|>\n')
+    (answer,) = learnt(tok, labels)
+    assert json.loads(answer.removesuffix("<|end|>\n")) == [call]
+    chat[0]["content"] = [{"type": "image"}]
+    with pytest.raises(InputError, match="refused the messages: this tokenizer takes parts of text alone"):
+        list(encode_chat(tok, chat, "here"))
 
 
 def test_conversation_that_ends_with_the_user() -> None:

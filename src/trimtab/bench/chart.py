@@ -7,13 +7,13 @@ those are still too many, only those that a peer raced, with new gradients; then
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.bench.finding import Finding, findings
 from trimtab.bench.result import Record, largest
+from trimtab.bench.store import check_place
 from trimtab.bench.subject import BOTH
 from trimtab.bench.words import case_words
 from trimtab.errors import BackendError, InputError
@@ -54,12 +54,7 @@ def check_chart(png: Path) -> type[Figure]:
         raise BackendError(f"no chart without matplotlib: pip install 'trimtab[plot]' ({error})") from error
     if png.suffix.lower() != ".png":
         raise InputError(f"{png}: a chart is a .png")
-    try:
-        png.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{png}: cannot be written ({error.strerror})") from error
-    if png.is_dir() or not os.access(png if png.exists() else png.parent, os.W_OK):
-        raise InputError(f"{png}: cannot be written (a folder, or no permission)")
+    check_place(png)
     return Figure
 
 

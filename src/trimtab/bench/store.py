@@ -25,6 +25,22 @@ def write_records(records: Sequence[Record], path: Path) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
+def check_place(path: Path) -> None:
+    """Whether a file can be written there, asked before a race takes its time; its folder is made.
+
+    Raises:
+        InputError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"{path}: cannot be written ({path.parent} is no folder)") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written (a folder, or no permission)")
+
+
 def read_records(paths: Iterable[Path]) -> list[Record]:
     """All records of files, in the order of the files. Raises InputError, naming the file."""
     records: list[Record] = []

@@ -125,12 +125,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure; returns 0 where every contestant of ours ran, else 1."""
     from trimtab.bench.chart import check_chart, draw
     from trimtab.bench.choose import tasks_of
-    from trimtab.bench.store import write_records
+    from trimtab.bench.store import check_place, write_records
 
     records: list[Record] = []
     tasks = tasks_of(options)
     if options.chart is not None:
         check_chart(options.chart)
+    if options.json is not None:
+        check_place(options.json)
     for task in tasks:  # all of it is checked before the first is measured
         records.append(_measure(task, options))
         _print(records[-1], options.markdown)

@@ -78,7 +78,8 @@ class ExpertMLP(GroupedModule):
         weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
             they are summed). The same numbers up to rounding; "experts" moves less where F < D. On kernels "loop" they
             are applied to the outputs either way, which costs nothing there, in a dtype that the machine computes in.
-        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`.
+        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`. Nobody sets their
+            `.grad` then: do not read it.
         delay_wgrad: the parameters' gradients are computed by `backward_dw()`, not by the backward. The gradients of
             the pre-activations and of y are kept until then: s (2 R I + 2 M D) in all, with x and the pre-activations.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Every operand

@@ -110,7 +110,7 @@ def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu:
     given = {key: float.fromhex(value) for key, value in numbers}
     limits = {given[key] for key in LIMITS if given.get(key, 0.0) > 0}
     slopes = {1.0, *(given[key] for key in SLOPES if key in given)}
-    with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
+    with torch.device("cpu"), _disable_current_modes():  # no `no_grad`: a graph that is being traced would have it
         pre_nI = _trial(3 * max((limit for limit in limits if limit < math.inf), default=7.0))
         try:
             truth = function(SimpleNamespace(**given, **({"act_fn": F.silu} if silu else {})), pre_nI.clone()).double()

@@ -334,5 +334,12 @@ def at_once(kernels: object, *weights_eAB: Tensor) -> bool:
 
 
 def switched_off() -> bool:
-    """Whether the environment says so."""
-    return os.environ.get(SWITCH, "1") == "0"
+    """Whether the environment says so.
+
+    Raises:
+        BackendError: it says neither.
+    """
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise BackendError(f"{SWITCH}={value!r}: 0 switches the compiled kernels off, 1 leaves them on")
+    return value == "0"

@@ -52,10 +52,10 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab."""
-    home = os.environ.get("XDG_CACHE_HOME")
+    """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab. A relative one is none, as its specification has it."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (Path(home) if home else Path.home() / ".cache") / "trimtab"
+        return (home if home.is_absolute() else Path.home() / ".cache") / "trimtab"
     except RuntimeError as error:
         raise BackendError("no folder to keep the compiled kernels in: set HOME or XDG_CACHE_HOME") from error
 

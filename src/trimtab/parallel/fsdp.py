@@ -55,6 +55,8 @@ def fully_shard_moe(
 
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
     Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes.
+    Not under zero-bubble pipeline schedules: FSDP2 (torch 2.13) loses gradients of nested modules whose backward comes
+    in two halves.
 
     Raises:
         ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, or experts

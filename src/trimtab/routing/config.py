@@ -38,7 +38,8 @@ class RouterConfig:
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
         bias_rate: its step, once per optimiser step, see `trimtab.routing.bias`.
         select: "topk"; "sinkhorn" (balanced assignment while training, top-k otherwise); "expert_choice" (experts pick
-            tokens, arXiv 2202.09368); "balanced" (round robin, whatever the scores: for benchmarks only).
+            tokens, arXiv 2202.09368); "balanced" (round robin, whatever the scores: for benchmarks only). Sinkhorn and
+            expert choice balance the tokens of a call on this rank; a single token has nothing to be balanced with.
         sinkhorn_iterations: how many.
         aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
             The third one's loads are those of an optimiser step so far: `trimtab.update_bias(model)` after each step

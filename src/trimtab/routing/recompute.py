@@ -9,9 +9,11 @@ so are their decisions, but for a jitter from the router's own generator: a back
 last forward first, as it goes; backwards of their own, in the order of the forwards, get each other's. Those that were
 given their `ids` are given them again.
 
-A decision lives as long as the autograd graph of its forward. Where there is none (the first run under reentrant
-`torch.utils.checkpoint` has gradients off) it is kept, in training mode, until it is asked for, `limit` of them at
-most. Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
+A decision lives as long as the autograd graph of its forward; under non-reentrant checkpointing, as long as anything
+can be asked for that the checkpoint makes again: of a backward in two halves, the second may run the forward again for
+the weights of shared experts alone, when the router's part of the graph is gone. Where there is none (the first run
+under reentrant `torch.utils.checkpoint` has gradients off) it is kept, in training mode, until it is asked for, `limit`
+of them at most. Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
 
 Legend: T tokens, K experts per token, E experts.
 """
@@ -146,6 +148,13 @@ def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
     return wrapped
 
 
+def _checkpoint() -> Callable[..., Any] | None:
+    """What runs this forward again, where a non-reentrant checkpoint does: every tensor that is saved holds it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public function says this
+    unpack: Callable[..., Any] | None = None if hooks is None else hooks[1]
+    return unpack if getattr(unpack, "__module__", "") == torch.utils.checkpoint.__name__ else None
+
+
 class Memory:
     """The decisions of one router that a recompute may ask for. Copies and pickles are empty.
 
@@ -157,12 +166,15 @@ class Memory:
         self._in_graphs: list[weakref.ref[Remembered]] = []
         self._held: deque[Remembered] = deque(maxlen=limit)
         self._asked: WeakKeyDictionary[Remembered, int] = WeakKeyDictionary()  # in which backward, at last
+        self._again: WeakKeyDictionary[Callable[..., Any], list[Remembered]] = WeakKeyDictionary()  # by what runs again
 
     def hold(self, remembered: Remembered, weights_TK: Tensor, training: bool) -> Tensor:
         """Remember; the weights must be used in place of those given."""
         if weights_TK.requires_grad:
             self._in_graphs = [ref for ref in self._in_graphs if ref() is not None]
             self._in_graphs.append(weakref.ref(remembered))
+            if (runs_again := _checkpoint()) is not None:
+                self._again.setdefault(runs_again, []).append(remembered)
             held: Tensor = _Hold.apply(weights_TK, remembered)  # type: ignore[no-untyped-call]
             return held
         if training:

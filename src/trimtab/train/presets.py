@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
+from trimtab.train.writing import writing
 
 VOCAB = BYTE_VOCAB + 8
 """Room for the special tokens, and a size that 2, 4 and 8 ranks can share."""
@@ -82,7 +83,11 @@ PRESETS = {
 
 
 def write_preset(name: str, seed: int, folder: Path) -> None:
-    """Initialise preset `name` from `seed` and save model and byte tokenizer to `folder`, the same bits anywhere."""
+    """Initialise preset `name` from `seed` and save model and byte tokenizer to `folder`, the same bits anywhere.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,9 +95,10 @@ def write_preset(name: str, seed: int, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(PRESETS[name].build(), dtype=torch.float32)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    (folder / IDENTITY).write_text(_identity(name, seed), encoding="utf-8")  # last: without it, not whole
+    with writing(folder):
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        (folder / IDENTITY).write_text(_identity(name, seed), encoding="utf-8")  # last: without it, not whole
 
 
 def is_written(name: str, seed: int, folder: Path) -> bool:

@@ -24,6 +24,7 @@ from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
 from trimtab.train.prepare import Plan, check_data, leave_token, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
+from trimtab.train.writing import writing
 
 LONGEST = timedelta(hours=2)
 """That ranks wait for one that saves, or tokenises again what a run has consumed: NCCL's own limit is 10 minutes."""
@@ -135,8 +136,9 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 def _save(model: Any, plan: Plan, rank: int) -> None:
     """Write `final/`: whole float32 weights in the checkpoint's own layout, configuration and tokenizer."""
     unfinished = plan.out / f"{FINAL}.unfinished"
-    model.save_pretrained(unfinished, is_main_process=rank == 0)
-    if rank == 0:
-        plan.tokenizer.save_pretrained(unfinished)
-        unfinished.rename(plan.out / FINAL)
+    with writing(unfinished):
+        model.save_pretrained(unfinished, is_main_process=rank == 0)
+        if rank == 0:
+            plan.tokenizer.save_pretrained(unfinished)
+            unfinished.rename(plan.out / FINAL)
     _barrier()

@@ -13,8 +13,16 @@ BYTE_VOCAB = 256
 SPECIALS = (EOS, START, END)
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|start|>tools\\n' + (tools | tojson) + '<|end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
+    "{{ '<|start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] or [] %}"
+    "{% if part['type'] != 'text' %}{{ raise_exception('this tokenizer takes parts of text alone') }}{% endif %}"
+    "{{ part['text'] }}"
+    "{% endfor %}{% endif %}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
+    "{{ '<|end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
 )

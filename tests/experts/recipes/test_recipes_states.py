@@ -12,6 +12,7 @@ from recipe_cases import KINDS, METHODS, NAMES, RECIPES, WEIGHTS, normal, offset
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.blocks import block_amax, spread_blocks
 from trimtab.experts.recipes.describe import ElementBound
 
@@ -210,6 +211,21 @@ def test_each_weight_is_within_its_bound(name: str, along: Literal["in", "out"])
     allowed = torch.maximum(bound.relative * w.abs(), bound.block_floor * amax) + bound.tensor_floor * tensor
     worst = ((q - w).abs() / (allowed * (1 + 1e-6))).max().item()
     assert 0.8 < worst <= 1
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_checkpoint_without_the_recipe_loads(name: str) -> None:
+    plain = ExpertMLP(4, 64, 32)
+    low = ExpertMLP(4, 64, 32, recipe=RECIPES[name])
+    fresh = {key: value.clone() for key, value in low.state_dict().items() if "_state." in key}
+    assert low.load_state_dict(plain.state_dict()) == ([], [])
+    assert torch.equal(low.up, plain.up)
+    kept = low.state_dict()
+    assert all(torch.equal(kept[key], value) for key, value in fresh.items())
+    missing = {key: value for key, value in kept.items() if not key.endswith("calls")}
+    if missing.keys() != kept.keys():
+        with pytest.raises(RuntimeError, match="Missing key"):
+            low.load_state_dict(missing)
 
 
 def test_what_does_not_fit_is_refused() -> None:

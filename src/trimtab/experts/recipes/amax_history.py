@@ -125,8 +125,11 @@ class AmaxHistory(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved."""
+        """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved. From a checkpoint
+        without the recipe nothing is taken."""
         loaded = state_dict.get(f"{prefix}history_He")
-        if loaded is not None and loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
+        if loaded is None:
+            return
+        if loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
             self._widen(loaded.shape[1])
         super()._load_from_state_dict(state_dict, prefix, *args)

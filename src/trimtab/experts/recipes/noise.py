@@ -8,6 +8,7 @@ host, and a graph that is replayed goes on counting. The hash is the two-round 3
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,3 +60,8 @@ class Noise(nn.Module):
             self.key.copy_(self._first_key())
             self.calls.zero_()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """From a checkpoint without the recipe nothing is taken."""
+        if any(f"{prefix}{name}" in state_dict for name in ("key", "calls")):
+            super()._load_from_state_dict(state_dict, prefix, *args)
