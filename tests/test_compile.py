@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -310,7 +311,8 @@ def test_each_function_that_is_run_again_has_a_count_of_graphs_of_its_own() -> N
 
 
 def test_inductor() -> None:
-    moe = build(router={"top_k": 1}, kernels="loop")  # few operations: each is compiled by the C++ compiler
+    # Few operations, for each is compiled by the C++ compiler; an infinite logit's score is finite.
+    moe = build(router={"top_k": 1, "score": "sigmoid"}, kernels="loop")
     run, counter = compiled(moe, "inductor")
     for tokens in (5, 0):
         given = inputs((tokens,), FP32)
@@ -318,3 +320,9 @@ def test_inductor() -> None:
         assert_same(ours, results(moe, moe, given), BOUNDS[FP32])
         assert_true(ours, moe, given, FP32)
     assert counter.frame_count == 1
+    for odd in (math.nan, math.inf):
+        x, *_ = given = inputs((5,), FP32)
+        x[3, 0] = odd
+        any_count(given)
+        with pytest.raises(InputError, match="1 slot"):
+            run(x)

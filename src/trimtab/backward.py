@@ -85,10 +85,14 @@ class _NoContext:
 def forward_of(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
     as a kernel."""
-    tangents = torch.autograd.forward_ad._current_level >= 0
-    if torch.is_grad_enabled() or tangents or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(_NoContext(), *args)
+
+
+def _transformed() -> bool:
+    """Whether values may carry tangents or be batches, which `apply` refuses."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class _Shaped(Function):

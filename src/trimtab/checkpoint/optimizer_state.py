@@ -48,7 +48,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
         options = {key: _to_json(value) for key, value in group.items() if key not in _HOW}
         kept = {key: value for key, value in options.items() if value is not _UNKNOWN}
         params = [names[p] for p in group["params"]]
-        groups.append({"kind": type(optimizer).__name__, "params": params, "options": kept, "values": values})
+        groups.append({"kind": _kind(optimizer), "params": params, "options": kept, "values": values})
     return tensors, groups
 
 
@@ -70,7 +70,7 @@ def targets(
             "only here"
         )
     kinds = {group["kind"] for group in groups if "kind" in group}
-    if kinds and kinds != {kind := type(optimizer).__name__}:
+    if kinds and kinds != {kind := _kind(optimizer)}:
         raise ConfigError(
             f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimiser here is {kind}: make one "
             "of that class, or load the model without an optimiser"
@@ -116,6 +116,14 @@ def put(model: nn.Module, optimizer: torch.optim.Optimizer, slots: Slots, groups
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if names[param] in slots:
             optimizer.state[param] = slots[names[param]]
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, or that of torch which it derives from."""
+    own = type(optimizer)
+    known = (kind for kind in own.__mro__ if kind.__module__.startswith("torch.optim."))
+    found = next(known, torch.optim.Optimizer)
+    return own.__name__ if found is torch.optim.Optimizer else found.__name__
 
 
 def _options(groups: Groups) -> dict[str, dict[str, Any]]:

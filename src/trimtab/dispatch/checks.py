@@ -51,7 +51,7 @@ def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
 
 def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
-    bad_w = w_TK.detach() * 0 != 0  # NaN is what infinity and NaN make of zero
+    bad_w = w_TK.detach() * 0.0 != 0  # NaN of NaN and of infinity; an integer 0 would be folded by Inductor
     return bad_ids | (bad_w & (ids_TK >= 0))
 
 

@@ -12,7 +12,7 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -117,7 +117,8 @@ class Dispatcher:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
         if self._runs_eagerly():
             self._eagerly(self.begin)
-        else:
+            return
+        with self._alone("route"):
             self._at("route")
 
     @always_recomputed
@@ -148,6 +149,12 @@ class Dispatcher:
         """
         if self._runs_eagerly():
             return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T))
+        with self._alone("route"):
+            return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots)
+
+    def _dispatch(
+        self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None, most_slots: int | None
+    ) -> Rows:
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
         ids = ids_TK.long().clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
@@ -170,10 +177,9 @@ class Dispatcher:
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
             own = wants_gradient(x_TD, w)
-            with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
-                route, wanted = self._connect(ids, w, bad, self._named, x_TD, own)
-                w = with_others(w, wanted, own)
-                x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
+            route, wanted = self._connect(ids, w, bad, self._named, x_TD, own)
+            w = with_others(w, wanted, own)
+            x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
             first = self._named.rank * self.experts_per_rank - 1
             rows_ids = rows_ids.contiguous() - first  # strided, ops are 10x slower
@@ -276,6 +282,10 @@ class Dispatcher:
             width=x.shape[-1] if x.dim() else 0,
             facts=f"{facts}, {self.facts}" if self.facts else facts,
         )
+
+    def _alone(self, phase: str) -> AbstractContextManager[None]:
+        """For an exchange, see `Guard.alone`."""
+        return nullcontext() if self.guard is None else self.guard.alone(self.layer, phase)
 
     def _at(self, phase: str) -> None:
         """Note where this rank is."""

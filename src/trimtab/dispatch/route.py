@@ -124,8 +124,9 @@ class RankRoute:
         return combine_rows(received, bags)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
-        if guard_of(self.transport) is not None and like.device.type == "cpu":
-            with suppress(InputError):
+        guard = guard_of(self.transport)
+        if guard is not None and like.device.type == "cpu":
+            with suppress(InputError), guard.alone(self.tag.layer, "combine"):
                 announce(self.transport, self.rows.reversed(), self.tag, "combine", "forward", bad=UNUSABLE)
         raise error
 

@@ -30,6 +30,7 @@ from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
 from trimtab.guard.peers import Peer
 from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
 from trimtab.guard.shared import SharedByCopies
+from trimtab.guard.turn import turn_of
 from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
 from trimtab.launched import end_behind_gloo
@@ -60,7 +61,6 @@ class Guard(SharedByCopies):
         self._peers: dict[int, tuple[Peer, SlateView | None]] = {}
         self._watch: Watch | None = None
         self._cause: Cause | None = None
-        self._inside, self._thread = threading.RLock(), ""
 
     def join(self, group: dist.ProcessGroup, transport: str = "") -> Guard:
         """Begin to watch `group`. Every rank of it must call, in the same order where it has several guards.
@@ -72,7 +72,7 @@ class Guard(SharedByCopies):
                 raise ConfigError("this guard watches another process group: give each group a guard of its own")
             return self
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size, self._turn = dist.get_rank(group), dist.get_world_size(group), turn_of(group)
         self.gloo = has_gloo(group)
         if self.gloo:
             self.deadline = min(self.deadline, 0.9 * timeout_of(group))
@@ -136,23 +136,20 @@ class Guard(SharedByCopies):
         from rank to rank, and the rows of one would meet the counts of another.
 
         Raises:
-            DesyncError: another thread is inside. The other ranks raise it too, where they wait.
+            DesyncError: another thread is inside. It and the other ranks raise it too where they wait under a guard,
+                and the group is of no more use.
         """
-        name = threading.current_thread().name
-        if not self._inside.acquire(blocking=False):
-            error = DesyncError(
-                f"thread {name!r} began an exchange while thread {self._thread!r} of this rank was in one. All ranks "
-                "must exchange in one order: call the layers of a group from one thread at a time, as a lock around "
-                "the model or a queue before it sees to, in the same order on every rank",
-                rank=self.rank, layer=layer, phase=phase,
-            )  # fmt: skip
-            self.fail(error)
-            raise error
-        self._thread = name
-        try:
+        with self._turn.taken() as other:
+            if other is not None:
+                error = DesyncError(
+                    f"thread {threading.current_thread().name!r} began an exchange while thread {other!r} of this rank "
+                    "was in one. All ranks must exchange in one order: call the layers of a group from one thread at a "
+                    "time, as a lock around the model or a queue before it sees to, in the same order on every rank",
+                    rank=self.rank, layer=layer, phase=phase,
+                )  # fmt: skip
+                self.fail(error)
+                raise error
             yield
-        finally:
-            self._inside.release()
 
     def fail(self, error: TrimtabError) -> None:
         """Tell the others of an error that only this rank has seen, so that they raise it too instead of waiting."""

@@ -151,7 +151,7 @@ class Router(nn.Module):
         weights = pick_weights(logits, scores, choice.chosen, c, whole=choice.whole)
         if choice.kept is not choice.chosen:
             weights = weights.masked_fill(choice.kept < 0, 0)
-        weights = weights + (logits.detach() * 0).sum(-1, keepdim=True)  # NaN where one of them is not finite
+        weights = weights + (logits.detach() * 0.0).sum(-1, keepdim=True)  # NaN where one of them is not finite
         chosen_E = count_ids(choice.chosen, c.num_experts)
         losses, counts_E = balance_losses(
             logits, scores, choice.chosen, chosen_E, real_T,
@@ -185,8 +185,9 @@ class Router(nn.Module):
             choice = self.source(tokens, batch)
         else:
             return None
-        if real_T is None:
-            return choice
+        if real_T is None:  # whoever changes the ids in place does not change those that were given
+            chosen = choice.chosen.clone()
+            return Choice(chosen=chosen, kept=chosen if choice.kept is choice.chosen else choice.kept.clone())
         fake_T1 = ~real_T[:, None]
         return Choice(chosen=choice.chosen.masked_fill(fake_T1, -1), kept=choice.kept.masked_fill(fake_T1, -1))
 
