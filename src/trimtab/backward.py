@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -75,11 +75,16 @@ def _runs(node: Any) -> bool:
         return True
 
 
-class _NoContext:
-    """Of a forward without a backward."""
+class Context:
+    """What autograd hands to a function's forward and backward, where somebody else calls them."""
+
+    call: Any
+
+    def __init__(self, saved: Sequence[Tensor | None] = (), needs: Sequence[bool] = ()) -> None:
+        self.saved_tensors, self.needs_input_grad = tuple(saved), tuple(needs)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        pass
+        self.saved_tensors = tensors
 
 
 def forward_of(function: type[Function], *args: Any) -> Any:
@@ -87,7 +92,7 @@ def forward_of(function: type[Function], *args: Any) -> Any:
     as a kernel."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
-    return function.forward(_NoContext(), *args)
+    return function.forward(Context(), *args)
 
 
 def _transformed() -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from trimtab.backward import Context
 from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
 from trimtab.errors import InputError
@@ -68,18 +69,6 @@ def as_operator(
         torch.is_grad_enabled(),
     )  # fmt: skip
     return cast(Tensor, out).to(x_MD.dtype)
-
-
-class _Context:
-    """What autograd hands to a function's forward and backward."""
-
-    call: ExpertCall
-
-    def __init__(self, saved: Sequence[Tensor | None] = (), needs: Sequence[bool] = ()) -> None:
-        self.saved_tensors, self.needs_input_grad = tuple(saved), tuple(needs)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +130,7 @@ def expert_mlp_op(
         raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
     pre[call.plan.row_R.shape[0] :] = 0
     with torch.no_grad():
-        y = function_of(call).forward(_Context(), call, x, w, *weights.each, None)
+        y = function_of(call).forward(Context(), call, x, w, *weights.each, None)
     return y, pre
 
 
@@ -168,7 +157,7 @@ def expert_mlp_backward_op(
     weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
     call = _call(x, ids, weights, activation, side, kernels, num_slots, True, pre)
     parts = [pre[block.rows] for block in call.blocks()]
-    context = _Context((x, w, *weights.each, *parts), (False, *needs, False))
+    context = Context((x, w, *weights.each, *parts), (False, *needs, False))
     context.call = call
     with torch.no_grad():
         grads = function_of(call).backward(context, dy.contiguous())[1:7]

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab.errors import InputError, full_disk
+from trimtab.errors import InputError
 from trimtab.hf.convert_store import TensorInfo, TensorStore
+from trimtab.hf.writing import writing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
@@ -118,10 +119,8 @@ def write_safetensors(
         for name in held:
             tensors |= {n: t.contiguous() for n, t in store.read([name]).items()}
             done(name)
-        try:
+        with writing(folder / file):
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{folder / file}: cannot be written: {error}{full_disk(folder)}") from error
     if len(files) > 1:
         total = sum(info.nbytes for info in store.infos.values())
         weight_map = {name: file for file, held in zip(names, files, strict=True) for name in held}

@@ -114,7 +114,7 @@ def sum_of(logits_TE: Tensor) -> Tensor:
 def unseen() -> AbstractContextManager[None]:
     """Around what a recompute leaves out, or does instead: selective checkpointing does not see it, which counts on
     the same operators in both runs. Other dispatch modes do."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():  # as nearly always
+    if torch.compiler.is_compiling():
         return nullcontext()
     modes = _get_current_dispatch_mode_stack()
     return _only([m for m in modes if not _selects(m)]) if any(map(_selects, modes)) else nullcontext()

@@ -180,16 +180,17 @@ class Router(nn.Module):
         """A decision to replay, if there is one."""
         if ids_TK is not None:
             ids = ids_TK.long()
-            choice = Choice(chosen=ids, kept=ids)
+            given = Choice(chosen=ids, kept=ids)
         elif self.source is not None:
-            choice = self.source(tokens, batch)
+            given = self.source(tokens, batch)
         else:
             return None
-        if real_T is None:  # whoever changes the ids in place does not change those that were given
-            chosen = choice.chosen.clone()
-            return Choice(chosen=chosen, kept=chosen if choice.kept is choice.chosen else choice.kept.clone())
-        fake_T1 = ~real_T[:, None]
-        return Choice(chosen=choice.chosen.masked_fill(fake_T1, -1), kept=choice.kept.masked_fill(fake_T1, -1))
+
+        def own(t_TK: Tensor) -> Tensor:  # whoever changes ids in place does not change those that were given
+            return t_TK.clone() if real_T is None else t_TK.masked_fill(~real_T[:, None], -1)
+
+        chosen = own(given.chosen)
+        return Choice(chosen=chosen, kept=chosen if given.kept is given.chosen else own(given.kept))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Choice:
         c = self.config

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.hf.writing import writing
 from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
-from trimtab.train.writing import writing
 
 VOCAB = BYTE_VOCAB + 8
 """Room for the special tokens, and a size that 2, 4 and 8 ranks can share."""

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.errors import ConfigError
+from trimtab.hf.writing import writing
 from trimtab.launched import leave_group
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
@@ -24,7 +25,6 @@ from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
 from trimtab.train.prepare import Plan, check_data, leave_token, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
-from trimtab.train.writing import writing
 
 LONGEST = timedelta(hours=2)
 """That ranks wait for one that saves, or tokenises again what a run has consumed: NCCL's own limit is 10 minutes."""

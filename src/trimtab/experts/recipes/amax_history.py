@@ -127,9 +127,9 @@ class AmaxHistory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved. From a checkpoint
         without the recipe nothing is taken."""
-        if not any(f"{prefix}{name}" in state_dict for name in NAMES):
+        loaded = state_dict.get(f"{prefix}history_He")  # the one that is saved
+        if loaded is None:
             return
-        loaded = state_dict.get(f"{prefix}history_He")
-        if loaded is not None and loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
+        if loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
             self._widen(loaded.shape[1])
         super()._load_from_state_dict(state_dict, prefix, *args)

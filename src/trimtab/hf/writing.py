@@ -1,4 +1,4 @@
-"""What `save_pretrained` raises where a folder cannot be written, as an error that names the folder and a full disk."""
+"""What writing safetensors and configurations raises, as an error that names the place and a full disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trimtab.errors import InputError, full_disk
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """For what writes into `folder`, which lies in one that exists.
+def writing(path: Path) -> Iterator[None]:
+    """For what writes `path`, a file or a folder, which lies in a folder that exists.
 
     Raises:
         InputError: it cannot.
@@ -21,4 +21,4 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder}: cannot be written: {error}{full_disk(folder.parent)}") from error
+        raise InputError(f"{path}: cannot be written: {error}{full_disk(path.parent)}") from error
