@@ -24,8 +24,8 @@ class PoisonedPages(Pages):
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return poisoned(*shape, dtype=dtype)
 
-    def empty_like(self, like: Tensor) -> Tensor:
-        return self.empty(*like.shape, dtype=like.dtype)
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self.empty(*like.shape, dtype=dtype or like.dtype)
 
 
 def emulated(products: str, *defines: str) -> CompiledKernels:

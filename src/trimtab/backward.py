@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from trimtab.autocast import without_autocast
 from trimtab.errors import InputError
 
 _TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
@@ -123,13 +123,3 @@ def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
         return rows.view(shape)
     shaped: Tensor = forward_of(_Shaped, rows, shape)
     return shaped
-
-
-def without_autocast() -> AbstractContextManager[Any]:
-    """Within, autocast is off for the CPU and for CUDA."""
-    if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.errors import InputError
@@ -158,10 +159,13 @@ class MoE(nn.Module):
         mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
         batch = mine.shape[0] if mine.dim() > 2 else 1
         route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch)
-        given = self.to_latent(x_TD), route.ids_TK, route.weights_TK
+        sent = self.to_latent(x_TD)
+        if isinstance(self.experts, ExpertMLP):
+            sent = narrowed(sent, self.experts)
+        given = sent, route.ids_TK, route.weights_TK
         rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if self._ours_routes() else None)
         out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
-        y_TD = self.from_latent(self.dispatcher.combine(out, rows))
+        y_TD = self.from_latent(self.dispatcher.combine(out, rows).to(x_TD.dtype))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x)

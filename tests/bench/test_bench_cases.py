@@ -15,7 +15,7 @@ from trimtab.bench.cost import combine_bytes, gather_bytes, layer_bytes
 from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_weights, parse_shape
 from trimtab.bench.layer_peers import build_transformers
 from trimtab.bench.layer_truth import BOUNDS, compare, probe, truth
-from trimtab.bench.names import WORKLOADS
+from trimtab.bench.names import AUTOCAST, WORKLOADS
 from trimtab.bench.subject import Where
 from trimtab.bench.train import _make_judge, train_task
 from trimtab.bench.workloads import draw, lane_rows, token_counts
@@ -108,6 +108,16 @@ def test_the_truth_of_a_family_is_its_own_loops(family: str, peer: str) -> None:
     assert compare([outcome], truth(case), 2e-6) is None
     other = truth(replace(case, family=next(name for name in FAMILIES if name != family)))
     assert compare([outcome], other, BOUNDS["fp32"]) is not None
+
+
+@pytest.mark.parametrize("peer", ["", "eager", "trimtab-hf"])
+def test_layers_under_autocast_multiply_in_bfloat16(peer: str) -> None:
+    case = replace(CASE, dim=8, hidden=16, ranks=1, workload="balanced", dtype=AUTOCAST)
+    build, more = (build_transformers, {"peer": peer}) if peer else (layer_ours.build, {"kernels": "auto"})
+    outcome = build(case.as_args(**more), Where(rank=0, ranks=1)).outcome()
+    assert outcome is not None
+    assert compare([outcome], truth(case), BOUNDS[AUTOCAST]) is None
+    assert compare([outcome], truth(case), BOUNDS["fp32"]) is not None
 
 
 def test_wrong_numbers_are_found() -> None:

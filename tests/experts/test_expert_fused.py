@@ -91,7 +91,7 @@ def a_call(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> Ex
     return ExpertCall(
         plan=plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2),
         math=ExpertMath(activation=BUILT_IN[activation].ours()),
-        kernels=compiled_kernels(), weights=ExpertWeights(up=up, down=down), main_grad="off", keep=True,
+        kernels=compiled_kernels(), weights=ExpertWeights(up=up, down=down), dtype=dtype, main_grad="off", keep=True,
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_what_may_go_either_way() -> None:
     def experts(dim: int, hidden: int, bias: bool = False, dtype: torch.dtype = torch.float32, **given: str) -> object:
         module = ExpertMLP(1, dim, hidden, bias=bias, dtype=dtype, device="meta", **given)  # type: ignore[arg-type]
         weights = ExpertWeights(**{n: getattr(module, n) for n in ("up", "down", "up_bias", "down_bias")})
-        call = ExpertCall(**{**vars(a_call()), "weights": weights, "math": module.math})
+        call = ExpertCall(**{**vars(a_call(dtype=dtype)), "weights": weights, "math": module.math})
         return mlp_fused.either(call)
 
     with torch_threads(4):

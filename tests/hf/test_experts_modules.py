@@ -56,7 +56,9 @@ def first_call(name: str, dtype: torch.dtype) -> Call:
     return calls[0]
 
 
-def replay(call: Call, implementation: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def replay(
+    call: Call, implementation: str, dtype: torch.dtype | None = None, *, autocast: bool = False
+) -> dict[str, Tensor]:
     """Output and gradients of the call, by name, under an implementation and perhaps in another dtype."""
     module = copy.deepcopy(call.module)
     module._forward_pre_hooks.clear()
@@ -67,7 +69,8 @@ def replay(call: Call, implementation: str, dtype: torch.dtype | None = None) ->
         module, hidden, weights = module.to(dtype), hidden.to(dtype), weights.to(dtype)
     hidden.requires_grad_()
     weights.requires_grad_()
-    output = module(hidden, call.index.clone(), weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = module(hidden, call.index.clone(), weights)
     generator = torch.Generator().manual_seed(7)
     output.backward(torch.randn(output.shape, generator=generator, dtype=torch.float32).bfloat16().to(output))
     assert hidden.grad is not None
@@ -86,6 +89,19 @@ def test_bfloat16_rounds_no_worse_than_the_loop(name: str) -> None:
     loop, ours = replay(call, "eager"), replay(call, IMPL)
     for key, value in exact.items():
         assert ours[key].dtype == loop[key].dtype, key
+        allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
+        error = difference(ours[key], value)
+        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_a_float32_module_rounds_no_worse_than_the_loop(name: str) -> None:
+    call = first_call(name, torch.float32)
+    exact, plain = replay(call, "eager", torch.float64), replay(call, IMPL)
+    loop, ours = (replay(call, implementation, autocast=True) for implementation in ("eager", IMPL))
+    assert not torch.equal(ours["output"], plain["output"])  # it is not float32 that was multiplied
+    for key, value in exact.items():
+        assert ours[key].dtype == loop[key].dtype == torch.float32, key
         allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
         error = difference(ours[key], value)
         assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
@@ -214,6 +230,47 @@ def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_th
         gradients[implementation] = {n: p.grad for n, p in params.items() if p.grad is not None}
     assert any("post_expert_norm" in name for name in gradients[IMPL])
     torch.testing.assert_close(gradients[IMPL], gradients["eager"], rtol=1e-5, atol=1e-9)
+
+
+class Scaled(nn.Module):
+    """Promotes what comes in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale
+
+
+class Mixed(nn.Module):
+    """Multiplies, in what autocast says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(torch.tanh(x))
+        return y
+
+
+@pytest.mark.parametrize("act_fn", [Scaled, Mixed])
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+def test_an_activation_with_wide_parameters_under_autocast(act_fn: type[nn.Module], kernels: str) -> None:
+    module, found = qwen(act_fn=act_fn()), []
+    for ours in (True, False):
+        module.zero_grad()
+        x, ids, w = rows()
+        x.requires_grad_()
+        module.config._experts_implementation = "eager"
+        with torch.autocast("cpu", torch.bfloat16):
+            y = experts_forward(module, x, ids, w, kernels=KernelChoice(kernels)) if ours else module(x, ids, w)
+        (y * torch.linspace(-1, 1, 16)).sum().backward()
+        found.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in module.named_parameters()}})
+    for name, value in found[1].items():
+        assert found[0][name].dtype == value.dtype, name
+        assert difference(found[0][name], value) <= 2**-5 * scale(value), name
 
 
 def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named() -> None:

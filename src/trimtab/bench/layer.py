@@ -11,6 +11,7 @@ from trimtab.bench.cost import layer_bytes
 from trimtab.bench.layer_case import LayerCase
 from trimtab.bench.layer_peers import MANY_RANKS, ONE_RANK
 from trimtab.bench.layer_truth import layer_judge
+from trimtab.bench.names import AUTOCAST
 from trimtab.bench.subject import BOTH, FORWARD
 from trimtab.bench.task import Task
 from trimtab.bench.workloads import token_counts
@@ -80,7 +81,8 @@ def layer_task(
             own = peer == "trimtab-hf"
             add("trimtab hf" if own else peer, "ours" if own else "peer", f"layer_peers:{build}", case, peer=peer)
         if case is cases[0] or ranks > 1:  # on one rank every workload has the same rows
-            for precision in dict.fromkeys(("fp32", dtype)):  # where bf16 is emulated, float32 GEMMs are faster
+            # Where bf16 is emulated, float32 GEMMs are faster.
+            for precision in dict.fromkeys(("fp32", "bf16" if dtype == AUTOCAST else dtype)):
                 add(f"dense {precision}", "limit", "limits:build_dense", case, dtype=precision)
     if ranks == 1 and many:  # it serves all workloads
         contestants = [c if c.role != "limit" else replace(c, group="") for c in contestants]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.bench.names import AUTOCAST
 from trimtab.bench.workloads import draw, token_counts
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
@@ -36,8 +37,8 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """tokens: per rank on average. in_place: gradients of weights are added to what is there, ours into
-    main_grad, peers' into .grad. family: one of `FAMILIES`.
+    """tokens: per rank on average. dtype: of `DTYPES`, or `AUTOCAST`. in_place: gradients of weights are added to what
+    is there, ours into main_grad, peers' into .grad. family: one of `FAMILIES`.
     """
 
     dim: int
@@ -62,7 +63,11 @@ class LayerCase:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return DTYPES["fp32" if self.dtype == AUTOCAST else self.dtype]
+
+    def autocast(self) -> torch.autocast:
+        """What a forward runs under."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == AUTOCAST)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

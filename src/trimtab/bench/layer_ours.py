@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.autocast import computed_in, narrowed
 from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import layer_subject
 from trimtab.bench.subject import Subject, Where
@@ -33,7 +34,8 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     if case.in_place:
         for param in (experts.up, experts.down):
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
-    facts = {"kernels": experts.kernels.on(torch.device("cpu"), case.torch_dtype).name}
+    with case.autocast():
+        facts = {"kernels": experts.kernels.on(torch.device("cpu"), computed_in(experts.up)).name}
 
     def gradients() -> list[Any]:
         weights = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]
@@ -45,13 +47,15 @@ def build(args: dict[str, Any], where: Where) -> Subject:
 
     data, params = LayerData.of(case, where.rank), list(experts.parameters())
     if where.ranks == 1:
-        return layer_subject(alone, data, params, gradients, facts=facts)
+        return layer_subject(alone, data, params, gradients, autocast=case.autocast, facts=facts)
     assert dist.group.WORLD is not None
     transport = make_transport(args["transport"], dist.group.WORLD)
     dispatcher = Dispatcher(case.num_experts, transport, layer="bench")
 
     def spread(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        rows = dispatcher.dispatch(x, ids, w)
-        return dispatcher.combine(experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots), rows)
+        rows = dispatcher.dispatch(narrowed(x, experts), ids, w)
+        out = experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        return dispatcher.combine(out, rows).to(x.dtype)
 
-    return layer_subject(spread, data, params, gradients, facts=facts | {"transport": args["transport"]})
+    facts |= {"transport": args["transport"]}
+    return layer_subject(spread, data, params, gradients, autocast=case.autocast, facts=facts)

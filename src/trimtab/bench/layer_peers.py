@@ -49,7 +49,7 @@ def build_transformers(args: dict[str, Any], where: Where) -> Subject:
         return [weight.mT if experts.is_transposed else weight for weight in weights] + biases
 
     data, params = LayerData.of(case, where.rank), list(experts.parameters())
-    return layer_subject(layer, data, params, gradients, accumulate=case.in_place)
+    return layer_subject(layer, data, params, gradients, autocast=case.autocast, accumulate=case.in_place)
 
 
 def _qwen3_moe(case: LayerCase, where: Where, implementation: str) -> Any:
@@ -119,4 +119,5 @@ def build_torchtitan(args: dict[str, Any], where: Where) -> Subject:
         assert third is not None
         return torch.cat((first, third), 1), second
 
-    return layer_subject(layer, LayerData.of(case, where.rank), params, gradients, accumulate=case.in_place)
+    data = LayerData.of(case, where.rank)
+    return layer_subject(layer, data, params, gradients, autocast=case.autocast, accumulate=case.in_place)

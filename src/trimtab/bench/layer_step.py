@@ -6,6 +6,7 @@ Legend: T tokens of this rank, K experts per token, D model dim, F expert hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,21 +26,23 @@ def layer_subject(
     params: Sequence[Tensor],
     gradients: Callable[[], Sequence[Tensor]],
     *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     accumulate: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Subject:
     """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], and of their biases,
     wherever they are.
 
-    accumulate: each step's gradients are added to `.grad` of the parameters.
+    autocast: what each forward runs under. accumulate: each step's gradients are added to `.grad` of the parameters.
     """
 
     def forward() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             layer(data.x_TD, data.ids_TK, data.w_TK)
 
     def run(d: LayerData) -> Tensor:
-        y = layer(d.x_TD, d.ids_TK, d.w_TK)
+        with autocast():
+            y = layer(d.x_TD, d.ids_TK, d.w_TK)
         y.backward(d.dy_TD)  # type: ignore[no-untyped-call]
         return y
 

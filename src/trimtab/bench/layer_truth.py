@@ -16,10 +16,11 @@ from torch import Tensor
 from trimtab import oracle
 from trimtab.bench.contestant import Contestant
 from trimtab.bench.layer_case import LayerCase, LayerData, expert_biases, expert_weights
+from trimtab.bench.names import AUTOCAST
 from trimtab.layout import experts_per_rank
 
 V = 4
-BOUNDS = {"fp32": 1e-4, "bf16": 4e-2}
+BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, AUTOCAST: 4e-2}
 """Largest error relative to the largest true value. Rounding is far below, another function far above."""
 
 

@@ -2,3 +2,6 @@
 
 WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
 """What each is: `trimtab.bench.workloads`."""
+
+AUTOCAST = "autocast"
+"""In place of a dtype: parameters and tokens in float32, the forward under `torch.autocast` to bfloat16."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.bench.names import WORKLOADS
+from trimtab.bench.names import AUTOCAST, WORKLOADS
 
 if TYPE_CHECKING:
     from trimtab.bench.result import Record
@@ -22,6 +22,7 @@ of its own, is checked, warmed up, and takes turns with the others; with malloc 
   trimtab bench layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   trimtab bench layer --shape 1024,512,32,4 --ranks 2 --peers all_to_all --transports alltoall shared_memory
   trimtab bench layer --workloads balanced zipf hot
+  trimtab bench layer --dtype autocast --peers grouped_mm eager
   trimtab bench layer --family gpt_oss --tokens 4 2048 --peers trimtab-hf grouped_mm eager
   trimtab bench kernels --shape A --tokens 2048
   trimtab bench exchange --ranks 2 4 --tokens 8192 --peers all_to_all
@@ -55,7 +56,11 @@ def add_parser(commands: Any) -> None:
         add = made[name].add_argument
         add("--shape", nargs="+", default=["A"], metavar="D,F,E,K", help="or A, B, C: 512,256,64,8; 1024,512,32,4; …")
         add("--tokens", nargs="+", type=int, default=[2048], metavar="N", help="per rank (default 2048)")
-        add("--dtype", nargs="+", default=["bf16"], choices=("fp32", "bf16"))
+        more = (AUTOCAST,) if name == "layer" else ()
+        add(
+            "--dtype", nargs="+", default=["bf16"], choices=("fp32", "bf16", *more),
+            help="autocast: parameters and tokens in fp32, products in bf16" if more else None,
+        )  # fmt: skip
     for name in ("layer", "kernels", "train"):
         made[name].add_argument(
             "--threads", nargs="+", type=int, default=[1], metavar="N", help="of each rank (default 1)"

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from trimtab.autocast import noted
 from trimtab.errors import InputError
 from trimtab.experts.stand_in import standing_in
 from trimtab.kernels.memory import no_values
@@ -163,8 +164,8 @@ class GELU:
 class Recomputed:
     """A differentiable row-wise function, run again for its backward.
 
-    It must give the same twice: one that draws random numbers on the CPU where a backward may come is refused, and
-    what it uses must not be changed in place before the backward.
+    It runs under the autocast that this was made under. It must give the same twice: one that draws random numbers on
+    the CPU where a backward may come is refused, and what it uses must not be changed in place before the backward.
 
     Args:
         function: [n, I] -> [n, F], any number of rows including none.
@@ -183,10 +184,11 @@ class Recomputed:
         self._stand_ins = [p for _, _, p in found]
         self.params = (*params, *dict.fromkeys(self._stand_ins))
         self._versions = [p._version for p in self.params if not p.is_inference()]
-        self._keep, self._tried = torch.is_grad_enabled(), False
+        self._keep, self._tried, self._autocast = torch.is_grad_enabled(), False, noted()
 
     def forward(self, pre_nI: Tensor) -> Tensor:
-        with standing_in(self._places, self._stand_ins):  # of a norm it is run in the backward as well
+        # Of a norm it is run in the backward as well.
+        with standing_in(self._places, self._stand_ins), self._autocast(pre_nI.device.type):
             if not self._keep or self._tried or no_values(pre_nI.device):
                 return self.function(pre_nI)
             self._tried = True
@@ -206,7 +208,8 @@ class Recomputed:
                 "a parameter of the experts' activation or norm was changed in place between forward and backward",
                 phase="experts",
             )
-        with torch.enable_grad(), standing_in(self._places, self._stand_ins):
+        again = self._autocast(pre_nI.device.type)
+        with torch.enable_grad(), standing_in(self._places, self._stand_ins), again:
             pre = pre_nI.detach().requires_grad_()
             # No leaf: within autograd.grad, hooks that torch's trackers hang on leaves raise.
             h = self.function(pre.view_as(pre))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import Context
 from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
@@ -63,10 +64,10 @@ def as_operator(
     kernels: KernelChoice, num_slots: int | None,
 ) -> Tensor:  # fmt: skip
     """One call of `expert_mlp_op`, in x's dtype. activation, side: as there. kernels: `named`."""
+    x, w = x_MD.to(computed_in(weights.up)), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     out, _ = expert_mlp_op(
-        x_MD.to(weights.up.dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), ids_MK, *weights.each,
-        activation, side, weights.transposed, ",".join(map(str, kernels.candidates)), num_slots,
-        torch.is_grad_enabled(),
+        x, w, ids_MK, *weights.each, activation, side, weights.transposed, ",".join(map(str, kernels.candidates)),
+        num_slots, torch.is_grad_enabled(),
     )  # fmt: skip
     return cast(Tensor, out).to(x_MD.dtype)
 
@@ -85,21 +86,21 @@ def _kernels(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[
     return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
 
 
-def _kernels_for(names: str, weights: ExpertWeights) -> Kernels:
+def _kernels_for(names: str, weights: ExpertWeights, dtype: torch.dtype) -> Kernels:
     shape = weights.shape if weights.up.is_cuda else None
-    return _kernels(names, weights.up.device, weights.up.dtype, shape)
+    return _kernels(names, weights.up.device, dtype, shape)
 
 
 def _call(
     x: Tensor, ids: Tensor, weights: ExpertWeights, activation: str, side: str, kernels: str, num_slots: int | None,
     keep: bool, pre: Tensor | None,
 ) -> ExpertCall:  # fmt: skip
-    chosen = _kernels_for(kernels, weights)
+    chosen = _kernels_for(kernels, weights, x.dtype)
     return ExpertCall(
         plan=plan_experts(ids, weights.up.shape[0], num_slots=num_slots, kernels=chosen),
         math=ExpertMath(activation=spelled(activation), weights=cast(Literal["experts", "combine"], side)),
         kernels=chosen,
-        weights=weights, main_grad="off", keep=keep, pre=pre,
+        weights=weights, dtype=x.dtype, main_grad="off", keep=keep, pre=pre,
     )  # fmt: skip
 
 
@@ -115,7 +116,8 @@ def expert_mlp_op(
     """y [M, D] and the pre-activations [N, I], [0, I] unless `keep`.
 
     Args:
-        x, w, ids: [M, D], [M, K], [M, K] as `ExpertMLP.forward` takes them, x in the parameters' dtype.
+        x, w, ids: [M, D], [M, K], [M, K] as `ExpertMLP.forward` takes them, x in the dtype to compute in: the
+            parameters', or autocast's.
         up, down, up_bias, down_bias: as in `ExpertMLP`; with `transposed` as in `ExpertWeights`.
         activation: a word of `activations.spelled`. side: `weights` of `ExpertMLP`.
         kernels: names, the first one chosen and the others its fallback.
@@ -129,7 +131,7 @@ def expert_mlp_op(
         kept = call.plan.row_R.shape[0]
         raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
     pre[call.plan.row_R.shape[0] :] = 0
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         y = function_of(call).forward(Context(), call, x, w, *weights.each, None)
     return y, pre
 
@@ -159,7 +161,7 @@ def expert_mlp_backward_op(
     parts = [pre[block.rows] for block in call.blocks()]
     context = Context((x, w, *weights.each, *parts), (False, *needs, False))
     context.call = call
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         grads = function_of(call).backward(context, dy.contiguous())[1:7]
     return [grad for grad, needed in zip(grads, needs, strict=True) if needed]
 

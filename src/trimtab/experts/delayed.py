@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.backward import without_autocast
+from trimtab.autocast import without_autocast
 from trimtab.errors import InputError
 
 WgradJob = Callable[[], tuple[list[Tensor], list[Tensor]]]

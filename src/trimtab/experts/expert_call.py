@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import Activation, SwiGLU
+from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
@@ -79,9 +81,10 @@ class TwoProducts:
 class ExpertCall:
     """What is not differentiated.
 
+    dtype: what is multiplied in: the parameters', or autocast's.
     keep: whether a backward may come. defer: takes delayed weight gradients. products: of a recipe, if there is one.
     trained: where they are delayed, which parameters wanted a gradient when the call was made.
-    pre: [at least R, I] in the parameters' dtype, into whose first R rows the forward puts the pre-activations that
+    pre: [at least R, I] in `dtype`, into whose first R rows the forward puts the pre-activations that
         the backward reads, where they must lie in one tensor; None where each block may keep its own.
     as_compiled: whether blocks have the bits of the compiled kernels, which may make the other pass.
     """
@@ -90,6 +93,7 @@ class ExpertCall:
     math: ExpertMath
     kernels: Kernels
     weights: ExpertWeights
+    dtype: torch.dtype
     main_grad: MainGradMode
     keep: bool
     defer: Defer | None = None
@@ -100,8 +104,8 @@ class ExpertCall:
 
     def blocks(self) -> Iterator[Block]:
         up, down, plan = self.weights.up, self.weights.down, self.plan
-        most = AT_ONCE if at_once(self.kernels, up, down) else TOGETHER
-        made = self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, up.dtype)
+        most = AT_ONCE if at_once(self.kernels, up, down, dtype=self.dtype) else TOGETHER
+        made = self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, self.dtype)
         return (replace(block, as_compiled=True) for block in made) if self.as_compiled else made
 
     def by_row(self, weight: Tensor) -> Tensor:
@@ -113,6 +117,17 @@ class ExpertCall:
         if self.defer is None:
             return (*self.weights.each, None)
         return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, any(self.trained)))
+
+    def cast(
+        self, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The parameters as they are multiplied: themselves, or copies in autocast's dtype for one pass."""
+        if self.dtype == up.dtype:
+            return up, down, up_bias, down_bias
+        runs = with_rows(self.plan.offsets_e) if self.products is None else None  # a recipe's scales want them all
+        up, down = (cast(weight, self.dtype, self.kernels, runs) for weight in (up, down))
+        up_bias, down_bias = (b if b is None else b.to(self.dtype) for b in (up_bias, down_bias))
+        return up, down, up_bias, down_bias
 
     def wanted(self, needs: Sequence[bool]) -> Sequence[bool]:
         """Whether up, down and their biases get gradients: as autograd needs them, or all that may where delayed."""

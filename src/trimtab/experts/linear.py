@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.autocast import computed_in
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.linear_function import LinearCall, align, grouped_linear
@@ -35,7 +36,8 @@ class GroupedLinear(GroupedModule):
 
     Args:
         num_groups: G.
-        in_features, out_features: widths; on a GPU, and with kernels "stock", multiples of 16 bytes.
+        in_features, out_features: widths; on a GPU, and with kernels "stock", multiples of 16 bytes in what is
+            computed in.
         bias: whether each group has one.
         single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
             either form load into either.
@@ -110,7 +112,7 @@ class GroupedLinear(GroupedModule):
 
     @always_recomputed
     def forward(self, x_RD: Tensor, group_sizes: GroupSizes) -> Tensor:
-        """[R, out_features] in x's dtype, computed in the weights' dtype.
+        """[R, out_features] in x's dtype, computed in the weights' dtype or in autocast's, as `nn.Linear` is.
 
         Args:
             x_RD: [R, in_features] floating, R >= 0, grouped. Rows beyond the sum of the sizes may hold anything:
@@ -139,13 +141,15 @@ class GroupedLinear(GroupedModule):
         if x_RD.device != where:
             raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")
         offsets, plan = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], where), None
-        kernels, low = self.kernels.on(where, params.dtype), self._lowered()
+        dtype = computed_in(params.weights[0])
+        kernels, low = self.kernels.on(where, dtype), self._lowered()
         if low is not None:
             plan = align(offsets, x_RD.shape[0], low.alignment)
             offsets = plan.offsets_e
         call = LinearCall(
             kernels=kernels,
             params=params,
+            dtype=dtype,
             products=Plain(kernels, offsets) if low is None else low.products(kernels, offsets, self.recipe_state),
             offsets_e=offsets,
             plan=plan,

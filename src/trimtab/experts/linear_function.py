@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, forward_of, needed, without_autocast
+from trimtab.autocast import without_autocast
+from trimtab.backward import eager_backward, forward_of, needed
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
+from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
@@ -31,6 +33,7 @@ class LinearCall:
     """Everything about one call that is not differentiated.
 
     params: the parameters themselves, because their attributes say where gradients go.
+    dtype: what is multiplied in: theirs, or autocast's.
     offsets_e: [e + 1] of the rows as computed. plan: how rows get there; None where they already lie so.
     keep: whether a backward may come.
     defer: takes the work of the weight gradients where they are delayed, else None.
@@ -39,6 +42,7 @@ class LinearCall:
 
     kernels: Kernels
     params: GroupWeights
+    dtype: torch.dtype
     products: Products
     offsets_e: Tensor
     plan: ExpertPlan | None
@@ -56,14 +60,16 @@ class LinearCall:
     def wants_biases(self) -> bool:
         return any(self.trained[len(self.params.weights) :])
 
-    def saved(self, params: Any) -> GroupWeights:
-        """The parameters as autograd saved them."""
+    def multiplied(self, params: Sequence[Tensor]) -> GroupWeights:
+        """The parameters as autograd gives them, or copies in autocast's dtype for one pass."""
+        runs = with_rows(self.offsets_e) if self.params.stacked and self.plan is None else None
+        params = [cast(p, self.dtype, self.kernels, runs) for p in params]
         n, m = len(self.params.weights), len(self.params.biases)
         return replace(self.params, weights=tuple(params[:n]), biases=tuple(params[n : n + m]))
 
     def spread(self, rows_RA: Tensor) -> Tensor:
-        """Rows in the weights' dtype, dense, where they are computed: [S, A]."""
-        rows_RA = rows_RA.to(self.params.dtype).contiguous()
+        """Rows as they are multiplied, dense, where they are computed: [S, A]."""
+        rows_RA = rows_RA.to(self.dtype).contiguous()
         return rows_RA if self.plan is None else gather_padded(rows_RA, self.plan.row_R)
 
     def unspread(self, rows_SA: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ def align(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:
 
 
 def grouped_linear(x_RA: Tensor, call: LinearCall) -> Tensor:
-    """[R, B] in x's dtype, computed in the weights' dtype.
+    """[R, B] in x's dtype, computed in the call's.
 
     Every parameter gets a gradient of its full shape, by autograd or as `main_grad` and `defer` say. Differentiating
     twice raises.
@@ -95,7 +101,7 @@ class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, call: LinearCall, x: Tensor, *params: Tensor) -> Tensor:
         x_SA = call.spread(x)
-        y_SB = call.products.forward(x_SA, call.saved(params))
+        y_SB = call.products.forward(x_SA, call.multiplied(params))
         ctx.call, ctx.x_dtype = call, x.dtype
         kept: tuple[Tensor, ...] = ()
         if call.keep and call.wants_weights:
@@ -115,7 +121,7 @@ class _GroupedLinear(Function):
         dy_SB = call.spread(dy)
         dx = None
         if need_x:
-            dx = call.unspread(call.products.dgrad(dy_SB, call.saved(params))).to(ctx.x_dtype)
+            dx = call.unspread(call.products.dgrad(dy_SB, call.multiplied(params))).to(ctx.x_dtype)
 
         # Quantised now, also where the product comes later: scales belong to this step.
         columns = call.products.keep(dy_SB, "gradient") if any(wanted[:weights]) else ()

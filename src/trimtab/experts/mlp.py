@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, forward_of, needed, without_autocast
+from trimtab.autocast import computed_in, without_autocast
+from trimtab.backward import eager_backward, forward_of, needed
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
 from trimtab.experts.delayed import Defer
@@ -58,7 +59,7 @@ def expert_mlp(
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
     Args:
-        x_MD: rows; computed in the parameters' dtype.
+        x_MD: rows; computed in the parameters' dtype, or in autocast's, see `trimtab.autocast.computed_in`.
         w_MK: routing weights of the slots that `plan` was built from; those of dropped slots are not read.
         main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`. Biases always have
             ordinary gradients.
@@ -78,15 +79,17 @@ def expert_mlp(
         raise ConfigError(
             "a recipe takes no norm behind the experts, no activation with parameters, no transposed weights"
         )
+    dtype = computed_in(weights.up)
     call = ExpertCall(
-        plan=plan, math=math, kernels=kernels, weights=weights, main_grad=main_grad, keep=torch.is_grad_enabled(),
-        defer=defer, products=products, trained=tuple(p is not None and p.requires_grad for p in weights.each),
+        plan=plan, math=math, kernels=kernels, weights=weights, dtype=dtype, main_grad=main_grad,
+        keep=torch.is_grad_enabled(), defer=defer, products=products,
+        trained=tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
     with without_autocast():
         y: Tensor = forward_of(
             function_of(call),
             call,
-            x_MD.to(weights.up.dtype),
+            x_MD.to(dtype),
             w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)),
             *call.inputs(x_MD),
             *math.params,
@@ -95,12 +98,12 @@ def expert_mlp(
 
 
 def fills(weights: ExpertWeights, math: ExpertMath) -> torch.dtype | None:
-    """`level` of `plan_experts` for these experts: their dtype if they make zeros of a row of zeros, else None.
+    """`level` of `plan_experts` for these experts: what they compute in if a row of zeros gives zeros, else None.
 
     Norms and activations of one's own may make NaN of it, and a built-in one may make infinity of a bias.
     """
     plain = math.post_norm is None and number_of(math.activation) is not None and weights.up_bias is None
-    return weights.up.dtype if plain else None
+    return computed_in(weights.up) if plain else None
 
 
 def function_of(call: ExpertCall) -> type[Function]:
@@ -134,6 +137,8 @@ class _ExpertMLP(Function):
         *params: Tensor,
     ) -> Tensor:
         plan, math, kernels = call.plan, call.math, call.kernels
+        given = up, down, up_bias, down_bias
+        up, down, up_bias, down_bias = call.cast(*given)
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
         direct = dtype == x.dtype and math.post_norm is None
@@ -153,7 +158,7 @@ class _ExpertMLP(Function):
                 call.pre[r] = pre
             elif call.keep:
                 saved.append(pre)
-            h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if folded else None)
+            h = kernels.hidden(math.activation, number, pre.to(dtype), w_R1[r] if folded else None).to(dtype)
             del pre
             out = kernels.grouped_mm(h, down_t[e], block, out_RD[r] if direct else None)
             del h
@@ -168,7 +173,7 @@ class _ExpertMLP(Function):
             if not direct:
                 out_RD[r] = out
         ctx.call = call
-        ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, *saved)
+        ctx.save_for_backward(x, w_MK, *given, *saved)
         return combine_rows(out_RD, _bags(call), None if folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
@@ -176,8 +181,9 @@ class _ExpertMLP(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         plan, math, kernels = call.plan, call.math, call.kernels
-        x, w_MK, up, down, _, down_bias, *saved = ctx.saved_tensors
+        x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
+        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias)
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
         w_R1, number = slot_weights(w_MK, plan).to(dtype), number_of(math.activation)
@@ -201,6 +207,7 @@ class _ExpertMLP(Function):
                 for total, part in zip(d_params[len(math.activation.params) :], d_norm, strict=True):
                     total += part
             hw, dw = back.hidden(kernels.grouped_mm(d_out, down_back, block))
+            hw = hw.to(dtype)  # where parameters of the activation are wider
             bias_rows = d_out
             if dw is not None:
                 dw_R[r] = dw
@@ -277,7 +284,7 @@ def _delayed(
     activation, number = call.math.activation, number_of(call.math.activation)
     for block, pre, d_pre in zip(call.blocks(), pres, d_pres, strict=True):
         w = w_R1[block.rows]
-        hw = call.kernels.hidden(activation, number, pre.to(d_pre.dtype), w)
+        hw = call.kernels.hidden(activation, number, pre.to(d_pre.dtype), w).to(d_pre.dtype)
         d_out = call.kernels.gather(dy, call.plan.row_R[block.rows]).to(d_pre.dtype)
         grads.weight(grads.down, hw, d_out, block)
         grads.bias(grads.down_bias, d_out if call.weights.down_bias is None else d_out * w, block)

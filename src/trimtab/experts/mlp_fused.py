@@ -37,7 +37,7 @@ from trimtab.kernels.mkl import same_bits, slower_than_compiled
 Fields = dict[str, Any]
 
 _WEIGHTS = ("up", "down", "up_bias", "down_bias")
-"""What weight gradients do not read; FSDP2 has taken their memory back by then."""
+"""What weight gradients do not read: FSDP2 has taken their memory back by then, and autocast's copies would wait."""
 
 EITHER, LARGE = 1 << 19, 1 << 20
 """D * F of one expert from which float32 is faster block by block where rows are many, and from which it goes that way
@@ -55,7 +55,7 @@ def covers(call: ExpertCall) -> bool:
     each = [t for t in call.weights.each if t is not None]
     dtype = call.weights.up.dtype
     plain = call.math.post_norm is None and number_of(call.math.activation) is not None
-    return plain and dtype in TYPES and all(
+    return plain and call.dtype in TYPES and all(
         t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() and in_memory(t) for t in each
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def by_blocks(call: ExpertCall) -> bool:
 
 
 def _sized(call: ExpertCall, least: int) -> bool:
-    return call.weights.up.dtype == torch.float32 and call.weights.down[0].numel() >= least
+    return call.dtype == torch.float32 and call.weights.down[0].numel() >= least
 
 
 def fused_is_faster(call: ExpertCall, *, backward: bool) -> bool:
@@ -117,7 +117,7 @@ class FusedMLP(Function):
         anchor: Tensor | None,
     ) -> Tensor:
         kernels = _kernels(call)
-        fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
+        fields = _fields(call, x, w_MK, *call.cast(up, down, up_bias, down_bias))
         pre = call.pre
         if pre is None and call.keep:
             pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
@@ -134,8 +134,8 @@ class FusedMLP(Function):
         kernels = _kernels(call)
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        fields = _fields(call, x, w_MK, up, down, up_bias, down_bias)
-        x, dtype = fields["x"], call.weights.up.dtype
+        fields = _fields(call, x, w_MK, *call.cast(up, down, up_bias, down_bias))
+        x, dtype = fields["x"], call.dtype
         dx = kernels.empty(*x.shape, dtype=dtype) if need_x else None
         d_w = torch.zeros(w_MK.shape, dtype=torch.float32, device="cpu")
         pre = laid_out(saved[0] if call.pre is None else call.pre, dtype, "what was saved of the forward")
@@ -156,7 +156,7 @@ class FusedMLP(Function):
 
             def job() -> tuple[list[Tensor], list[Tensor]]:
                 gradients = call.gradients(())
-                with _targets(gradients, fields) as targets:
+                with _targets(gradients, late) as targets:
                     kernels.weight_gradients({**late, **targets})
                 return gradients.deliver()
 
@@ -178,7 +178,7 @@ def _fields(
     down_bias: Tensor | None,
 ) -> Fields:  # fmt: skip
     """What all three calls read, and what keeps it alive."""
-    plan, math, dtype = call.plan, call.math, call.weights.up.dtype
+    plan, math, dtype = call.plan, call.math, call.dtype
     activation = math.activation
     _check(call, x, w_MK, up, down, up_bias, down_bias)
     up, down = laid_out(up, dtype, "up"), laid_out(down, dtype, "down")

@@ -46,6 +46,8 @@ class LoweredMLP(Function):
     ) -> Tensor:
         plan, math, kernels, products = call.plan, call.math, call.kernels, call.products
         assert products is not None
+        given = up, down, up_bias, down_bias
+        up, down, up_bias, down_bias = call.cast(*given)
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         pre = products.up.forward(gather_padded(x, plan.row_R), _grouped(up, up_bias))
         h = math.activation.forward(pre)
@@ -58,7 +60,7 @@ class LoweredMLP(Function):
                 bias = kernels.expand(down_bias[block.experts], block)
                 out_RD[block.rows] += bias * w_R1[block.rows] if math.folded else bias
         ctx.call = call
-        ctx.save_for_backward(x, w_MK, up, down, up_bias, down_bias, pre if call.keep else None)
+        ctx.save_for_backward(x, w_MK, *given, pre if call.keep else None)
         return combine_rows(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0])
 
     @staticmethod
@@ -67,7 +69,8 @@ class LoweredMLP(Function):
         call: ExpertCall = ctx.call
         plan, math, products = call.plan, call.math, call.products
         assert products is not None
-        x, w_MK, up, down, _, down_bias, pre = ctx.saved_tensors
+        x, w_MK, up, down, up_bias, down_bias, pre = ctx.saved_tensors
+        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias)
         _, need_x, need_w, *needs = needed(ctx)
         wanted = call.wanted(needs)
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)

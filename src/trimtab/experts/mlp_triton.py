@@ -67,6 +67,8 @@ class TritonMLP(Function):
         anchor: None,
     ) -> Tensor:
         plan, launch = call.plan, _launch(call)
+        given = up, down
+        up, down, *_ = call.cast(up, down, None, None)
         x, up_eDI, down_eFD = x.contiguous(), call.by_row(up), call.by_row(down)
         rows, hidden = plan.row_R.shape[0], down_eFD.shape[1]
         pre = call.pre[:rows] if call.pre is not None else x.new_empty(rows, 2 * hidden) if call.keep else None
@@ -75,7 +77,7 @@ class TritonMLP(Function):
         weight_R = slot_weights(w_MK, plan)[:, 0].float()
         out_RD = grouped_rows(h, down_eFD, plan.offsets_e, x.new_empty(rows, x.shape[1]), launch, scale_R=weight_R)
         ctx.call = call
-        ctx.save_for_backward(x, w_MK, up, down, None, None, pre)
+        ctx.save_for_backward(x, w_MK, *given, None, None, pre)
         return combine(out_RD, plan.row_bags)
 
     @staticmethod
@@ -85,6 +87,7 @@ class TritonMLP(Function):
         plan, launch = call.plan, _launch(call)
         x, w_MK, up, down, _, _, pre = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
+        up, down, *_ = call.cast(up, down, None, None)
         dy, up_eDI, down_eFD = dy.contiguous(), call.by_row(up), call.by_row(down)
         weight_R = slot_weights(w_MK, plan)[:, 0].float()
         d_pre, hw, dots = hidden_grad(

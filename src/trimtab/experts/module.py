@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.autocast import computed_in
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import BY_NAME
@@ -65,13 +66,15 @@ class ExpertMLP(GroupedModule):
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 
+    Under autocast s is of its dtype, and in it are copies of x, kept, s M D, and in each pass of up and down, s E
+    (I + F) D, of y and in the backward of dy and dx, s M D each.
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
     gradients that are delayed keep their operands quantised instead of what is said at `delay_wgrad`.
 
     Args:
         num_experts: E.
-        dim, hidden: D and F; on a GPU, and with kernels "stock", multiples of 16 bytes.
+        dim, hidden: D and F; on a GPU, and with kernels "stock", multiples of 16 bytes in what is computed in.
         activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (gpt-oss: interleaved) with a gate;
             "relu_squared", "gelu" without. GELU is the one of the error function.
         bias: whether up and down have biases.
@@ -143,8 +146,10 @@ class ExpertMLP(GroupedModule):
 
     @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
-        """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype, also under
-        autocast, which casts no grouped GEMM of PyTorch's either: for bfloat16 give the parameters that dtype.
+        """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
+        is, in autocast's: with copies of the parameters that each pass makes anew, on the CPU of those experts that
+        have rows. Gradients of parameters are in their own dtype; kernels "compiled" and "triton" do not round them to
+        the other.
 
         Args:
             x_MD: floating, M >= 0.
@@ -169,8 +174,8 @@ class ExpertMLP(GroupedModule):
 
             return compiled_experts(self, x_MD, ids_MK, w_MK, num_slots)
         self._refuse_transforms()
-        where, dtype = x_MD.device, self.up.dtype
-        low, kernels = self._lowered(), self.kernels.on(where, dtype, (self.dim, self.hidden))
+        low = self._lowered()
+        kernels = self.kernels.on(x_MD.device, computed_in(self.up), (self.dim, self.hidden))
         weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
         defer = self._delayed.add if self.delay_wgrad else None
         alignment = 1 if low is None else low.alignment

@@ -32,7 +32,7 @@ class _Activate(Function):
 
 
 class Projection(nn.Linear):
-    """x W^T without a bias, computed in the parameter's dtype, given back in x's."""
+    """x W^T without a bias, computed in the parameter's dtype or autocast's, given back in x's."""
 
     def __init__(
         self, inputs: int, outputs: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -46,7 +46,7 @@ class Projection(nn.Linear):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-def _computed_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
+def _stored_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
     """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
     weight knows itself what to do with `x`."""
     stored = linear.weight.dtype
@@ -84,8 +84,8 @@ class SharedExperts(nn.Module):
         self.gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if gated else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] in x's dtype, computed in the parameters' dtype."""
-        x = x_TD.to(_computed_in(self.up, x_TD))
+        """[T, D] in x's dtype, computed in the parameters' dtype or autocast's."""
+        x = x_TD.to(_stored_in(self.up, x_TD))
         y: Tensor = self.down(self._activated(self.up(x)))
         return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)
 

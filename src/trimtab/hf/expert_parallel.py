@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
+from trimtab.autocast import narrowed
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
 from trimtab.dispatch.exchange import Trained
 from trimtab.dispatch.shard import shard, unshard
@@ -72,23 +73,26 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""
-        tensors = (hidden_states, top_k_index, top_k_weights)
+        sent = narrowed(hidden_states, self.experts) if self._ours() else hidden_states
+        tensors = (sent, top_k_index, top_k_weights)
         tp_size = self.tp_mesh.size()
         layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
             tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
         rows = self.dispatcher.dispatch(*tensors)
         y = self.dispatcher.combine(self._run_experts(rows), rows)
-        return unshard(y, layout, self.tp_group) if tp_size > 1 else y
+        return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
+
+    def _ours(self) -> bool:
+        return bool(self.experts.config._experts_implementation == self.experts_name)
 
     def _run_experts(self, rows: Rows) -> Tensor:
-        implementation = self.experts.config._experts_implementation
-        if implementation == self.experts_name:
+        if self._ours():
             return experts_forward(
                 self.experts, rows.x, rows.ids, rows.weights, kernels=self.kernels, num_slots=rows.num_slots
             )
         # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
-        absent = rows.ids < 0
+        absent, implementation = rows.ids < 0, self.experts.config._experts_implementation
         ids = rows.ids.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
         if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
             self.experts.post_expert_norm(rows.x[:0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trimtab.autocast import computed_in
 from trimtab.dispatch.plan import ExpertPlan, plan_experts, static_by_default
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import Recomputed
@@ -66,7 +67,7 @@ def experts_forward(
         given = (module, hidden_states, top_k_index, top_k_weights)
         return compiled_forward(*given, kernels=kernels, num_slots=num_slots)
     weights, math = weights_of(module), math_of(module)
-    chosen = kernels.on(hidden_states.device, weights.up.dtype, weights.shape)
+    chosen = kernels.on(hidden_states.device, computed_in(weights.up), weights.shape)
     plan = plan_experts(
         top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
         level=fills(weights, math),

@@ -59,15 +59,15 @@ class Kernels(Protocol):
         may or may not be in a block.
 
         together: kernels that take the experts one by one may give a block several of so many rows in all.
-        dtype: of the parameters, for kernels that compute some in larger blocks.
+        dtype: of the products, for kernels that compute some in larger blocks.
         """
         ...
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a block is best computed for parameters of `dtype`; never narrower."""
+        """The dtype in which a block of products in `dtype` is best computed; never narrower."""
         ...
 
-    def empty_like(self, like: Tensor) -> Tensor:
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Like `torch.empty_like`, perhaps in memory that was used before."""
         ...
 
@@ -113,8 +113,8 @@ class StockKernels(HiddenKernels):
     name = "stock"
     weighs_sums = False
 
-    def empty_like(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like)
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(like, dtype=dtype)
 
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None

@@ -34,8 +34,8 @@ class LoopKernels(HiddenKernels):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy has the pages of its process
 
-    def empty_like(self, like: Tensor) -> Tensor:
-        return self.pages.empty_like(like)
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self.pages.empty_like(like, dtype)
 
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None

@@ -74,11 +74,11 @@ class Pages:
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values
 
-    def empty_like(self, like: Tensor) -> Tensor:
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The same for a tensor like another on the CPU."""
         if not like.is_contiguous() or like.device.type != "cpu":
-            return torch.empty_like(like)
-        return self.empty(*like.shape, dtype=like.dtype)
+            return torch.empty_like(like, dtype=dtype)
+        return self.empty(*like.shape, dtype=dtype or like.dtype)
 
     def _take(self, size: int) -> mmap.mmap:
         self._news.append(size)

@@ -58,10 +58,11 @@ class KernelChoice:
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int] | None], Kernels] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
-        """The kernels for `device` and parameters of `dtype`; for expert MLPs of `shape` (D, F), where it matters.
+        """The kernels for `device` and products in `dtype`; for expert MLPs of `shape` (D, F), where it matters.
 
-        The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture. On the
-        meta device and under PyTorch's `FakeTensorMode` it is `ShapeKernels`, whatever was chosen.
+        The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture, also
+        the first one under autocast. On the meta device and under PyTorch's `FakeTensorMode` it is `ShapeKernels`,
+        whatever was chosen.
 
         Raises:
             BackendError: none of the candidates passed; names each and says why.

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
 
-from trimtab.backward import without_autocast
+from trimtab.autocast import without_autocast
 from trimtab.kernels.memory import no_values
 
 P = ParamSpec("P")

@@ -1,7 +1,7 @@
 // One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.abi, field by field.
 //
 // Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I = 2F with a gate,
-// else F. `rows` types are the parameters' (float or bf16); gate and up of `pre` are halves of a row however the
+// else F. `rows` and weights are of one type (float or bf16); gate and up of `pre` are halves of a row however the
 // parameters hold them.
 #pragma once
 #include <cstdint>

@@ -1,0 +1,53 @@
+"""`torch.autocast` and ours: what it says of a product's dtype is heeded, its own casts are kept out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+_KINDS = ("cpu", "cuda")
+
+
+def computed_in(param: Tensor) -> torch.dtype:
+    """The dtype that products with a parameter are made in: autocast's where it is at work on its device, else the
+    parameter's. As `nn.Linear`: float64 keeps its own."""
+    kind = param.device.type
+    return torch.get_autocast_dtype(kind) if _at_work(kind) and param.dtype is not torch.float64 else param.dtype
+
+
+def narrowed(x: Tensor, experts: nn.Module) -> Tensor:
+    """Rows on their way to experts that will multiply them in autocast's dtype: in it already, where it is narrower, so
+    that an exchange moves no more than that."""
+    param = next(experts.parameters(), None) if _at_work(x.device.type) else None
+    if param is None or computed_in(param).itemsize >= x.dtype.itemsize:
+        return x
+    return x.to(computed_in(param))
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Within, autocast is off for the CPU and for CUDA."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    for kind in _KINDS:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def noted() -> Callable[[str], AbstractContextManager[object]]:
+    """What autocast says now for each kind of device, to be said again later: the context for a kind."""
+    return partial(_said, {kind: torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)})
+
+
+def _said(dtypes: dict[str, torch.dtype], kind: str) -> AbstractContextManager[object]:
+    return torch.autocast(kind, dtypes[kind]) if kind in dtypes else nullcontext()
+
+
+def _at_work(kind: str) -> bool:
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return False
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
