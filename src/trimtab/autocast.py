@@ -13,8 +13,8 @@ _KINDS = ("cpu", "cuda")
 
 
 def computed_in(param: Tensor) -> torch.dtype:
-    """The dtype that products with a parameter are made in: autocast's where it is at work on its device, else the
-    parameter's. As `nn.Linear`: float64 keeps its own."""
+    """The dtype that products with a parameter are made in: autocast's where it is at work on its device, the CPU or
+    CUDA, else the parameter's. As `nn.Linear`: float64 keeps its own."""
     kind = param.device.type
     return torch.get_autocast_dtype(kind) if _at_work(kind) and param.dtype is not torch.float64 else param.dtype
 
@@ -44,10 +44,11 @@ def noted() -> Callable[[str], AbstractContextManager[object]]:
 
 
 def _said(dtypes: dict[str, torch.dtype], kind: str) -> AbstractContextManager[object]:
-    return torch.autocast(kind, dtypes[kind]) if kind in dtypes else nullcontext()
+    # What torch's cache holds of a pass without gradients would give later passes none.
+    return torch.autocast(kind, dtypes[kind], cache_enabled=False) if kind in dtypes else nullcontext()
 
 
 def _at_work(kind: str) -> bool:
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return False
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind in _KINDS and torch.is_autocast_enabled(kind)

@@ -165,10 +165,10 @@ class MoE(nn.Module):
         given = sent, route.ids_TK, route.weights_TK
         rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if self._ours_routes() else None)
         out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
-        y_TD = self.from_latent(self.dispatcher.combine(out, rows).to(x_TD.dtype))
+        y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        y = self.tokens.join(not_a_view(y_TD, mine.shape), x)
+        y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
         return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _ours_routes(self) -> bool:

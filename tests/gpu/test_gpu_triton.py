@@ -40,6 +40,12 @@ def test_weight_gradients_go_where_they_are_kept(main_grad: str) -> None:
     experts_are_true(Case(fall="cold", main_grad=main_grad), CUDA)
 
 
+@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_in_float32_are_true_under_autocast(fall: str, autocast: torch.dtype) -> None:
+    experts_are_true(Case(fall=fall, dtype=torch.float32, autocast=autocast), CUDA)
+
+
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one device")
 def test_a_layer_on_a_device_that_is_not_current_is_true() -> None:
     with torch.cuda.device(0):

@@ -28,7 +28,7 @@ FALLS = ("random", "one_expert", "cold", "dropped", "all_dropped")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call: how its slots fall, and its sizes."""
+    """One call: how its slots fall, and its sizes. autocast: to which dtype, if it runs under it."""
 
     fall: str = "random"
     rows: int = 200
@@ -39,6 +39,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     main_grad: MainGradMode = "off"
     kernels: KernelChoice = TRITON
+    autocast: torch.dtype | None = None
 
 
 def ids_of(case: Case, seed: int = 0) -> Tensor:
@@ -92,9 +93,10 @@ def experts_are_true(case: Case, device: str) -> None:
     module, (x, ids, w, dy) = module_of(case, device), inputs_of(case, device)
     for param in module.parameters():
         param.main_grad = torch.full_like(param, 3.0, dtype=torch.float32, requires_grad=False)
-    y = module(x, ids, w)
-    assert y.grad_fn is not None
-    assert type(y.grad_fn).__name__ == "TritonMLPBackward"
+    with torch.autocast(torch.device(device).type, case.autocast, enabled=case.autocast is not None):
+        y = module(x, ids, w)
+    made = y.grad_fn if case.autocast is None else y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert type(made).__name__ == "TritonMLPBackward"
     y.backward(dy)
     up, down, true_x, true_w = (t.detach().cpu().double().requires_grad_() for t in (module.up, module.down, x, w))
     leaves = [true_x, true_w, up, down]
@@ -106,7 +108,7 @@ def experts_are_true(case: Case, device: str) -> None:
     weights = [p.grad if case.main_grad == "off" else p.main_grad for p in (module.up, module.down)]
     wanted = (true, *grads[:2], *(g + stale for g in grads[2:]))
     for name, got, truth in zip(("y", "dx", "dw", "dup", "ddown"), (y, x.grad, w.grad, *weights), wanted, strict=True):
-        bound = BOUNDS[case.dtype]
+        bound = BOUNDS[case.autocast or case.dtype]
         if name == "dw" and case.rows == 1 and case.dtype == torch.float32:
             bound *= cancelled(true_x, ids.cpu(), dy.cpu(), up, down, truth)
         assert_close(got.cpu(), truth, bound, f"{case}: {name}")

@@ -11,7 +11,6 @@ from trimtab.bench.cost import layer_bytes
 from trimtab.bench.layer_case import LayerCase
 from trimtab.bench.layer_peers import MANY_RANKS, ONE_RANK
 from trimtab.bench.layer_truth import layer_judge
-from trimtab.bench.names import AUTOCAST
 from trimtab.bench.subject import BOTH, FORWARD
 from trimtab.bench.task import Task
 from trimtab.bench.workloads import token_counts
@@ -82,7 +81,7 @@ def layer_task(
             add("trimtab hf" if own else peer, "ours" if own else "peer", f"layer_peers:{build}", case, peer=peer)
         if case is cases[0] or ranks > 1:  # on one rank every workload has the same rows
             # Where bf16 is emulated, float32 GEMMs are faster.
-            for precision in dict.fromkeys(("fp32", "bf16" if dtype == AUTOCAST else dtype)):
+            for precision in dict.fromkeys(("fp32", case.products)):
                 add(f"dense {precision}", "limit", "limits:build_dense", case, dtype=precision)
     if ranks == 1 and many:  # it serves all workloads
         contestants = [c if c.role != "limit" else replace(c, group="") for c in contestants]

@@ -5,6 +5,7 @@ Legend: T tokens of this rank, K experts per token, D model dim, F expert hidden
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,9 +66,14 @@ class LayerCase:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES["fp32" if self.dtype == AUTOCAST else self.dtype]
 
-    def autocast(self) -> torch.autocast:
+    @property
+    def products(self) -> str:
+        """Of `DTYPES`: what is multiplied in, and what travels."""
+        return "bf16" if self.dtype == AUTOCAST else self.dtype
+
+    def autocast(self) -> AbstractContextManager[object]:
         """What a forward runs under."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == AUTOCAST)
+        return torch.autocast("cpu", DTYPES[self.products]) if self.dtype == AUTOCAST else nullcontext()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

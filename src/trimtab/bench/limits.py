@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.bench.layer_case import DTYPES, LayerCase
-from trimtab.bench.names import AUTOCAST
 from trimtab.bench.subject import BOTH, FORWARD, Subject, Where
 from trimtab.bench.workloads import lane_rows
 from trimtab.layout import experts_per_rank
@@ -90,7 +89,7 @@ class RawExchange:
     def __init__(self, case: LayerCase, where: Where) -> None:
         everyone = [lane_rows(case.ids(rank), case.num_experts, case.ranks) for rank in range(case.ranks)]
         self.out, self.back = everyone[where.rank], [row[where.rank] for row in everyone]
-        values = case.dim * (2 if case.dtype == AUTOCAST else case.torch_dtype.itemsize)
+        values = case.dim * DTYPES[case.products].itemsize
         self.wide = {"dispatch": values + 8 * case.top_k, "combine": values, "weights": values + 4 * case.top_k}
         self.buffers: dict[tuple[int, int], Tensor] = {}
 

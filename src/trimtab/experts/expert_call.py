@@ -119,13 +119,17 @@ class ExpertCall:
         return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, any(self.trained)))
 
     def cast(
-        self, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
+        self, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, *, reads_up: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The parameters as they are multiplied: themselves, or copies in autocast's dtype for one pass."""
-        if self.dtype == up.dtype:
+        """The parameters as they are multiplied: themselves, or copies in autocast's dtype for one pass.
+
+        reads_up: whether the pass multiplies by `up`.
+        """
+        if up.dtype == down.dtype == self.dtype:
             return up, down, up_bias, down_bias
         runs = with_rows(self.plan.offsets_e) if self.products is None else None  # a recipe's scales want them all
-        up, down = (cast(weight, self.dtype, self.kernels, runs) for weight in (up, down))
+        up = cast(up, self.dtype, self.kernels, runs) if reads_up else up
+        down = cast(down, self.dtype, self.kernels, runs)
         up_bias, down_bias = (b if b is None else b.to(self.dtype) for b in (up_bias, down_bias))
         return up, down, up_bias, down_bias
 

@@ -62,9 +62,10 @@ class LinearCall:
 
     def multiplied(self, params: Sequence[Tensor]) -> GroupWeights:
         """The parameters as autograd gives them, or copies in autocast's dtype for one pass."""
-        runs = with_rows(self.offsets_e) if self.params.stacked and self.plan is None else None
-        params = [cast(p, self.dtype, self.kernels, runs) for p in params]
         n, m = len(self.params.weights), len(self.params.biases)
+        if self.params.dtype != self.dtype:
+            runs = with_rows(self.offsets_e) if self.params.stacked and self.plan is None else None
+            params = [cast(p, self.dtype, self.kernels, runs) for p in params[: n + m]]
         return replace(self.params, weights=tuple(params[:n]), biases=tuple(params[n : n + m]))
 
     def spread(self, rows_RA: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class _ExpertMLP(Function):
         plan, math, kernels = call.plan, call.math, call.kernels
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias)
+        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias, reads_up=need_x)
         up_t, down_t = call.by_row(up), call.by_row(down)
         dtype = kernels.compute_dtype(x.dtype)
         w_R1, number = slot_weights(w_MK, plan).to(dtype), number_of(math.activation)

@@ -70,8 +70,8 @@ class LoweredMLP(Function):
         plan, math, products = call.plan, call.math, call.products
         assert products is not None
         x, w_MK, up, down, up_bias, down_bias, pre = ctx.saved_tensors
-        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias)
         _, need_x, need_w, *needs = needed(ctx)
+        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias, reads_up=need_x)
         wanted = call.wanted(needs)
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         d_out = gather_padded(dy.contiguous(), plan.row_R)

@@ -87,7 +87,7 @@ class TritonMLP(Function):
         plan, launch = call.plan, _launch(call)
         x, w_MK, up, down, _, _, pre = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        up, down, *_ = call.cast(up, down, None, None)
+        up, down, *_ = call.cast(up, down, None, None, reads_up=need_x)
         dy, up_eDI, down_eFD = dy.contiguous(), call.by_row(up), call.by_row(down)
         weight_R = slot_weights(w_MK, plan)[:, 0].float()
         d_pre, hw, dots = hidden_grad(

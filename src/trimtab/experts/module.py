@@ -67,7 +67,7 @@ class ExpertMLP(GroupedModule):
     much again at most.
 
     Under autocast s is of its dtype, and in it are copies of x, kept, s M D, and in each pass of up and down, s E
-    (I + F) D, of y and in the backward of dy and dx, s M D each.
+    (I + F) D, of y and in the backward of dy and dx, s M D each, and on kernels "loop" of one expert's gradient.
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
     gradients that are delayed keep their operands quantised instead of what is said at `delay_wgrad`.

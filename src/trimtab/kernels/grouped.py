@@ -166,7 +166,7 @@ class StockKernels(HiddenKernels):
         if odd := [width for width in widths if width * rows.element_size() % 16]:
             raise BackendError(
                 f"torch.nn.functional.grouped_mm takes widths of multiples of 16 bytes, not {odd[0]} of {rows.dtype}: "
-                "use kernels 'loop' or 'auto' on the CPU, or other widths",
+                "use kernels 'loop' or 'auto' on the CPU, or other widths. Under autocast its dtype is what counts",
                 phase="experts",
             )
 

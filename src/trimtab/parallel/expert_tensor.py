@@ -53,7 +53,7 @@ class ExpertTensorGroup:
         """
         call, self.calls = self.calls, self.calls + 1
         slots = -1 if num_slots is None else num_slots
-        tag = [call, zlib.crc32(self.layer.encode())]
+        tag = [call, zlib.crc32(self.layer.encode()), rows.element_size()]
         mine = torch.tensor([rows.shape[0], slots, int(grad), *tag], device=rows.device)
         told = mine.new_empty(self.size * mine.shape[0])
         self.run("forward", call, partial(watched, group=self.group), self.guard, all_gather_tensor(), told, mine)
@@ -63,7 +63,8 @@ class ExpertTensorGroup:
             calls = ", ".join(f"rank {rank}: call {header[3]}" for rank, header in enumerate(headers))
             raise DesyncError(
                 f"rank(s) {', '.join(map(str, others))} of the expert-tensor-parallel group are in another layer or "
-                f"call than rank {self.rank} ({calls}). Every rank of it must run the same layers in the same order",
+                f"call than rank {self.rank} ({calls}), or in another dtype. Every rank of it must run the same layers "
+                "in the same order, under the same autocast",
                 ranks=others, layer=self.layer, phase="experts",
             )  # fmt: skip
         known = None if min(header[1] for header in headers) < 0 else sum(header[1] for header in headers)

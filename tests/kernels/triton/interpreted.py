@@ -138,8 +138,9 @@ def main() -> None:
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")
+    experts_are_true(replace(experts, fall="cold", autocast=torch.float16), "cpu")
     experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands
-    print("experts without rows, with main_grad, in float16")
+    print("experts without rows, with main_grad, in float16, under autocast")
     launches_are_raced()
     print("launches")
 
