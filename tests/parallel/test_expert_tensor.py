@@ -102,6 +102,19 @@ def test_ranks_in_different_layers_are_told_apart_before_rows_move() -> None:
         assert said.startswith(f"[layer {rank}, rank {1 - rank}, phase experts]")
 
 
+def unlike_on_rank() -> str:
+    model = layers()
+    with pytest.raises(DesyncError) as raised, torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0):
+        forward(model[1])
+    return str(raised.value)
+
+
+def test_ranks_under_another_autocast_are_told() -> None:
+    for rank, said in enumerate(run_ranks(unlike_on_rank, 2)):
+        assert said.startswith(f"[layer 1, rank {1 - rank}, phase experts]")
+        assert "or in another dtype" in said
+
+
 def syncs_on_rank() -> list[tuple[int, int]]:
     """How often (forward, backward) read something back from a device: over etp, and with all of F here."""
     plain = MoEConfig(dim=D, hidden=F, router=RouterConfig(num_experts=E, top_k=K), bias=True).build()
