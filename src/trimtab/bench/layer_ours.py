@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.autocast import computed_in, narrowed
-from trimtab.bench.layer_case import FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
+from trimtab.autocast import narrowed
+from trimtab.bench.layer_case import DTYPES, FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import layer_subject
 from trimtab.bench.subject import Subject, Where
 from trimtab.bench.transports import make_transport
@@ -34,8 +34,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     if case.in_place:
         for param in (experts.up, experts.down):
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
-    with case.autocast():
-        facts = {"kernels": experts.kernels.on(torch.device("cpu"), computed_in(experts.up)).name}
+    facts = {"kernels": experts.kernels.on(torch.device("cpu"), DTYPES[case.products]).name}
 
     def gradients() -> list[Any]:
         weights = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]

@@ -161,7 +161,7 @@ def expert_mlp_backward_op(
     parts = [pre[block.rows] for block in call.blocks()]
     context = Context((x, w, *weights.each, *parts), (False, *needs, False))
     context.call = call
-    with torch.no_grad(), without_autocast():
+    with torch.no_grad():
         grads = function_of(call).backward(context, dy.contiguous())[1:7]
     return [grad for grad, needed in zip(grads, needs, strict=True) if needed]
 
