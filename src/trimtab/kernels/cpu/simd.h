@@ -40,6 +40,18 @@ struct bf16 {
 
 INLINE vf splat(float x) { return x - vf{}; }
 
+// In one rounding. A compiler that is free to would make two operations of some in a row on AMD's processors, and not of
+// others: a row's bits would depend on the number of rows.
+INLINE vf multiply_add(vf a, vf b, vf sum) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(TRIMTAB_EMULATE_BF16)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return a * b + sum;
+#endif
+}
+
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
 INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh)*(const vh_any*)p, vu) << 16); }
 

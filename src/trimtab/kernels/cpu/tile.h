@@ -95,7 +95,7 @@ struct Floats {
         to[1] = load(p + VL);
     }
     static INLINE vf spread(float x) { return splat(x); }
-    static INLINE vf add(vf sum, vf a, vf b) { return sum + a * b; }
+    static INLINE vf add(vf sum, vf a, vf b) { return multiply_add(a, b, sum); }
 };
 
 // One block of at most MR x NR, its sums in registers: of both registers of columns, or the first. With every VL steps
