@@ -10,10 +10,16 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.bf16 import PRODUCTS
-from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.pages import Pages
 
 INSTRUCTIONS = PRODUCTS[1:]
+DEFINES = (
+    "TRIMTAB_EMULATE_BF16",
+    'TRIMTAB_BY_ROWS=(std::getenv("BY_ROWS")!=nullptr)',
+    'TRIMTAB_STRAIGHT=(std::getenv("BROUGHT")!=nullptr?0:NR)',
+)
+"""The environment says which way few rows go: a weight's rows brought, row by row or not, or read where they lie."""
 NANS = 0x7FC07FC0
 MARGIN = 64
 
@@ -28,9 +34,15 @@ class PoisonedPages(Pages):
         return self.empty(*like.shape, dtype=dtype or like.dtype)
 
 
-def emulated(products: str, *defines: str) -> CompiledKernels:
-    """Any machine's, compiled once and kept like the others. `products` alone. defines: further macros."""
-    return _poisoned(CompiledKernels(products=products, defines=["TRIMTAB_EMULATE_BF16", *defines]))
+def emulated(products: str | None = None, *, poison: bool = True) -> CompiledKernels:
+    """Any machine's, compiled once and kept like the others. `products` alone, or the fastest.
+
+    Skips the test where there is no AVX-512: compilers take many minutes to make of others what is as wide as this.
+    """
+    if compiled_kernels().instructions != "AVX-512":
+        pytest.skip("without AVX-512 a compiler takes too long for what emulates bfloat16's instructions")
+    kernels = CompiledKernels(products=products, defines=DEFINES)
+    return _poisoned(kernels) if poison else kernels
 
 
 def own(products: str) -> CompiledKernels:

@@ -157,6 +157,7 @@ def test_no_copy_of_a_weight_waits_for_the_backward(make: Callable[..., Any]) ->
 def test_no_copy_outlives_its_pass(
     make: Callable[..., Any], kernels: str, delay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where kernels round as they read, none is made."""
     copies: list[weakref.ref[Tensor]] = []
 
     def noted(weight: Tensor, *given: Any) -> Tensor:
@@ -172,7 +173,7 @@ def test_no_copy_outlives_its_pass(
     with autocast():
         y = run(layer, x)
     for _ in ("forward", "backward"):
-        assert copies
+        assert bool(copies) == (kernels != "compiled" or make is not mlp)
         assert all(copy() is None for copy in copies)
         copies.clear()
         if y.grad_fn is not None:
@@ -180,8 +181,9 @@ def test_no_copy_outlives_its_pass(
     assert layer.backward_dw() is None
 
 
-@pytest.mark.parametrize("make", [mlp, linear])
-@KERNELS
+@pytest.mark.parametrize(
+    ("make", "kernels"), [(mlp, "loop"), (mlp, "stock"), (linear, "compiled"), (linear, "loop"), (linear, "stock")]
+)
 @pytest.mark.usefixtures("poisoned")
 def test_experts_without_rows_are_not_copied(
     make: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch

@@ -146,12 +146,14 @@ def test_delayed_gradients_keep_what_the_docstring_says_and_then_nothing(activat
     assert after < SIZE * M  # some odd bytes, none of them rows
 
 
-def test_peaks_under_autocast_are_those_of_its_dtype_and_of_the_copies() -> None:
+@pytest.mark.parametrize("kernels", ["compiled", "loop"])
+def test_peaks_under_autocast_are_those_of_its_dtype_and_of_the_copies(kernels: str) -> None:
+    """The compiled kernels copy no weight."""
     tokens, experts = 4096, 16
     ids, w = torch.arange(tokens * K).view(tokens, K) % experts, torch.rand(tokens, K)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        mlp = ExpertMLP(experts, D, F, kernels="compiled", dtype=dtype)
+        mlp = ExpertMLP(experts, D, F, kernels=kernels, dtype=dtype)
         x, dy = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.randn(tokens, D, dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16):
             mlp(x, ids, w)
@@ -161,8 +163,8 @@ def test_peaks_under_autocast_are_those_of_its_dtype_and_of_the_copies() -> None
                 y.backward(dy)
         results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
         found.append((kept, forward, live.peak - results))
-    rows, copies = 2 * tokens * D, 2 * experts * 3 * F * D
+    rows, copies = 2 * tokens * D, 2 * experts * 3 * F * D if kernels == "loop" else 0
     more = [wide - low for low, wide in zip(*found, strict=True)]
-    assert more[0] == rows
+    assert more[0] == pytest.approx(rows, rel=1e-3)
     assert copies <= more[1] <= copies + 2 * rows  # y itself, twice as large, comes after the peak
     assert 0.9 * copies <= more[2] <= copies + 3 * rows

@@ -1,5 +1,5 @@
 """Few rows times a weight whose rows lie one after the other: read there, or brought row by row or block by block, the
-same bits."""
+same bits. They are those of the bfloat16 that a weight in float32 is rounded to, beside rows in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
-SWITCHES = ["TRIMTAB_BY_ROWS=(*std::getenv(\"BY_ROWS\")=='1')", "TRIMTAB_STRAIGHT=(*std::getenv(\"STRAIGHT\")=='1')*NR"]
-"""One library goes each way: a variable of the environment that is not there ends the process."""
-WAYS = ({"BY_ROWS": "0", "STRAIGHT": "0"}, {"BY_ROWS": "1", "STRAIGHT": "0"}, {"BY_ROWS": "0", "STRAIGHT": "1"})
+WAYS: tuple[set[str], ...] = ({"BROUGHT"}, {"BROUGHT", "BY_ROWS"}, set())
+"""See `emulated.DEFINES`."""
+
+
+def go(way: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BROUGHT", "BY_ROWS"):
+        monkeypatch.setenv(name, "") if name in way else monkeypatch.delenv(name, raising=False)
 
 
 def test_the_way_is_the_one_that_was_asked_for() -> None:
@@ -30,17 +34,21 @@ def test_the_way_is_the_one_that_was_asked_for() -> None:
 
 
 def bits(
-    kernels: CompiledKernels, dtype: torch.dtype, dim: int, hidden: int, transposed: bool, plain: bool
-) -> list[Tensor]:
-    """Output and gradients. plain: SwiGLU without biases, else gate and up interleaved and biases."""
+    kernels: CompiledKernels, dtype: torch.dtype, dim: int, hidden: int, transposed: bool, plain: bool,
+    stored: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Output and gradients. plain: SwiGLU without biases, else gate and up interleaved and biases.
+
+    stored: of the parameters, whatever the products' dtype is.
+    """
     g = torch.Generator().manual_seed(dim + hidden)
     ids = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
     ids = ids[torch.randperm(len(ids), generator=g)][:, None]
 
-    def leaf(*shape: int, scale: float) -> Tensor:
+    def leaf(*shape: int, scale: float, dtype: torch.dtype = stored or dtype) -> Tensor:
         return (torch.randn(*shape, generator=g) * scale).to(dtype).requires_grad_()
 
-    x, w = leaf(len(ids), dim, scale=1.0), torch.rand(len(ids), 1, generator=g).requires_grad_()
+    x, w = leaf(len(ids), dim, scale=1.0, dtype=dtype), torch.rand(len(ids), 1, generator=g).requires_grad_()
     up, down = (len(COUNTS), 2 * hidden, dim), (len(COUNTS), dim, hidden)
     given = [leaf(e, *((b, a) if transposed else (a, b)), scale=b**-0.5) for e, a, b in (up, down)]
     if not plain:
@@ -48,7 +56,8 @@ def bits(
     names = ("up", "down", "up_bias", "down_bias")
     weights = ExpertWeights(**dict(zip(names, given, strict=False)), transposed=transposed)
     math = ExpertMath(activation=BY_NAME["swiglu" if plain else "clamped_swiglu"]())
-    y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, math, kernels)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, math, kernels)
     assert isinstance(y.grad_fn, FusedMLP._backward_cls)
     y.backward(torch.randn(y.shape, generator=g).to(dtype))
     grads = [t.grad for t in (x, w, *given)]
@@ -62,16 +71,37 @@ def bits(
 def test_a_weight_brought_either_way_gives_the_same_bits(
     products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest widths have sums of several rounds. float32: by the machine's own instructions."""
+    """The largest widths have sums of several rounds."""
     dtype = torch.float32 if products == "float32" else torch.bfloat16
-    kernels = CompiledKernels(defines=SWITCHES) if products == "float32" else emulated(products, *SWITCHES)
+    kernels = emulated(None if products == "float32" else products)
     found = []
     for way in WAYS:
-        for name, value in way.items():
-            monkeypatch.setenv(name, value)
+        go(way, monkeypatch)
         with torch_threads(threads):
             found.append(bits(kernels, dtype, dim, hidden, transposed, plain))
     assert len(found[0]) == (5 if plain else 7)
     for blocks, *others in zip(*found, strict=True):
         assert torch.isfinite(blocks).all()
         assert all(torch.equal(other, blocks) for other in others)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "hidden", "plain", "threads"), [(64, 96, False, 2), (420, 31, False, 1), (2112, 64, True, 1)]
+)
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_a_weight_in_float32_counts_as_what_it_is_rounded_to(
+    products: str, dim: int, hidden: int, transposed: bool, plain: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = emulated(products)
+    for way in WAYS:
+        go(way, monkeypatch)
+        with torch_threads(threads):
+            low = bits(kernels, torch.bfloat16, dim, hidden, transposed, plain)
+            wide = bits(kernels, torch.bfloat16, dim, hidden, transposed, plain, torch.float32)
+        y, dx, dw, *grads = wide
+        assert all(torch.equal(mine, true) for mine, true in zip((y, dx, dw), low, strict=False))
+        for grad, true in zip(grads, low[3:], strict=True):
+            assert grad.dtype == torch.float32
+            assert not torch.equal(grad, true.float())
+            assert torch.equal(grad.to(true.dtype), true)

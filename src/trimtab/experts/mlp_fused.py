@@ -37,7 +37,7 @@ from trimtab.kernels.mkl import same_bits, slower_than_compiled
 Fields = dict[str, Any]
 
 _WEIGHTS = ("up", "down", "up_bias", "down_bias")
-"""What weight gradients do not read: FSDP2 has taken their memory back by then, and autocast's copies would wait."""
+"""What weight gradients do not read: FSDP2 has taken their memory back by then, and copies would wait."""
 
 EITHER, LARGE = 1 << 19, 1 << 20
 """D * F of one expert from which float32 is faster block by block where rows are many, and from which it goes that way
@@ -117,7 +117,7 @@ class FusedMLP(Function):
         anchor: Tensor | None,
     ) -> Tensor:
         kernels = _kernels(call)
-        fields = _fields(call, x, w_MK, *call.cast(up, down, up_bias, down_bias))
+        fields = _fields(call, x, w_MK, *_operands(call, up, down, up_bias, down_bias))
         pre = call.pre
         if pre is None and call.keep:
             pre = kernels.empty(fields["R"], _width(call), dtype=x.dtype)
@@ -134,7 +134,7 @@ class FusedMLP(Function):
         kernels = _kernels(call)
         x, w_MK, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        fields = _fields(call, x, w_MK, *call.cast(up, down, up_bias, down_bias))
+        fields = _fields(call, x, w_MK, *_operands(call, up, down, up_bias, down_bias))
         x, dtype = fields["x"], call.dtype
         dx = kernels.empty(*x.shape, dtype=dtype) if need_x else None
         d_w = torch.zeros(w_MK.shape, dtype=torch.float32, device="cpu")
@@ -173,6 +173,16 @@ def _width(call: ExpertCall) -> int:
     return call.weights.up.shape[2 if call.weights.transposed else 1]
 
 
+def _operands(
+    call: ExpertCall, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The parameters as the kernels read them: beside rows in bfloat16 they round a weight in float32 themselves."""
+    if (up.dtype, call.dtype) != (torch.float32, torch.bfloat16):
+        return call.cast(up, down, up_bias, down_bias)
+    up_bias, down_bias = (b if b is None else b.to(call.dtype) for b in (up_bias, down_bias))
+    return up, down, up_bias, down_bias
+
+
 def _fields(
     call: ExpertCall, x: Tensor, w_MK: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None,
@@ -181,14 +191,14 @@ def _fields(
     plan, math, dtype = call.plan, call.math, call.dtype
     activation = math.activation
     _check(call, x, w_MK, up, down, up_bias, down_bias)
-    up, down = laid_out(up, dtype, "up"), laid_out(down, dtype, "down")
+    up, down = laid_out(up, up.dtype, "up"), laid_out(down, up.dtype, "down")
     up_bias, down_bias = (b if b is None else laid_out(b, dtype, "a bias") for b in (up_bias, down_bias))
     shape = {
         "alpha": activation.alpha, "limit": activation.limit, "shift": activation.shift,
         "interleaved": int(activation.interleaved),
     } if isinstance(activation, ClampedSwiGLU) else {}  # fmt: skip
     return shape | {
-        "type": TYPES[dtype], "act": number_of(activation), "folded": int(math.folded),
+        "type": TYPES[dtype], "type_weights": TYPES[up.dtype], "act": number_of(activation), "folded": int(math.folded),
         "transposed": int(call.weights.transposed),
         "M": x.shape[0], "R": plan.row_R.shape[0], "E": up.shape[0], "D": x.shape[1],
         "F": down.shape[1 if call.weights.transposed else 2],

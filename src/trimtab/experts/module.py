@@ -66,8 +66,9 @@ class ExpertMLP(GroupedModule):
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 
-    Under autocast s is of its dtype, and in it are copies of x, kept, s M D, and in each pass of up and down, s E
-    (I + F) D, of y and in the backward of dy and dx, s M D each, and on kernels "loop" of one expert's gradient.
+    Under autocast s is of its dtype, and in it are copies of x, kept, s M D, of y and in the backward of dy and dx,
+    s M D each, in each pass of up and down, s E (I + F) D, and on kernels "loop" of one expert's gradient. The compiled
+    kernels round what is in float32 to bfloat16 as they read it, without a copy of up or down.
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
     gradients that are delayed keep their operands quantised instead of what is said at `delay_wgrad`.
@@ -148,8 +149,8 @@ class ExpertMLP(GroupedModule):
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's: with copies of the parameters that each pass makes anew, on the CPU of those experts that
-        have rows. Gradients of parameters are in their own dtype; kernels "compiled" and "triton" do not round them to
-        the other.
+        have rows, or with none, see above. Gradients of parameters are in their own dtype; kernels "compiled" and
+        "triton" do not round them to the other.
 
         Args:
             x_MD: floating, M >= 0.

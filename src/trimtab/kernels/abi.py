@@ -14,8 +14,8 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 """In the order of their numbers in cpu/call.h."""
 
 _INTS = (
-    "type", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up", "add_down",
-    "interleaved",
+    "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",
+    "add_down", "interleaved",
 )  # fmt: skip
 _SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (

@@ -13,8 +13,9 @@ pass over memory (cpu/elementwise.h), with gate and up as halves of a row, and w
 MKL is slow go to cpu/wgrad.h.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
-(`trimtab.kernels.bf16`), sums are taken in float32, and an expert row's bits depend on no other row, on no thread and
-on no number of threads. Where an expert has few rows its weights are read where they lie (cpu/gemm.h).
+(`trimtab.kernels.bf16`); a weight in float32 beside rows in bfloat16 is rounded to it on the way. Sums are taken in
+float32, and an expert row's bits depend on no other row, on no thread and on no number of threads. Where an expert has
+few rows its weights are read where they lie (cpu/gemm.h).
 
 TRIMTAB_COMPILED=0 in the environment switches them off.
 
@@ -254,7 +255,7 @@ class CompiledKernels(LoopKernels):
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         call = Call(threads=torch.get_num_threads(), products=self.bf16.number)
-        for field, value in fields.items():
+        for field, value in {"type_weights": fields["type"], **fields}.items():
             if isinstance(value, Tensor):
                 assert value.data_ptr() or not value.nbytes, field
                 value = value.data_ptr()

@@ -50,19 +50,22 @@ def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
     for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
         for transposed, later in ((False, False), (True, True)):
-            fault = _fault(kernels, dtype, sizes, transposed, later)
-            if fault is not None:
-                how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
-                return f"fused experts in {dtype}{how}: {fault}"
+            for stored in {dtype, torch.float32} if sizes in (FEW, SOME) else {dtype}:
+                fault = _fault(kernels, dtype, stored, sizes, transposed, later)
+                if fault is not None:
+                    how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
+                    how += f", weights in {stored}" * (stored != dtype)
+                    return f"fused experts in {dtype}{how}: {fault}"
     return None
 
 
 def _fault(
-    kernels: CompiledKernels, dtype: torch.dtype, sizes: tuple[int, int, int], transposed: bool, later: bool
-) -> str | None:
+    kernels: CompiledKernels, dtype: torch.dtype, stored: torch.dtype, sizes: tuple[int, int, int], transposed: bool,
+    later: bool,
+) -> str | None:  # fmt: skip
     M, D, F = sizes
     x, dy = _wave(M, D, step=0.7, dtype=dtype), _wave(M, D, step=1.3, dtype=dtype)
-    up, down = _wave(E, 2 * F, D, step=2.1, dtype=dtype), _wave(E, D, F, step=3.3, dtype=dtype)
+    up, down = _wave(E, 2 * F, D, step=2.1, dtype=stored), _wave(E, D, F, step=3.3, dtype=stored)
     w = _wave(M, K, step=0.9, dtype=torch.float32)
     ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
     ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
@@ -76,8 +79,8 @@ def _fault(
     results = {"y": torch.full_like(x, torch.nan), "dx": torch.full_like(x, torch.nan), "dw": torch.zeros_like(w)}
     results |= {"d_up": torch.full_like(given[0], torch.nan), "d_down": torch.full_like(given[1], torch.nan)}
     fields: dict[str, Any] = {
-        "type": TYPES[dtype], "act": 0, "folded": 1, "transposed": int(transposed),
-        "type_up": TYPES[dtype], "type_down": TYPES[dtype],
+        "type": TYPES[dtype], "type_weights": TYPES[stored], "act": 0, "folded": 1, "transposed": int(transposed),
+        "type_up": TYPES[stored], "type_down": TYPES[stored],
         "M": M, "R": rows, "E": E, "D": D, "F": F,
         "threads": 1 if sizes == MANY and not later else torch.get_num_threads(),
         "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets,
@@ -85,7 +88,8 @@ def _fault(
     }  # fmt: skip
     for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
         run(fields)
-    truth = _truth(x.double(), dy.double(), w.double(), up.double(), down.double(), ids)
+    low = up.to(dtype).double(), down.to(dtype).double()
+    truth = _truth(x.double(), dy.double(), w.double(), *low, ids)
     for name, true in truth.items():
         got = results[name].double()
         if transposed and name in ("d_up", "d_down"):

@@ -26,15 +26,15 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
 }
 
 // As those of the forward.
-template <class T, class Op>
+template <class W, class Op>
 Ahead first_back_of_down(const Call& c, const Rows& t) {
     const Brought b = brought<Op>(t.count, c.D, 1);
-    return down_of<T>(c, t.expert).inputs_at(0, b.k, 0, std::min(c.F, b.n));
+    return back_of_down<W>(c, t.expert).where(0, 0, b.k, 0, std::min(c.F, b.n));
 }
-template <class T, class Op>
+template <class W, class Op>
 Ahead first_back_of_up(const Call& c, const Rows& t, long from, long until) {
     const Brought b = brought<Op>(t.count, width(c), 1);
-    return up_of<T>(c, t.expert).inputs_at(0, b.k, from, std::min(until - from, b.n));
+    return back_of_up<W>(c, t.expert).where(0, 0, b.k, from, std::min(until - from, b.n));
 }
 
 // Where rows are kept, as if all were: d_pre [R, I] and h * w [R, F], or null.
@@ -44,7 +44,7 @@ struct Kept {
 };
 
 // Gradients of pre-activations of a piece: left operands of the second product, and what is kept.
-template <class T, class Op>
+template <class T, class W, class Op>
 void hidden_gradients(
     const Call& c, Rows t, typename Op::Value* d_pre, const Kept<T>& kept, Scratch s, const Rows* next
 ) {
@@ -53,14 +53,10 @@ void hidden_gradients(
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
-    const Weight<T> down = down_of<T>(c, t.expert);
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
-        t.count, F, D, 1, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
-        c.transposed == 0,
-        [&](int, Word* b, long k0, long kn, long n0, long nn) { down.inputs(panels_of(b), k0, kn, n0, nn); },
-        [&](int, long k0, long kn, long n0, long nn) { return down.inputs_at(k0, kn, n0, nn); },
-        next ? first_back_of_down<T, Op>(c, *next) : first_back_of_up<T, Op>(c, t, 0, D),
+        t.count, F, D, {(Word*)rows, ldx / Op::values, true}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
+        next ? first_back_of_down<W, Op>(c, *next) : first_back_of_up<W, Op>(c, t, 0, D),
         [&](long m0, long mn, long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
             for (long i = m0; i < m0 + mn; i++, dh += LDC) {
@@ -103,27 +99,24 @@ void hidden_gradients(
     }
 }
 
-template <class T, class Op>
+template <class T, class W, class Op>
 void row_gradients(
     const Call& c, Rows t, const typename Op::Value* d_pre, Scratch s, const Combine<T>& dx, const Rows* next
 ) {
     using Word = typename Op::Word;
     const long I = width(c), first = dx.from;
-    const Weight<T> up = up_of<T>(c, t.expert);
     gemm<Op>(
-        t.count, dx.until - first, I, 1, {(const Word*)d_pre, Op::pitch(I) / Op::values, true}, (Word*)s.b, s.c,
-        c.transposed == 0,
-        [&](int, Word* b, long k0, long kn, long n0, long nn) { up.inputs(panels_of(b), k0, kn, first + n0, nn); },
-        [&](int, long k0, long kn, long n0, long nn) { return up.inputs_at(k0, kn, first + n0, nn); },
+        t.count, dx.until - first, I, {(const Word*)d_pre, Op::pitch(I) / Op::values, true},
+        back_of_up<W>(c, t.expert).from(first), (Word*)s.b, s.c,
         !next               ? Ahead()
-        : c.threads == 1    ? first_back_of_down<T, Op>(c, *next)
-                            : first_back_of_up<T, Op>(c, *next, first, dx.until),
+        : c.threads == 1    ? first_back_of_down<W, Op>(c, *next)
+                            : first_back_of_up<W, Op>(c, *next, first, dx.until),
         [&](long m0, long mn, long n0, long nn, const float* got) {
             for (long i = m0; i < m0 + mn; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
         });
 }
 
-template <class T, class Op>
+template <class T, class W, class Op>
 void backward(const Call& c) {
     using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
@@ -143,10 +136,10 @@ void backward(const Call& c) {
         two_products(
             c, all, (Value*)shared.second, ldh,
             [&](const Wave& wave, Rows t, Value* to, const Rows* next) {
-                hidden_gradients<T, Op>(c, t, to, kept(wave), s, next);
+                hidden_gradients<T, W, Op>(c, t, to, kept(wave), s, next);
             },
             [&](Rows t, const Value* from, const Rows* next) {
-                if (c.dx) row_gradients<T, Op>(c, t, from, s, dx, next);
+                if (c.dx) row_gradients<T, W, Op>(c, t, from, s, dx, next);
             },
             [&](const Wave& wave) {
                 if (c.d_pre) return;

@@ -1,7 +1,8 @@
 // One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.abi, field by field.
 //
 // Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I = 2F with a gate,
-// else F. `rows` and weights are of one type (float or bf16); gate and up of `pre` are halves of a row however the
+// else F. Rows are float or bf16, weights of the same type or, of bf16's, float that counts as what it is
+// rounded to; gate and up of `pre` are halves of a row however the
 // parameters hold them.
 #pragma once
 #include <cstdint>
@@ -11,7 +12,7 @@ enum Products : int32_t { WIDENED = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
 
 struct Call {
-    int32_t type, products, act, threads;  // products: of bf16
+    int32_t type, type_weights, products, act, threads;  // products: of bf16
     int32_t folded;       // the routing weight is taken into the hidden rows, else into the combine
     int32_t transposed;   // up is [E, D, I] and down [E, F, D], else [E, I, D] and [E, D, F]
     int32_t type_up, type_down;  // of the gradients

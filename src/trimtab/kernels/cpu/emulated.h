@@ -3,9 +3,6 @@
 // Denormals are zero going in and coming out, and a product of two bf16 is exact in float. A tile that is not
 // configured, or of another shape than its instruction wants, stops the program as the processor would.
 #pragma once
-#include <algorithm>
-
-INLINE float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 INLINE vf flushed(vf x) { return ((vu)x & 0x7f800000u) ? x : (vf)((vu)x & 0x80000000u); }
 
 INLINE vf dot(vf sum, vu a, vu b) {  // the odd k first
@@ -48,27 +45,24 @@ void tile_store(void* p, long stride) {
     for (int i = 0; i < tiles_here.config.rows[T]; i++)
         memcpy((char*)p + i * stride, words_of(T)[i], tiles_here.config.row_bytes[T]);
 }
-INLINE float as_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
 template <int C, int A, int B>
 void tile_dot() {
     const TileConfig& c = tiles_here.config;
     auto &sums = words_of(C), &left = words_of(A), &right = words_of(B);
     must(c.rows[C] == c.rows[A] && c.row_bytes[C] == c.row_bytes[B] && c.row_bytes[A] == 4 * c.rows[B]);
+    vf low[16], high[16];
+    for (int k = 0; k < c.rows[B]; k++) {
+        const vu pairs = *(const vu_any*)right[k];
+        low[k] = flushed((vf)(pairs << 16)), high[k] = flushed((vf)(pairs & 0xffff0000u));
+    }
     for (int m = 0; m < c.rows[C]; m++) {
-        float even[16] = {}, odd[16] = {};  // sums of their own, which meet at the end
-        for (int k = 0; k < c.rows[B]; k++)
-            for (int n = 0; n < c.row_bytes[C] / 4; n++) {
-                const uint32_t a = left[m][k], b = right[k][n];
-                even[n] = flushed(even[n] + flushed(as_float(a << 16)) * flushed(as_float(b << 16)));
-                odd[n] = flushed(odd[n] + flushed(as_float(a & 0xffff0000u)) * flushed(as_float(b & 0xffff0000u)));
-            }
-        for (int n = 0; n < c.row_bytes[C] / 4; n++) {
-            const float sum = flushed(flushed(as_float(sums[m][n])) + flushed(even[n] + odd[n]));
-            memcpy(&sums[m][n], &sum, 4);
+        vf even{}, odd{};  // sums of their own, which meet at the end
+        for (int k = 0; k < c.rows[B]; k++) {
+            const vu pair = left[m][k] - vu{};
+            even = flushed(even + flushed((vf)(pair << 16)) * low[k]);
+            odd = flushed(odd + flushed((vf)(pair & 0xffff0000u)) * high[k]);
         }
+        float* to = (float*)sums[m];
+        store(to, flushed(flushed(load(to)) + flushed(even + odd)));  // columns that the tile lacks hold zeros
     }
 }

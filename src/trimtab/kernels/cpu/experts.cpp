@@ -6,10 +6,10 @@
 #pragma GCC visibility push(default)
 extern "C" {
 void trimtab_forward(const Call* c) {
-    with_operands(*c, [&](auto t, auto op) { forward<decltype(t), decltype(op)>(*c); });
+    with_weights(*c, [&](auto t, auto w, auto op) { forward<decltype(t), decltype(w), decltype(op)>(*c); });
 }
 void trimtab_backward(const Call* c) {
-    with_operands(*c, [&](auto t, auto op) { backward<decltype(t), decltype(op)>(*c); });
+    with_weights(*c, [&](auto t, auto w, auto op) { backward<decltype(t), decltype(w), decltype(op)>(*c); });
 }
 void trimtab_weight_gradients(const Call* c) {
     with_operands(*c, [&](auto t, auto op) { weight_gradients<decltype(t), decltype(op)>(*c); });

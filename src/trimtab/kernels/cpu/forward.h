@@ -9,28 +9,27 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
     for (long i = 0; i < n; i += VL) {
         vf x = load(v + i);
         if (bias) x += load(bias + i);
-        if constexpr (sizeof(T) == 2) x = (vf)(__builtin_convertvector(narrow(x), vu) << 16);
+        if constexpr (sizeof(T) == 2) x = as_bf16(x);
         store(v + i, x);
         if (kept) store(kept + i, x, n - i);
     }
 }
 
 // The first blocks of weights that an expert's products bring.
-template <class T, class Op>
+template <class W, class Op>
 Ahead first_of_up(const Call& c, const Rows& t) {
-    const int parts = gated(c) ? 2 : 1, step = c.interleaved ? 2 : 1;
-    const Brought b = brought<Op>(t.count, c.D, parts);
-    const Weight<T> up = up_of<T>(c, t.expert);
-    const auto part = [&](long first) { return up.outputs_at(0, b.k, 0, std::min(c.F, b.n), first, step); };
-    return gated(c) ? part(0).and_beside(part(c.interleaved ? 1 : c.F)) : part(0);
+    const Right<W> up = up_of<W>(c, t.expert);
+    const Brought b = brought<Op>(t.count, c.D, up.parts);
+    const auto part = [&](int part) { return up.where(part, 0, b.k, 0, std::min(c.F, b.n)); };
+    return up.parts > 1 ? part(0).and_beside(part(1)) : part(0);
 }
-template <class T, class Op>
+template <class W, class Op>
 Ahead first_of_down(const Call& c, const Rows& t, long from, long until) {
     const Brought b = brought<Op>(t.count, c.F, 1);
-    return down_of<T>(c, t.expert).outputs_at(0, b.k, from, std::min(until - from, b.n), 0, 1);
+    return down_of<W>(c, t.expert).where(0, 0, b.k, from, std::min(until - from, b.n));
 }
 
-template <class T, class Op>
+template <class T, class W, class Op>
 void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, const Rows* next) {
     const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(F);
     using Word = typename Op::Word;
@@ -39,18 +38,10 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
     const int parts = act.gate ? 2 : 1, step = c.interleaved ? 2 : 1;
     const long second = c.interleaved ? 1 : F;
     gather((const T*)c.x, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
-    const Weight<T> up = up_of<T>(c, t.expert);
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
     gemm<Op>(
-        t.count, F, D, parts, {(Word*)rows, ldx / Op::values, true}, (Word*)s.b, s.c,
-        c.transposed != 0,
-        [&](int part, Word* b, long k0, long kn, long n0, long nn) {
-            up.outputs(panels_of(b), k0, kn, n0, nn, part * second, step);
-        },
-        [&](int part, long k0, long kn, long n0, long nn) {
-            return up.outputs_at(k0, kn, n0, nn, part * second, step);
-        },
-        next ? first_of_up<T, Op>(c, *next) : c.y ? first_of_down<T, Op>(c, t, 0, D) : Ahead(),
+        t.count, F, D, {(Word*)rows, ldx / Op::values, true}, up_of<W>(c, t.expert), (Word*)s.b, s.c,
+        next ? first_of_up<W, Op>(c, *next) : c.y ? first_of_down<W, Op>(c, t, 0, D) : Ahead(),
         [&](long m0, long mn, long n0, long nn, float* got) {
             float shift[2][NC + VL], beside[NC + VL];
             for (long n = 0; bias && n < nn; n++)
@@ -75,24 +66,19 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
         });
 }
 
-template <class T, class Op>
+template <class T, class W, class Op>
 void out_rows(
     const Call& c, Rows t, const typename Op::Value* hidden, Scratch s, const Combine<T>& y, const Rows* next
 ) {
     using Word = typename Op::Word;
     const long F = c.F, first = y.from;
-    const Weight<T> down = down_of<T>(c, t.expert);
     const T* shift = c.down_bias ? (const T*)c.down_bias + t.expert * c.D : nullptr;
     gemm<Op>(
-        t.count, y.until - first, F, 1, {(const Word*)hidden, Op::pitch(F) / Op::values, true}, (Word*)s.b, s.c,
-        c.transposed != 0,
-        [&](int, Word* b, long k0, long kn, long n0, long nn) {
-            down.outputs(panels_of(b), k0, kn, first + n0, nn, 0, 1);
-        },
-        [&](int, long k0, long kn, long n0, long nn) { return down.outputs_at(k0, kn, first + n0, nn, 0, 1); },
+        t.count, y.until - first, F, {(const Word*)hidden, Op::pitch(F) / Op::values, true},
+        down_of<W>(c, t.expert).from(first), (Word*)s.b, s.c,
         !next               ? Ahead()
-        : c.threads == 1    ? first_of_up<T, Op>(c, *next)
-                            : first_of_down<T, Op>(c, *next, first, y.until),
+        : c.threads == 1    ? first_of_up<W, Op>(c, *next)
+                            : first_of_down<W, Op>(c, *next, first, y.until),
         [&](long m0, long mn, long n0, long nn, float* got) {
             n0 += first;
             for (long i = m0; i < m0 + mn; i++, got += LDC) {
@@ -104,7 +90,7 @@ void out_rows(
         });
 }
 
-template <class T, class Op>
+template <class T, class W, class Op>
 void forward(const Call& c) {
     using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
@@ -118,9 +104,9 @@ void forward(const Call& c) {
         const Combine<T> y(c, ends, c.y, !c.folded);
         two_products(
             c, all, (Value*)shared.second, Op::pitch(c.F),
-            [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, Op>(c, t, to, s, next); },
+            [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, W, Op>(c, t, to, s, next); },
             [&](Rows t, const Value* from, const Rows* next) {
-                if (c.y) out_rows<T, Op>(c, t, from, s, y, next);
+                if (c.y) out_rows<T, W, Op>(c, t, from, s, y, next);
             },
             [](const Wave&) {});
     }

@@ -1,6 +1,6 @@
 // Whole products: C[M, N] = A B for the rows A of an expert and a weight B, block by block.
 #pragma once
-#include "amx.h"
+#include "right.h"
 
 // How much of B a product brings at once that is made block by block: of K, and columns of each of `parts`; and
 // whether `gemm_by_chunks` makes it.
@@ -38,12 +38,25 @@ inline bool by_rows_pays() {
 #endif
 }
 
+// What takes the sums of rows m0 : m0 + mn and columns n0 : n0 + nn, see `gemm`. It refers to what it is made of.
+struct Done {
+    const void* what;
+    void (*run)(const void*, long, long, long, long, float*);
+    template <class F>
+    Done(const F& f)
+        : what(&f), run([](const void* what, long m0, long mn, long n0, long nn, float* c) {
+              (*(const F*)what)(m0, mn, n0, nn, c);
+          }) {}
+    void operator()(long m0, long mn, long n0, long nn, float* c) const { run(what, m0, mn, n0, nn, c); }
+};
+
 // As `gemm`, for few rows of A and a B whose rows lie in memory one after the other. It is brought row by row, not
 // block of columns by block of columns, and the sums of more columns wait: memory is read at its full speed.
-template <class Op, class Load, class Done>
+template <class Op, class W>
 void gemm_by_rows(
-    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Load load, Done done
+    long M, long N, long K, Left<typename Op::Word> a, const Right<W>& weight, typename Op::Word* b, float* c, Done done
 ) {
+    const int parts = weight.parts;
     constexpr long depth = Op::depth, beside = QC / Op::wide;  // blocks of sums in a row of them
     const long high = up_to(M, 2 * VL), width = Op::wide / parts, chunk = PIECES * PC / high * beside * width;
     const auto sums = [&](long n) { return c + n / width / beside * high * LDC + n / width % beside * Op::wide; };
@@ -55,7 +68,7 @@ void gemm_by_rows(
             for (long n0 = from; n0 < until; n0 += width) {
                 const long nn = std::min(width, until - n0);
                 for (int part = 0; part < parts; part++) {
-                    load(part, b, k0, kn, n0, nn);
+                    weight.bring(part, panels_of(b), k0, kn, n0, nn);
                     add_product<Op>(M, nn, k0, kn, a, b, sums(n0 - from) + part * width, {});
                 }
             }
@@ -64,6 +77,10 @@ void gemm_by_rows(
         for (long n0 = from; n0 < until; n0 += width) done(0, M, n0, std::min(width, until - n0), sums(n0 - from));
     }
 }
+
+// Whether a weight can be read where it lies: it is not widened, but rounded.
+template <class Op, class W>
+constexpr bool in_place = std::is_same_v<W, typename Op::Value> || std::is_same_v<W, rounded>;
 
 // `tall` rows of a weight, from `w` on and `ld` words apart, times the columns of a panel of K words, NR or VL if there
 // are no more: their sums, [tall, NR]. The steps are those of `multiply`, so an element has the same bits.
@@ -86,23 +103,26 @@ inline void swapped_strip(Amx, long K, long, const uint32_t* w, long ld, const u
 
 // VL rows of a weight times M rows of A, fewer than would fill a panel: [M, VL], in the same steps. The weight's values
 // are turned in registers.
-template <class Op, int M>
+template <class Op, class W, int M>
 void swapped_rows(
-    long K, const typename Op::Word* a, long lda, const typename Op::Word* w, long ldw, float* sums, long ld_sums,
-    Ahead ask
+    long K, const typename Op::Word* a, long lda, const W* w, long ldw, float* sums, long ld_sums, Ahead ask
 ) {
     vf total[M];
     for (long k0 = 0; k0 < K; k0 += Op::deep) {
         vf acc[M];
         UNROLL for (int m = 0; m < M; m++) acc[m] = vf{};
         for (long k = k0; k < std::min(K, k0 + Op::deep); k += VL) {
-            for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + k * 4, 0, 2);
+            constexpr int values = Op::values;
+            for (long i = 0; i < ask.rows; i++)
+                expect<2>((const W*)(ask.p + i * ask.ld) + k * values, VL * values);
             vf r[VL];
-            UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(w + i * ldw + k));
+            UNROLL for (int i = 0; i < VL; i++) r[i] = Op::words(w + i * ldw + k * values);
+            asm volatile("" ::: "memory");  // a compiler would load rows again for each use, and run out of registers
             transpose(r);
+            asm volatile("" ::: "memory");
             UNROLL for (int i = 0; i < VL; i++)
                 UNROLL for (int m = 0; m < M; m++)
-                    acc[m] = Op::add(acc[m], Op::spread(a[m * lda + k + i]), (decltype(Op::read(w)))r[i]);
+                    acc[m] = Op::add(acc[m], Op::spread(a[m * lda + k + i]), (decltype(Op::read(a)))r[i]);
         }
         UNROLL for (int m = 0; m < M; m++) total[m] = k0 ? acc[m] + total[m] : acc[m];
     }
@@ -110,62 +130,64 @@ void swapped_rows(
 }
 
 // `swapped_rows` of m >= 1 rows; null where a panel is as fast, as in tiles: they wait for the weights either way.
-template <class Op, int... M>
+template <class Op, class W, int... M>
 auto pick_rows(long m, std::integer_sequence<int, M...>) {
     using Word = typename Op::Word;
-    using Run = void (*)(long, const Word*, long, const Word*, long, float*, long, Ahead);
+    using Run = void (*)(long, const Word*, long, const W*, long, float*, long, Ahead);
     Run run = nullptr;
     if constexpr (Op::tall < NR) {
-        static constexpr Run all[] = {swapped_rows<Op, M + 1>...};
+        static constexpr Run all[] = {swapped_rows<Op, W, M + 1>...};
         if (m <= HANDFUL) run = all[m - 1];
     }
     return run;
 }
 
-// Whether a product is made by `gemm_swapped`. `weight` says where B lies, column by column; with more rows, or many
-// columns of zeros in the last panel, bringing it takes less time.
-template <class Op>
-bool swaps(long M, long N, long K, const Ahead& weight) {
-    const bool as_it_is = weight.bytes == K * (long)sizeof(typename Op::Value);  // not widened
+// Whether a product is made by `gemm_swapped`, of a B column by column; with more rows, or many columns of zeros in the
+// last panel, bringing it takes less time. Of more than a handful of rows it does not round.
+template <class Op, class W>
+bool swaps(long M, long N, long K) {
     const bool whole = K > 0 && K % (2 * VL) == 0 && N % NR == 0;
-    const bool few = M <= NR || (M <= 2 * NR && (M > NR + VL || Op::tall == NR));
-    return as_it_is && whole && few && up_to(M, NR) * K / Op::values <= KC * QC;
+    const bool some = M <= NR || (M <= 2 * NR && (M > NR + VL || Op::tall == NR));
+    const bool few = std::is_same_v<W, rounded> ? M <= HANDFUL : some;
+    return whole && few && up_to(M, NR) * K / Op::values <= KC * QC;
 }
 
 // As `gemm`, for few rows of A and a B whose columns lie in memory one after the other: (B^T A^T)^T. B is the left
 // operand and stays where it is, A is brought once for all of it.
-template <class Op, class Weight, class Done>
+template <class Op, class W>
 void gemm_swapped(
-    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, Weight weight,
+    long M, long N, long K, Left<typename Op::Word> a, const Right<W>& weight, typename Op::Word* b, float* c,
     const Ahead& then, Done done
 ) {
     using Word = typename Op::Word;
+    const int parts = weight.parts;
     const long words = K / Op::values, width = Op::wide / parts;
     auto panels = panels_of(b);
     panels.panel = words * NR;
-    const auto few = pick_rows<Op>(M, std::make_integer_sequence<int, HANDFUL>());
+    const auto few = pick_rows<Op, W>(M, std::make_integer_sequence<int, HANDFUL>());
     if (!few) load_transposed((const typename Op::Value*)a.p, a.ld * Op::values, panels, K, M);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
         for (int part = 0; part < parts; part++) {
-            const Ahead w = weight(part);
-            const auto row = [&](long n) { return (const Word*)(w.p + n * w.ld); };
+            const auto row = [&](long n) { return weight.at(part, 0, n); };
             const auto from = [&](long n, long rows) {  // a part's next rows, behind the last part what comes then
-                if (n < N) return Ahead{w.p + n * w.ld, w.ld, rows};
+                if (n < N) return weight.where(part, 0, K, n, rows);
                 return part + 1 == parts && then.rows >= rows ? Ahead{then.p, then.ld, rows} : Ahead();
             };
             for (long n = n0; n < n0 + nn; n += NR) {
                 float* to = c + part * width + n - n0;
                 if (few) {
                     for (long i = 0; i < NR; i += VL)
-                        few(words, a.p, a.ld, row(n + i), w.ld / 4, to + i, LDC, from(n + i + VL, VL));
+                        few(words, a.p, a.ld, row(n + i), weight.ld, to + i, LDC, from(n + i + VL, VL));
                     continue;
                 }
                 for (long m = 0; m < M; m += NR) {
                     alignas(64) float sums[NR * NR];
                     for (long i = 0; i < NR; i += Op::tall) {
                         const Ahead ask = m ? Ahead() : from(n + i + Op::tall, Op::tall);
-                        swapped_strip(Op(), words, M - m, row(n + i), w.ld / 4, b + m * words, sums + i * NR, ask);
+                        const Word* strip = (const Word*)row(n + i);
+                        const long ld = weight.ld / Op::values;
+                        swapped_strip(Op(), words, M - m, strip, ld, b + m * words, sums + i * NR, ask);
                     }
                     for (long i = 0; i < NR; i += VL)
                         for (long j = 0; j < std::min<long>(NR, M - m); j += VL)
@@ -178,25 +200,24 @@ void gemm_swapped(
 }
 
 // Words of K whose rows of B `gemm_straight` holds in registers; its sums that wait, at most; and the rows of A up to
-// which it takes less time than bringing B, at most 4 NR, whose sums have room where B would lie: on Zen 4 of 1, 8 and 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
+// which it takes less time than bringing B, at most 4 NR, whose sums have room where B would lie: on Zen 4 of 1, 8 and
+// 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
 constexpr int HELD = VL == 16 ? 8 : 4;
 #if !defined(TRIMTAB_STRAIGHT)
 #define TRIMTAB_STRAIGHT NR
 #endif
 constexpr long WAITING = 4096;
 
-// Whether a product is made by `gemm_straight`. `weight` says where B lies, row by row. Tiles cannot.
+// Whether a product is made by `gemm_straight`, of a B row by row. Tiles cannot.
 template <class Op>
-bool straight(long M, long N, long K, const Ahead& weight) {
-    const bool as_it_is = weight.bytes == N * weight.step * (long)sizeof(typename Op::Value);  // not widened
-    return Op::tall < NR && as_it_is && M > 0 && M <= TRIMTAB_STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
+bool straight(long M, long N, long K) {
+    return Op::tall < NR && M > 0 && M <= TRIMTAB_STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
 }
 
 // HELD words of K of NR columns of B, from `w` on, times M rows of A: added to `sums`, or written if they are the first.
-template <class Op>
+template <class Op, class W>
 INLINE void straight_block(
-    long M, const typename Op::Word* a, long lda, const typename Op::Value* w, long ld, float* sums, long pitch,
-    bool first
+    long M, const typename Op::Word* a, long lda, const W* w, long ld, float* sums, long pitch, bool first
 ) {
     decltype(Op::spread(*a)) right[HELD][2];
     UNROLL for (int k = 0; k < HELD; k++) Op::read_rows(w + k * Op::values * ld, ld, right[k]);
@@ -218,26 +239,27 @@ INLINE void straight_block(
 
 // As `gemm`, for few rows of A and a B whose rows lie in memory one after the other: read once from end to end, and
 // neither brought nor turned. Sums are taken in the steps of `multiply`, so an element has the same bits.
-template <class Op, class Weight, class Done>
+template <class Op, class W>
 void gemm_straight(
-    long M, long N, long K, int parts, Left<typename Op::Word> a, float* b, float* c, Weight weight, Done done
+    long M, long N, long K, Left<typename Op::Word> a, const Right<W>& weight, float* b, float* c, Done done
 ) {
-    using Value = typename Op::Value;
-    const Ahead first = weight(0);
-    const long step = first.step, width = Op::wide / parts, words = K / Op::values, ld = first.ld / (long)sizeof(Value);
+    const int parts = weight.parts;
+    const long step = weight.step, width = Op::wide / parts, words = K / Op::values, ld = weight.ld;
     const int runs = step > 1 ? 1 : parts;  // columns in turn are read together
     const long chunk = std::max(width, WAITING / (M * parts) / width * width), pitch = chunk * step + VL;
     float *total = b, *sums = b + runs * M * pitch;
     for (long from = 0; from < N; from += chunk) {
         const long nn = std::min(chunk, N - from), columns = nn * step;
         for (int run = 0; run < runs; run++) {
-            const Value* w = (const Value*)weight(run).p + from * step;
+            const W* w = weight.at(run, 0, from);
             float* all = total + run * M * pitch;
             for (long k0 = 0; k0 < words; k0 += Op::deep) {
                 float* to = k0 ? sums : all;
                 for (long k = k0; k < std::min(words, k0 + Op::deep); k += HELD)
-                    for (long n = 0; n < columns; n += NR)
-                        straight_block<Op>(M, a.p + k, a.ld, w + k * Op::values * ld + n, ld, to + n, pitch, k == k0);
+                    for (long n = 0; n < columns; n += NR) {
+                        const W* from = w + k * Op::values * ld + n;
+                        straight_block<Op, W>(M, a.p + k, a.ld, from, ld, to + n, pitch, k == k0);
+                    }
                 for (long m = 0; k0 && m < M; m++)
                     for (long n = m * pitch; n < m * pitch + columns; n += VL)
                         store(all + n, load(sums + n) + load(all + n));
@@ -266,11 +288,12 @@ void gemm_straight(
 #if defined(HAVE_AMX)
 // As `gemm`, where all of K is brought at once: the sums of some rows are done with while they are near. Those of all
 // rows would leave no room in the second cache for the operands.
-template <class Load, class Where, class Done>
+template <class W>
 void gemm_by_chunks(
-    long M, long N, long K, int parts, Left<uint32_t> a, uint32_t* b, float* c, Load load, Where where,
-    const Ahead& then, Done done
+    long M, long N, long K, Left<uint32_t> a, const Right<W>& weight, uint32_t* b, float* c, const Ahead& then,
+    Done done
 ) {
+    const int parts = weight.parts;
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
     static_assert(chunk % BLOCK_ROWS == 0 && CHUNKED <= KC * QC * (long)sizeof(uint32_t));
     const long width = brought<Amx>(M, K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
@@ -279,8 +302,8 @@ void gemm_by_chunks(
         const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::deep; };
         for (long k0 = 0; k0 < blocks * depth; k0 += depth)
             for (int part = 0; part < parts; part++)
-                load(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
-        const auto next = [&](int part) { return where(part, 0, K, n0 + nn, after); };
+                weight.bring(part, panels_of(panels(k0, part)), k0, std::min(depth, K - k0), n0, nn);
+        const auto next = [&](int part) { return weight.where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
         const long tiles = up_to(M, BLOCK_ROWS) / BLOCK_ROWS * (up_to(nn, NR) / NR) * parts;
         const long steps = tiles * std::max(1L, up_to(K, 2 * TILE) / (2 * TILE));
@@ -303,39 +326,39 @@ void gemm_by_chunks(
 }
 #endif
 
-// load(part, b, k0, kn, n0, nn) fills [kn, nn] of one of `parts` operands B that share A; columns up to the next
-// multiple of NR hold anything finite. by_rows: whether B's rows lie in memory one after the other, or its columns.
-// where(the same but for b) is what it will read, `then` what is read after all of B. done(m0, mn, n0, nn, c) takes the
-// sums of rows m0 : m0 + mn, [mn, nn] at c + part * Op::wide / parts, rows LDC apart. `c` has room for PIECES * PC rows
-// or more, and A and sums for M up to the next multiple of 2 VL, whatever lies there.
-template <class Op, class Load, class Where, class Done>
+// `b` has room for what is brought of B, `c` for PIECES * PC rows of sums or more, and A and sums for M up to the next
+// multiple of 2 VL, whatever lies there. `then` is what is read after all of B. done(m0, mn, n0, nn, c) takes sums,
+// [mn, nn] of each part at c + part * Op::wide / parts, rows LDC apart.
+template <class Op, class W>
 void gemm(
-    long M, long N, long K, int parts, Left<typename Op::Word> a, typename Op::Word* b, float* c, bool by_rows,
-    Load load, Where where, const Ahead& then, Done done
+    long M, long N, long K, Left<typename Op::Word> a, const Right<W>& weight, typename Op::Word* b, float* c,
+    const Ahead& then, Done done
 ) {
-    const auto all = [&](int part) { return where(part, 0, K, 0, N); };
-    if constexpr (Op::tall < NR)
-        if (by_rows && straight<Op>(M, N, K, all(0))) return gemm_straight<Op>(M, N, K, parts, a, (float*)b, c, all, done);
-    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, parts, a, b, c, load, done);
-    if (!by_rows && swaps<Op>(M, N, K, all(0))) return gemm_swapped<Op>(M, N, K, parts, a, b, c, all, then, done);
+    const bool by_rows = weight.by_rows;
+    constexpr bool tiles = Op::tall == NR;
+    if constexpr (in_place<Op, W> && !tiles)
+        if (by_rows && straight<Op>(M, N, K)) return gemm_straight<Op>(M, N, K, a, weight, (float*)b, c, done);
+    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, a, weight, b, c, done);
+    if constexpr (in_place<Op, W> && !(tiles && std::is_same_v<W, rounded>))
+        if (!by_rows && swaps<Op, W>(M, N, K)) return gemm_swapped<Op>(M, N, K, a, weight, b, c, then, done);
+    const int parts = weight.parts;
 #if defined(HAVE_AMX)
     if constexpr (Op::chunk > 0)
-        if (brought<Op>(M, K, parts).chunks)
-            return gemm_by_chunks(M, N, K, parts, a, b, c, load, where, then, done);
+        if (brought<Op>(M, K, parts).chunks) return gemm_by_chunks(M, N, K, a, weight, b, c, then, done);
 #endif
     constexpr long depth = Op::depth;
     const long width = Op::wide / parts;
     for (long n0 = 0; n0 < N; n0 += width) {
-        const long nn = std::min(width, N - n0);
+        const long nn = std::min(width, N - n0), n1 = n0 + width;
         long k0 = 0;
         do {
             const long kn = std::min(depth, K - k0), k1 = k0 + depth;
             for (int part = 0; part < parts; part++) {
                 typename Op::Word* panels = b + part * width * Op::deep;
-                load(part, panels, k0, kn, n0, nn);
-                const Ahead next = part + 1 < parts ? where(part + 1, k0, kn, n0, nn)
-                    : k1 < K ? where(0, k1, std::min(depth, K - k1), n0, nn)
-                    : n0 + width < N ? where(0, 0, std::min(depth, K), n0 + width, std::min(width, N - n0 - width))
+                weight.bring(part, panels_of(panels), k0, kn, n0, nn);
+                const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
+                    : k1 < K ? weight.where(0, k1, std::min(depth, K - k1), n0, nn)
+                    : n1 < N ? weight.where(0, 0, std::min(depth, K), n1, std::min(width, N - n1))
                     : then;
                 add_product<Op>(M, nn, k0, kn, a, panels, c + part * width, M <= Op::asks ? next : Ahead());
             }

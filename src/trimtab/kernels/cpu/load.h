@@ -127,8 +127,8 @@ void load_straight(const T* w, long ld, int step, const To& to, long kn, long nn
 }
 
 // VL rows `ld` apart; unless there are All, those from `rows` on are not read and count as zeros.
-template <bool All = true>
-INLINE void transpose_block(const float* w, long ld, float* to, long row, long rows = VL) {
+template <bool All = true, class T>
+INLINE void transpose_block(const T* w, long ld, float* to, long row, long rows = VL) {
     vf r[VL];
     UNROLL for (int i = 0; i < VL; i++) r[i] = All || i < rows ? load(w + i * ld) : vf{};
     transpose(r);

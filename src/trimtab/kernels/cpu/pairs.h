@@ -10,6 +10,11 @@
 constexpr long TILE = 16;  // pairs in a row of a tile, and rows
 static_assert(VL == TILE);
 
+// 2 VL values as bf16.
+INLINE vhh both(const bf16* p) { return *(const vhh_any*)p; }
+INLINE vhh both(const float* p) { return narrow(load(p), load(p + VL)); }
+INLINE vhh both(const rounded* p) { return both((const float*)p); }
+
 struct Pairs {
     using Word = uint32_t;
     using Value = bf16;
@@ -26,6 +31,10 @@ struct Pairs {
     static constexpr bool adds = true;  // whether sums can be added to what is there straight from registers
     static constexpr long pitch(long n) { return up_to(n, 2 * TILE) + 2 * TILE; }
     struct Session {};
+    template <class W>
+    static INLINE vf words(const W* p) {  // VL of a row where it lies
+        return (vf)both(p);
+    }
 };
 
 // Pairs of values of two rows, of the first VL columns or the others.
@@ -42,9 +51,10 @@ struct Dots : Pairs {
     // Addresses are made anew for each k: as many pointers as there are rows would go to the stack.
     static INLINE void new_row(long& ld) { asm volatile("" : "+r"(ld)); }
     static INLINE vu read(const uint32_t* p) { return *(const vu_any*)p; }
-    static INLINE void read_rows(const bf16* p, long ld, vu* to) {
+    template <class W>
+    static INLINE void read_rows(const W* p, long ld, vu* to) {
         const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
-        const vhh even = *(const vhh_any*)p, odd = *(const vhh_any*)(p + ld);
+        const vhh even = both(p), odd = both(p + ld);
         to[0] = pairs_of(even, odd, lanes, int_constant<0>());
         to[1] = pairs_of(even, odd, lanes, int_constant<1>());
     }
@@ -56,6 +66,7 @@ struct Dots : Pairs {
 // The first n of VL values in the lower halves of words, of which the others are 0.
 INLINE vu halves(const bf16* p) { return __builtin_convertvector((vh)*(const vh_any*)p, vu); }
 INLINE vu halves(const float* p) { return __builtin_convertvector(narrow(load(p)), vu); }
+INLINE vu halves(const rounded* p) { return halves((const float*)p); }
 template <class T>
 INLINE vu halves(const T* p, long n) {
     if (n >= VL) return halves(p);
@@ -107,11 +118,12 @@ INLINE void put_row(const T* from, const PairPlace& to, long k, long nn) {
     else put_halves<false>(from, to, k, nn);
 }
 // Rows k and k + 1, k even.
-INLINE void put_rows(const bf16* even, const bf16* odd, const PairPlace& to, long k, long nn) {
+template <class T>
+INLINE void put_rows(const T* even, const T* odd, const PairPlace& to, long k, long nn) {
     const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
     long n = 0;
     for (; n + NR <= nn; n += NR) {
-        const vhh a = *(const vhh_any*)(even + n), b = *(const vhh_any*)(odd + n);
+        const vhh a = both(even + n), b = both(odd + n);
         uint32_t* at = to.at(k, n);
         *(vu_any*)at = pairs_of(a, b, lanes, int_constant<0>());
         *(vu_any*)(at + VL) = pairs_of(a, b, lanes, int_constant<1>());
@@ -136,22 +148,28 @@ INLINE void put_every_second(const bf16* w, const PairPlace& to, long k, long nn
     for (; n < nn; n++) row[n] = w[2 * n];
     put_row(row, to, k, nn);
 }
+INLINE void put_every_second(const rounded* w, const PairPlace& to, long k, long nn) {
+    float row[NC];
+    put_every_second((const float*)w, rows_of(row, 0), 0, nn);
+    put_row(row, to, k, nn);
+}
 
 // A matrix with the contracted axis last: value (k, n) at w[n * ld + k]. Its words are pairs already.
-inline void load_transposed(const bf16* w, long ld, const PairPlace& to, long kn, long nn) {
+template <class T>
+void load_transposed(const T* w, long ld, const PairPlace& to, long kn, long nn) {
     constexpr long wide = 2 * VL;
     for (long n = 0; n < up_to(nn, NR); n += VL) {
         for (long k = 0; k < kn; k += wide) {
             vf r[VL];
             if (n + VL <= nn && k + wide <= kn) {
                 if (n + 2 * VL <= nn)
-                    for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, 1);
-                UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(w + (n + i) * ld + k));
+                    for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, wide);
+                UNROLL for (int i = 0; i < VL; i++) r[i] = (vf)both(w + (n + i) * ld + k);
             } else {
                 for (int i = 0; i < VL; i++) {
-                    bf16 part[wide] = {};
-                    if (n + i < nn) memcpy(part, w + (n + i) * ld + k, std::min(wide, kn - k) * sizeof(bf16));
-                    r[i] = load((const float*)part);
+                    T part[wide] = {};
+                    if (n + i < nn) memcpy(part, w + (n + i) * ld + k, std::min(wide, kn - k) * sizeof(T));
+                    r[i] = (vf)both(part);
                 }
             }
             transpose(r);

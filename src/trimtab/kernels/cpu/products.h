@@ -64,3 +64,13 @@ void with_operands(const Call& c, Run run) {
 #endif
     run(bf16(), Floats());
 }
+
+// And for its weights' type: run(of the rows, of the weights, operands).
+template <class Run>
+void with_weights(const Call& c, Run run) {
+    with_operands(c, [&](auto t, auto op) {
+        if constexpr (sizeof(t) == sizeof(bf16))
+            if (c.type_weights == FLOAT) return run(t, rounded(), op);
+        run(t, t, op);
+    });
+}

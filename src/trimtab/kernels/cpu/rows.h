@@ -113,45 +113,23 @@ struct Shared {
     }
 };
 
-// [K, N] operands taken from the parameters of one expert: from inputs to `outputs` of the layer, or back to `inputs`.
-template <class T>
-struct Weight {
-    const T* w;
-    long in, out;
-    bool transposed;  // [in, out], else [out, in]
-    // Outputs may be every second one from `first` on.
-    template <class To>
-    void outputs(const To& to, long k0, long kn, long n0, long nn, long first, int step) const {
-        if (transposed) load_straight(w + k0 * out + first + n0 * step, out, step, to, kn, nn);
-        else load_transposed(w + (first + n0 * step) * in + k0, in * step, to, kn, nn);
-        end_block(to, kn, nn);
-    }
-    Ahead outputs_at(long k0, long kn, long n0, long nn, long first, int step) const {
-        if (transposed) return ahead(w + k0 * out + first + n0 * step, out, kn, nn * step, step);
-        return ahead(w + (first + n0 * step) * in + k0, in * step, nn, kn);
-    }
-    Ahead inputs_at(long k0, long kn, long n0, long nn) const {
-        if (transposed) return ahead(w + n0 * out + k0, out, nn, kn);
-        return ahead(w + k0 * in + n0, in, kn, nn);
-    }
-    static Ahead ahead(const T* p, long ld, long rows, long values, long step = 1) {
-        return {(const char*)p, ld * (long)sizeof(T), rows, values * (long)sizeof(T), step};
-    }
-    template <class To>
-    void inputs(const To& to, long k0, long kn, long n0, long nn) const {
-        if (transposed) load_transposed(w + n0 * out + k0, out, to, kn, nn);
-        else load_straight(w + k0 * in + n0, in, 1, to, kn, nn);
-        end_block(to, kn, nn);
-    }
-};
-
-template <class T>
-Weight<T> up_of(const Call& c, long e) {
-    return {(const T*)c.up + e * width(c) * c.D, c.D, width(c), c.transposed != 0};
+// An expert's parameters, in a forward's products and in a backward's.
+template <class W>
+Right<W> up_of(const Call& c, long e) {
+    const W* up = (const W*)c.up + e * width(c) * c.D;
+    return to_outputs(up, c.D, width(c), c.transposed != 0, gated(c) ? 2 : 1, c.interleaved != 0);
 }
-template <class T>
-Weight<T> down_of(const Call& c, long e) {
-    return {(const T*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0};
+template <class W>
+Right<W> down_of(const Call& c, long e) {
+    return to_outputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0);
+}
+template <class W>
+Right<W> back_of_up(const Call& c, long e) {
+    return to_inputs((const W*)c.up + e * width(c) * c.D, c.D, width(c), c.transposed != 0);
+}
+template <class W>
+Right<W> back_of_down(const Call& c, long e) {
+    return to_inputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0);
 }
 
 inline float weight_of(const Call& c, long r) { return c.slot_R[r] < 0 ? 0.0f : c.w[c.slot_R[r]]; }

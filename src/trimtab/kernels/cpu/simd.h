@@ -37,11 +37,14 @@ using int_constant = std::integral_constant<int, N>;
 struct bf16 {
     uint16_t bits;
 };
+struct rounded {  // counts as the bf16 next to it
+    float exact;
+};
 
 INLINE vf splat(float x) { return x - vf{}; }
 
-// In one rounding. A compiler that is free to would make two operations of some in a row on AMD's processors, and not of
-// others: a row's bits would depend on the number of rows.
+// In one rounding. For Zen 2 and 3 GCC would make two operations of some that follow each other, and not of others: a
+// row's bits would depend on the number of rows.
 INLINE vf multiply_add(vf a, vf b, vf sum) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -66,12 +69,22 @@ INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
     return __builtin_convertvector(x != x ? (u >> 16) | 0x40 : rounded, vh);
 #endif
 }
+INLINE vf as_bf16(vf x) { return (vf)(__builtin_convertvector(narrow(x), vu) << 16); }
+INLINE vf load(const rounded* p) { return as_bf16(load((const float*)p)); }
 INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
 INLINE void store(bf16* p, vf x) { *(vh_any*)p = narrow(x); }
 
 template <int... L>
 INLINE vhh joined(vh a, vh b, std::integer_sequence<int, L...>) {
     return __builtin_shufflevector(a, b, L...);
+}
+
+INLINE vhh narrow(vf a, vf b) {
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    return (vhh)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+    return joined(narrow(a), narrow(b), std::make_integer_sequence<int, 2 * VL>{});
+#endif
 }
 
 // Past the caches, for what is not read again soon: `p` on a boundary of 2 VL values of T.
@@ -86,8 +99,7 @@ INLINE void stream(float* p, vf a, vf b) {
 }
 INLINE void stream(bf16* p, vf a, vf b) {
 #if defined(__AVX512F__)
-    const auto lanes = std::make_integer_sequence<int, 2 * VL>{};
-    _mm512_stream_si512((__m512i*)p, (__m512i)joined(narrow(a), narrow(b), lanes));
+    _mm512_stream_si512((__m512i*)p, (__m512i)narrow(a, b));
 #else
     store(p, a);
     store(p + VL, b);
@@ -124,6 +136,8 @@ INLINE float value(bf16 x) {
     memcpy(&f, &u, 4);
     return f;
 }
+
+INLINE float value(rounded x) { return as_bf16(splat(x.exact))[0]; }
 
 INLINE float sum(vf x) {  // always in this order
     float total = 0;

@@ -90,7 +90,12 @@ struct Floats {
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
     static INLINE vf read(const float* p) { return *(const vf*)p; }
-    static INLINE void read_rows(const float* p, long, vf* to) {  // NR columns of a word's rows where they lie
+    template <class W>
+    static INLINE vf words(const W* p) {
+        return load(p);
+    }
+    template <class W>
+    static INLINE void read_rows(const W* p, long, vf* to) {  // NR columns of a word's rows where they lie
         to[0] = load(p);
         to[1] = load(p + VL);
     }
