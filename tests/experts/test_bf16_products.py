@@ -3,7 +3,7 @@ other, and what a row's bits depend on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -51,7 +51,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 class Case:
     """rows: tokens. main: dtype of a main_grad that is added to, or with `overwrite` is not, if there is one.
 
-    hot: every token goes to expert 1. alone: and to no other, so that it has as many rows.
+    hot: every token goes to expert 1. alone: and to no other, so that it has as many rows. wide: parameters are in
+    float32, under autocast.
     """
 
     rows: int
@@ -66,6 +67,7 @@ class Case:
     overwrite: bool = False
     hot: bool = False
     alone: bool = False
+    wide: bool = False
 
 
 CASES = (
@@ -119,10 +121,13 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(7)
     v = fused.BUILT_IN[c.activation]
 
-    def leaf(*shape: int, scale: float = 1.0) -> Tensor:
-        return fenced((torch.randn(*shape, generator=g) * scale).bfloat16()).requires_grad_()
+    stored = torch.float32 if c.wide else torch.bfloat16
 
-    x, up, down = leaf(c.rows, c.D), leaf(E, v.width * c.F, c.D, scale=c.D**-0.5), leaf(E, c.D, c.F, scale=c.F**-0.5)
+    def leaf(*shape: int, scale: float = 1.0, dtype: torch.dtype = stored) -> Tensor:
+        return fenced((torch.randn(*shape, generator=g) * scale).to(dtype)).requires_grad_()
+
+    x = leaf(c.rows, c.D, dtype=torch.bfloat16)
+    up, down = leaf(E, v.width * c.F, c.D, scale=c.D**-0.5), leaf(E, c.D, c.F, scale=c.F**-0.5)
     up_bias, down_bias = (leaf(E, v.width * c.F), leaf(E, c.D)) if c.bias else (None, None)
     w = torch.rand(c.rows, K, generator=g).requires_grad_()
     ids = torch.tensor([0, 1, 3, -1])[torch.randint(0, 4, (c.rows, K), generator=g)]
@@ -137,7 +142,7 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
         if c.main is not None:
             p.main_grad = fenced(torch.full(p.shape, START, dtype=c.main))
     leaves: list[Any] = [t for t in (x, w, *given, up_bias, down_bias) if t is not None]
-    with torch_threads(c.threads):
+    with torch_threads(c.threads), torch.autocast("cpu", torch.bfloat16, enabled=c.wide):
         y = expert_mlp(
             x, w, plan_experts(ids, E),
             ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
@@ -168,6 +173,13 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, tuple[Tensor, Tensor]]:
 def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
     for name, (ours, truth) in run(kernels, case).items():
         assert_close(ours, truth, 3e-2, name)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.rows in (5, 60, 330) or c.D in (47, 1060)], ids=str)
+def test_parameters_in_float32_count_as_what_they_are_rounded_to(kernels: CompiledKernels, case: Case) -> None:
+    low, wide = run(kernels, case), run(kernels, replace(case, wide=True))
+    for name, (ours, _) in wide.items():
+        assert torch.equal(ours.to(low[name][0].dtype), low[name][0]), name
 
 
 @pytest.mark.parametrize("threads", [1, 2])

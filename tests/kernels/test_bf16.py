@@ -170,8 +170,10 @@ def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
 
 
 @pytest.mark.parametrize("march", ["znver3", "native"])
-def test_float_products_are_added_in_one_rounding_everywhere(march: str) -> None:
+def test_float_products_are_added_in_one_rounding(march: str) -> None:
     """A compiler that makes two of one of them changes a row's bits with the number of rows."""
+    if march == "native" and compiled.compiled_kernels().instructions == "generic":
+        pytest.skip("this machine has no such instruction, or another one than is looked for")
     functions = assembly(march)
     found = {name: lines for name, lines in functions.items() if re.match(r"void (tile|swapped_rows)<Floats, ", name)}
     assert {"tile", "swapped_rows"} == {re.split(r"[ <]", name)[1] for name in found}
@@ -195,5 +197,6 @@ def test_tiles_keep_their_sums_in_registers() -> None:
     assert not [line for line in only(functions, "multiply(Amx") if "\tldtilecfg" in line]
     for instruction in ("ldtilecfg", "tilerelease"):  # once for all products of a thread
         where = [name for name, lines in functions.items() if any(f"\t{instruction}" in line for line in lines)]
-        for name in ("forward<bf16, bf16", "forward<bf16, rounded", "backward<bf16, bf16", "weight_gradients<bf16"):
+        passes = [f"{name}<bf16, {stored}" for name in ("forward", "backward") for stored in ("bf16", "rounded")]
+        for name in (*passes, "weight_gradients<bf16"):
             assert any(f"void {name}, Amx>" in one for one in where)

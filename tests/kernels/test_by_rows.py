@@ -73,7 +73,7 @@ def test_a_weight_brought_either_way_gives_the_same_bits(
 ) -> None:
     """The largest widths have sums of several rounds."""
     dtype = torch.float32 if products == "float32" else torch.bfloat16
-    kernels = emulated(None if products == "float32" else products)
+    kernels = emulated("widened" if products == "float32" else products)
     found = []
     for way in WAYS:
         go(way, monkeypatch)

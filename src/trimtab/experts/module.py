@@ -67,8 +67,8 @@ class ExpertMLP(GroupedModule):
     much again at most.
 
     Under autocast s is of its dtype, and in it are copies of x, kept, s M D, of y and in the backward of dy and dx,
-    s M D each, in each pass of up and down, s E (I + F) D, and on kernels "loop" of one expert's gradient. The compiled
-    kernels round what is in float32 to bfloat16 as they read it, without a copy of up or down.
+    s M D each, in each pass of up and down, s E (I + F) D, and on kernels "loop" of one expert's gradient. Without a
+    recipe the compiled kernels round float32 to bfloat16 as they read it, without a copy of up or down.
     With a recipe the same is kept, R counting the padding of the segments; all experts are taken at once, and each
     product has its two operands quantised beside it: in 1 byte a value on hardware, in float32 where emulated. Weight
     gradients that are delayed keep their operands quantised instead of what is said at `delay_wgrad`.

@@ -50,7 +50,7 @@ def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
     for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
         for transposed, later in ((False, False), (True, True)):
-            for stored in {dtype, torch.float32} if sizes in (FEW, SOME) else {dtype}:
+            for stored in dict.fromkeys((dtype, torch.float32) if sizes in (SMALL, FEW, SOME) else (dtype,)):
                 fault = _fault(kernels, dtype, stored, sizes, transposed, later)
                 if fault is not None:
                     how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"

@@ -78,7 +78,7 @@ void gemm_by_rows(
     }
 }
 
-// Whether a weight can be read where it lies: it is not widened, but rounded.
+// Whether a weight can be read where it lies: it is as the products take it, or float that is rounded in registers.
 template <class Op, class W>
 constexpr bool in_place = std::is_same_v<W, typename Op::Value> || std::is_same_v<W, rounded>;
 
@@ -165,7 +165,9 @@ void gemm_swapped(
     auto panels = panels_of(b);
     panels.panel = words * NR;
     const auto few = pick_rows<Op, W>(M, std::make_integer_sequence<int, HANDFUL>());
-    if (!few) load_transposed((const typename Op::Value*)a.p, a.ld * Op::values, panels, K, M);
+    constexpr bool strips = std::is_same_v<W, typename Op::Value>;  // multiplied as they lie
+    if constexpr (strips)
+        if (!few) load_transposed((const typename Op::Value*)a.p, a.ld * Op::values, panels, K, M);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
         for (int part = 0; part < parts; part++) {
@@ -181,7 +183,7 @@ void gemm_swapped(
                         few(words, a.p, a.ld, row(n + i), weight.ld, to + i, LDC, from(n + i + VL, VL));
                     continue;
                 }
-                for (long m = 0; m < M; m += NR) {
+                if constexpr (strips) for (long m = 0; m < M; m += NR) {
                     alignas(64) float sums[NR * NR];
                     for (long i = 0; i < NR; i += Op::tall) {
                         const Ahead ask = m ? Ahead() : from(n + i + Op::tall, Op::tall);
@@ -257,8 +259,8 @@ void gemm_straight(
                 float* to = k0 ? sums : all;
                 for (long k = k0; k < std::min(words, k0 + Op::deep); k += HELD)
                     for (long n = 0; n < columns; n += NR) {
-                        const W* from = w + k * Op::values * ld + n;
-                        straight_block<Op, W>(M, a.p + k, a.ld, from, ld, to + n, pitch, k == k0);
+                        const W* block = w + k * Op::values * ld + n;
+                        straight_block<Op, W>(M, a.p + k, a.ld, block, ld, to + n, pitch, k == k0);
                     }
                 for (long m = 0; k0 && m < M; m++)
                     for (long n = m * pitch; n < m * pitch + columns; n += VL)

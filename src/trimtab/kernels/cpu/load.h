@@ -1,4 +1,4 @@
-// Bringing operands into blocks of float: widened, gathered or transposed on the way.
+// Bringing operands into blocks of float: widened, rounded, gathered or transposed on the way.
 #pragma once
 #include "tile.h"
 
@@ -17,13 +17,8 @@ INLINE void blank(Place to, long k, long nn) {
     for (long n = nn; n < up_to(nn, NR); n++) *to.at(k, n) = 0;
 }
 
-// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row. Into the nearest
-// cache, 3, or the one behind it, 2.
+// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row.
 constexpr long SOON = 4, FAR = 16;
-template <int Cache = 3, class T>
-INLINE void expect(const T* row, long n) {
-    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 0, Cache);
-}
 
 template <class T>
 INLINE void widen_row(const T* from, float* to, long n) {

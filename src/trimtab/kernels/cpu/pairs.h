@@ -1,4 +1,4 @@
-// Bringing operands of bf16 as they are, in pairs along k: the products of such pairs, and where they lie.
+// Bringing operands as bf16, in pairs along k: the products of such pairs, and where they lie.
 //
 // A pair is a word. Left operands lie row by row, k contiguous; right ones as panels of NR columns, whose row is a pair
 // of each column. Where k ends, zeros follow up to a multiple of a tile's pairs.
@@ -154,7 +154,7 @@ INLINE void put_every_second(const rounded* w, const PairPlace& to, long k, long
     put_row(row, to, k, nn);
 }
 
-// A matrix with the contracted axis last: value (k, n) at w[n * ld + k]. Its words are pairs already.
+// A matrix with the contracted axis last: value (k, n) at w[n * ld + k]. Words of bf16 are pairs already.
 template <class T>
 void load_transposed(const T* w, long ld, const PairPlace& to, long kn, long nn) {
     constexpr long wide = 2 * VL;

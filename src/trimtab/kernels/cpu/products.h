@@ -52,7 +52,7 @@ inline Lack lack(int32_t products) {
     return COMPILER;
 }
 
-// run(value of the parameters' type, operands) for what the call asks for, of which there is no lack.
+// run(value of the rows' type, operands) for what the call asks for, of which there is no lack.
 template <class Run>
 void with_operands(const Call& c, Run run) {
     if (c.type == FLOAT) return run(float(), Floats());

@@ -2,7 +2,7 @@
 #pragma once
 #include "amx.h"
 
-// [K, N] of one part or two, which lie `beside` each other. Value (k, n) lies at w[k * ld + n * step] where rows lie in
+// [K, N] of one part, or two that lie `beside` values apart. Value (k, n) lies at w[k * ld + n * step] where rows lie in
 // memory one after the other, `by_rows`, else at w[n * ld + k].
 template <class W>
 struct Right {
@@ -26,7 +26,7 @@ struct Right {
     }
     Ahead where(int part, long k0, long kn, long n0, long nn) const {  // what `bring` reads
         const long rows = by_rows ? kn : nn, values = by_rows ? nn * step : kn;
-        return {(const char*)at(part, k0, n0), ld * (long)sizeof(W), rows, values * (long)sizeof(W), step};
+        return {(const char*)at(part, k0, n0), ld * (long)sizeof(W), rows, values * (long)sizeof(W)};
     }
 };
 
@@ -34,8 +34,9 @@ struct Right {
 // turn; and back.
 template <class W>
 Right<W> to_outputs(const W* w, long in, long out, bool transposed, int parts = 1, bool interleaved = false) {
-    const long step = interleaved ? parts : 1, second = interleaved ? 1 : out / parts;
-    if (transposed) return {w, out, true, (int)step, parts, second};
+    const int step = interleaved ? parts : 1;
+    const long second = interleaved ? 1 : out / parts;
+    if (transposed) return {w, out, true, step, parts, second};
     return {w, in * step, false, 1, parts, second * in};
 }
 template <class W>

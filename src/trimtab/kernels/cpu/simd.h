@@ -37,14 +37,14 @@ using int_constant = std::integral_constant<int, N>;
 struct bf16 {
     uint16_t bits;
 };
-struct rounded {  // counts as the bf16 next to it
+struct rounded {  // counts as the nearest bf16
     float exact;
 };
 
 INLINE vf splat(float x) { return x - vf{}; }
 
-// In one rounding. For Zen 2 and 3 GCC would make two operations of some that follow each other, and not of others: a
-// row's bits would depend on the number of rows.
+// In one rounding where the machine can. For Zen 2 and 3 GCC would make two operations of some that follow each other,
+// and not of others: a row's bits would depend on the number of rows.
 INLINE vf multiply_add(vf a, vf b, vf sum) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -62,11 +62,11 @@ INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
     return (vh)_mm512_cvtneps_pbh((__m512)x);  // denormals become zero
 #else
-    vu u = (vu)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu u = (vu)x, bits = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 #if defined(TRIMTAB_EMULATE_BF16)
-    rounded = (u & 0x7f800000u) ? rounded : (u & 0x80000000u) >> 16;
+    bits = (u & 0x7f800000u) ? bits : (u & 0x80000000u) >> 16;
 #endif
-    return __builtin_convertvector(x != x ? (u >> 16) | 0x40 : rounded, vh);
+    return __builtin_convertvector(x != x ? (u >> 16) | 0x40 : bits, vh);
 #endif
 }
 INLINE vf as_bf16(vf x) { return (vf)(__builtin_convertvector(narrow(x), vu) << 16); }

@@ -23,6 +23,11 @@ constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
 // Whether sums stay near, go past the caches or are added to what is there; as float or as bf16.
 enum End { NEAR, PAST, PAST_NARROW, ADD, ADD_NARROW };
 
+// Of a row, into the nearest cache, 3, or the one behind it, 2.
+template <int Cache = 3, class T>
+INLINE void expect(const T* row, long n) {
+    for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 0, Cache);
+}
 template <class T>
 INLINE void expect_writes(const T* row, long n) {
     for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch((const char*)row + at, 1);
@@ -57,13 +62,13 @@ struct Sums {
     }
 };
 
-// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart, of which every `step`th value belongs to it;
-// and as many `beside` bytes behind them, if they are others. What is brought next is asked for meanwhile.
+// Where a part of an operand lies: some rows of `bytes`, `ld` bytes apart, and as many `beside` bytes behind them, if they
+// are others. What is brought next is asked for meanwhile.
 struct Ahead {
     const char* p = nullptr;
-    long ld = 0, rows = 0, bytes = 0, step = 1, beside = 0;
+    long ld = 0, rows = 0, bytes = 0, beside = 0;
     Ahead and_beside(const Ahead& other) const {  // of columns in turn the bytes are the same
-        return {p, ld, rows, bytes, step, other.p - p < bytes ? 0 : other.p - p};
+        return {p, ld, rows, bytes, other.p - p < bytes ? 0 : other.p - p};
     }
     // Of `calls` that ask for all of it in turn. Rows far from each other: lines of several pages come sooner than as
     // many of one.
@@ -104,7 +109,7 @@ struct Floats {
 };
 
 // One block of at most MR x NR, its sums in registers: of both registers of columns, or the first. With every VL steps
-// over k the next line of each row asked for.
+// over k the next line of each row is asked for, or two of rows that are wider than the products'.
 template <class Op, int M, bool ByRow, int Wide = 2>
 void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word* b, const Sums& c, const Ahead& ask) {
     vf acc[M][Wide];
@@ -127,8 +132,13 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
             }
         }
     };
+    const bool two = ask.bytes > K / VL * 64;
     for (long line = 0; ask.rows && line < ask.bytes && k + VL <= K; line += 64) {
         for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
+        if (two) {
+            line += 64;
+            for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
+        }
         steps(k + VL);
     }
     steps(K);
