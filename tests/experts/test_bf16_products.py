@@ -27,6 +27,7 @@ from trimtab.experts.mlp_fused import FusedMLP
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.compiled import CompiledKernels
 
+pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 E, K = 4, 2
 START = 16.0
 """In a main_grad: of the gradients' size, or its loss would not be seen."""

@@ -22,6 +22,7 @@ from trimtab.kernels.fused_check import first_fused_fault
 from trimtab.kernels.selftest import KernelChoice, self_test
 from trimtab.verify.doctor import backends
 
+pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 CPU = torch.device("cpu")
 ALL, NO_CPU, NO_COMPILER, NO_SYSTEM = 0, 1, 2, 3
 """What cpu/products.h answers."""

@@ -18,6 +18,7 @@ from trimtab.experts.mlp_fused import FusedMLP
 from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 
+pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
 WAYS: tuple[set[str], ...] = ({"BROUGHT"}, {"BROUGHT", "BY_ROWS"}, set())
 """See `emulated.DEFINES`."""
