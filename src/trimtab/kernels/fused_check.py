@@ -30,7 +30,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def first_fused_fault(kernels: CompiledKernels) -> str | None:
-    """What is wrong with them, None if nothing is. Takes some hundredths of a second."""
+    """What is wrong with them, None if nothing is. Takes some tenths of a second."""
     with torch.no_grad():
         for dtype in BOUNDS:
             fault = _fault_in(kernels, dtype)

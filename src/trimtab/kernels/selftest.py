@@ -3,7 +3,7 @@
 `KernelChoice.on(device, dtype)` runs a problem of a few rows through the chosen kernels the first time it is asked:
 empty groups at the start and in between, rows behind the last segment that hold NaN, results written over NaN, and a
 gradient of stride 0; then no rows at all. Values are small integers, exact in every dtype, so results must be equal.
-The answer is kept in the choice itself; layers may share one. It costs hundredths of a second, once: see `reports`.
+The answer is kept in the choice itself; layers may share one. It costs tenths of a second, once: see `reports`.
 
 Legend: R rows, e groups, A and B the widths of a GEMM.
 """
