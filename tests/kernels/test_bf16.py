@@ -153,14 +153,15 @@ def only(functions: dict[str, list[str]], start: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("march", ["native", "sapphirerapids"])
+@pytest.mark.parametrize("march", ["cooperlake", "sapphirerapids", "native"])
 def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
     functions = assembly(march)
     if march == "native" and not any(name.startswith("void tile<Dots") for name in functions):
         pytest.skip("this machine has no AVX512-BF16")
     tiles = [(f"tile<Dots, {rows}, true, 2>", 2 * rows, 0) for rows in range(1, 15)]
-    turned = [(f"swapped_rows<Dots, bf16, {rows}>", 16 * rows, 5) for rows in range(1, 9)]
-    # Of a weight's rows some may lie on the stack meanwhile.
+    # Of a weight's rows two may lie on the stack meanwhile, or three where the compiler tunes for Zen.
+    moved = 5 if march == "native" else 4
+    turned = [(f"swapped_rows<Dots, bf16, {rows}>", 16 * rows, moved) for rows in range(1, 9)]
     for name, sums, moves in [*tiles, ("tile<Dots, 8, true, 1>", 8, 0), *turned]:
         loop = loop_around(only(functions, f"void {name}"), "vdpbf16ps")
         found = sum("\tvdpbf16ps" in line for line in loop)
@@ -170,7 +171,7 @@ def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
         assert sum("zmm" in line or not moves for line in stack) <= moves
 
 
-@pytest.mark.parametrize("march", ["znver3", "native"])
+@pytest.mark.parametrize("march", ["haswell", "znver3", "cooperlake", "native"])
 def test_float_products_are_added_in_one_rounding(march: str) -> None:
     """A compiler that makes two of one of them changes a row's bits with the number of rows."""
     if march == "native" and compiled.compiled_kernels().instructions == "generic":

@@ -177,10 +177,8 @@ def _operands(
     call: ExpertCall, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The parameters as the kernels read them: beside rows in bfloat16 they round a weight in float32 themselves."""
-    if (up.dtype, call.dtype) != (torch.float32, torch.bfloat16):
-        return call.cast(up, down, up_bias, down_bias)
-    up_bias, down_bias = (b if b is None else b.to(call.dtype) for b in (up_bias, down_bias))
-    return up, down, up_bias, down_bias
+    rounding = (up.dtype, call.dtype) == (torch.float32, torch.bfloat16)
+    return (up, down, up_bias, down_bias) if rounding else call.cast(up, down, up_bias, down_bias)
 
 
 def _fields(
