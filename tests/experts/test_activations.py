@@ -52,6 +52,9 @@ def test_backward_equals_autograd(name: str, rows: int) -> None:
     torch.testing.assert_close(h, true.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(d_pre, d_true, rtol=1e-12, atol=1e-12)
     assert list(d_params) == []
+    again, back = ours.again(pre.detach())
+    assert torch.equal(again, h)
+    assert torch.equal(back(dh.clone())[0], d_pre)
     assert torch.equal(pre.detach(), before)
 
 

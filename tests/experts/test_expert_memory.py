@@ -37,10 +37,11 @@ def promised(activation: str, weights: str, rows: int, busiest: int, stock: bool
     width = 2 * F if gated else F
     a = 3 if clamped else 2 if weights == "experts" and stock else 1
     b = 6 if clamped else 4 if gated else 2
+    c = 4 if gated and not clamped and not stock else 3
     base = rows * (width + D)
     copied = busiest * (F + D) if stock else 0
     forward = base + max(M * D, busiest * D, a * busiest * F, copied)
-    backward = base + max(M * D, busiest * (3 * F + D), b * busiest * F)
+    backward = base + max(M * D, busiest * (c * F + D), b * busiest * F)
     return SIZE * rows * width, SIZE * forward, SIZE * backward
 
 
@@ -91,7 +92,7 @@ def test_peaks_of_the_loop_in_bfloat16(routing: str, pays: onednn.Pays, monkeypa
     most = size * (base + max(tokens * dim, together * dim, 2 * together * hidden))
     assert pre <= kept <= pre + indices
     assert 0.7 * most <= forward <= most + indices
-    most = size * (base + max(tokens * dim, together * (3 * hidden + dim), 4 * together * hidden))
+    most = size * (base + max(tokens * dim, together * (4 * hidden + dim), 4 * together * hidden))
     assert 0.7 * most <= live.peak - params - y.nbytes <= most + indices
 
 

@@ -12,7 +12,9 @@ Legend: n rows, I width of the pre-activations (2F with a gate, else F), F exper
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from trimtab.autocast import noted
 from trimtab.errors import InputError
 from trimtab.experts.stand_in import standing_in
+from trimtab.kernels.hidden import Gradients
 from trimtab.kernels.memory import no_values
 
 Approximate = Literal["none", "tanh"]
@@ -35,9 +38,11 @@ class Activation(Protocol):
         """[n, I] -> [n, F]. Does not change its input."""
         ...
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Gradients of `pre` and of each parameter."""
-        ...
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients: ...
+
+    def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
+        """`forward`, and `backward` of `pre` with what of it the two share: of dh [n, F], called once at most."""
+        return self.forward(pre_nI), partial(self.backward, pre_nI)
 
 
 class BuiltIn(Activation, Protocol):
@@ -46,48 +51,64 @@ class BuiltIn(Activation, Protocol):
     gated: ClassVar[bool]
 
 
-class SwiGLU:
-    """silu(gate) * up, gate first."""
+class _Gated(Activation):
+    """s(gate) * up, gate first."""
 
     gated: ClassVar[bool] = True
     params: tuple[Tensor, ...] = ()
+
+    @abstractmethod
+    def _s(self, gate_nF: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None: ...
 
     def forward(self, pre_nI: Tensor) -> Tensor:
         gate, up = pre_nI.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return self._s(gate).mul_(up)
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
+        return self._backward(pre_nI, self._s(pre_nI.chunk(2, dim=-1)[0]), dh_nF)
+
+    def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
+        gate, up = pre_nI.chunk(2, dim=-1)
+        s = self._s(gate)
+        return s * up, partial(self._backward, pre_nI, s)
+
+    def _backward(self, pre_nI: Tensor, s_nF: Tensor, dh_nF: Tensor) -> Gradients:
+        """`s` is not the caller's any more."""
         gate, up = pre_nI.chunk(2, dim=-1)
         d_pre = torch.empty_like(pre_nI)
         d_gate, d_up = d_pre.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.silu(gate), dh_nF, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(dh_nF * up, gate, grad_input=d_gate)
+        torch.mul(s_nF, dh_nF, out=d_up)
+        self._s_backward(torch.mul(dh_nF, up, out=s_nF), gate, d_gate)
         return d_pre, ()
 
 
-class GeGLU:
-    """gelu(gate) * up, gate first. `approximate` as in `torch.nn.functional.gelu`."""
+class SwiGLU(_Gated):
+    """silu(gate) * up, gate first."""
 
-    gated: ClassVar[bool] = True
-    params: tuple[Tensor, ...] = ()
+    def _s(self, gate_nF: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate_nF)
+
+    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None:
+        torch.ops.aten.silu_backward.grad_input(ds_nF, gate_nF, grad_input=out_nF)
+
+
+class GeGLU(_Gated):
+    """gelu(gate) * up, gate first. `approximate` as in `torch.nn.functional.gelu`."""
 
     def __init__(self, approximate: Approximate = "none") -> None:
         self.approximate = approximate
 
-    def forward(self, pre_nI: Tensor) -> Tensor:
-        gate, up = pre_nI.chunk(2, dim=-1)
-        return torch.nn.functional.gelu(gate, approximate=self.approximate).mul_(up)
+    def _s(self, gate_nF: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(gate_nF, approximate=self.approximate)
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        gate, up = pre_nI.chunk(2, dim=-1)
-        d_pre = torch.empty_like(pre_nI)
-        d_gate, d_up = d_pre.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.gelu(gate, approximate=self.approximate), dh_nF, out=d_up)
-        torch.ops.aten.gelu_backward.grad_input(dh_nF * up, gate, approximate=self.approximate, grad_input=d_gate)
-        return d_pre, ()
+    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None:
+        torch.ops.aten.gelu_backward.grad_input(ds_nF, gate_nF, approximate=self.approximate, grad_input=out_nF)
 
 
-class ClampedSwiGLU:
+class ClampedSwiGLU(Activation):
     """(up + shift) * gate * sigmoid(alpha * gate), both cut at `limit` first, the gate from above only.
 
     By default gpt-oss's, whose gate and up are interleaved. alpha 1 and shift 0 make it SwiGLU between limits.
@@ -105,7 +126,7 @@ class ClampedSwiGLU:
         gate, up = self._cut(pre_nI)
         return (self.alpha * gate).sigmoid_().mul_(gate).mul_(up.add_(self.shift))
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
         gate, up = self._cut(pre_nI)
         sigmoid = (self.alpha * gate).sigmoid_()
         d_pre = torch.empty_like(pre_nI)
@@ -132,7 +153,7 @@ class ClampedSwiGLU:
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
 
 
-class ReluSquared:
+class ReluSquared(Activation):
     """relu(x)^2, no gate."""
 
     gated: ClassVar[bool] = False
@@ -141,11 +162,11 @@ class ReluSquared:
     def forward(self, pre_nI: Tensor) -> Tensor:
         return torch.relu(pre_nI).square_()
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
         return torch.relu(pre_nI).mul_(2).mul_(dh_nF), ()
 
 
-class GELU:
+class GELU(Activation):
     """gelu(x), no gate. `approximate` as in `torch.nn.functional.gelu`."""
 
     gated: ClassVar[bool] = False
@@ -157,11 +178,11 @@ class GELU:
     def forward(self, pre_nI: Tensor) -> Tensor:
         return torch.nn.functional.gelu(pre_nI, approximate=self.approximate)
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
         return torch.ops.aten.gelu_backward(dh_nF, pre_nI, approximate=self.approximate), ()
 
 
-class Recomputed:
+class Recomputed(Activation):
     """A differentiable row-wise function, run again for its backward.
 
     It runs under the autocast that this was made under. It must give the same twice: one that draws random numbers on
@@ -202,7 +223,7 @@ class Recomputed:
             phase="experts",
         )
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
         if self._versions != [p._version for p in self.params if not p.is_inference()]:
             raise InputError(
                 "a parameter of the experts' activation or norm was changed in place between forward and backward",

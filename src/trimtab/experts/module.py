@@ -36,10 +36,11 @@ class ExpertMLP(GroupedModule):
 
         kept for the backward   s R I                                       the pre-activations
         peak of the forward     s (R (I + D) + max(M D, r D, a r F))
-        peak of the backward    s (R (I + D) + max(M D, r (3 F + D), b r F))
+        peak of the backward    s (R (I + D) + max(M D, r (c F + D), b r F))
 
         a = 3 for clamped_swiglu, else 1, on kernels "stock" 2 with weights="experts"
         b = 6 for clamped_swiglu, 4 for the other gates, 2 without a gate
+        c = 4 for swiglu and geglu, else 3, on kernels "stock" 3
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
     machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,

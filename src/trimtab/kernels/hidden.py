@@ -8,11 +8,15 @@ Legend: R expert rows of a block, I width of the pre-activations, F expert hidde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+Gradients = tuple[Tensor, Sequence[Tensor]]
+"""Of pre [R, I] and of each parameter of f."""
 
 
 class RowFunction(Protocol):
@@ -20,7 +24,9 @@ class RowFunction(Protocol):
 
     def forward(self, pre_RI: Tensor) -> Tensor: ...
 
-    def backward(self, pre_RI: Tensor, dh_RF: Tensor) -> tuple[Tensor, Sequence[Tensor]]: ...
+    def backward(self, pre_RI: Tensor, dh_RF: Tensor) -> Gradients: ...
+
+    def again(self, pre_RI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]: ...
 
 
 def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
@@ -31,9 +37,11 @@ def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
 class HiddenBack:
     """The backward of one block, in steps so that no more is held at a time than must be: `hidden`, then `pre`."""
 
-    def __init__(self, f: RowFunction, pre_RI: Tensor, w_R1: Tensor | None) -> None:
-        self._f, self._pre, self._w = f, pre_RI, w_R1
-        self._h: Tensor | None = f.forward(pre_RI)
+    def __init__(self, f: RowFunction, pre_RI: Tensor, w_R1: Tensor | None, *, shares: bool) -> None:
+        self._w = w_R1
+        self._h: Tensor | None
+        self._backward: Callable[[Tensor], Gradients]
+        self._h, self._backward = f.again(pre_RI) if shares else (f.forward(pre_RI), partial(f.backward, pre_RI))
 
     def hidden(self, dh_RF: Tensor) -> tuple[Tensor, Tensor | None]:
         """h * w [R, F], and w's gradient [R] if there is a w. `dh` is not the caller's any more."""
@@ -45,17 +53,20 @@ class HiddenBack:
         dh_RF *= w
         return hw, dw
 
-    def pre(self) -> tuple[Tensor, Sequence[Tensor]]:
+    def pre(self) -> Gradients:
         """The gradients of `pre` [R, I] and of f's parameters. Once, after `hidden`."""
-        return self._f.backward(self._pre, self._dh)
+        return self._backward(self._dh)
 
 
 class HiddenKernels:
     """Part of every set of kernels, see `trimtab.kernels.grouped.Kernels`."""
+
+    shares = False
+    """Whether a gate's factor of h is kept for the backward: time for memory, R F more at its peak."""
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
         h = f.forward(pre_RI)
         return h if w_R1 is None else h * w_R1
 
     def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
-        return HiddenBack(f, pre_RI, w_R1)
+        return HiddenBack(f, pre_RI, w_R1, shares=self.shares)

@@ -27,6 +27,7 @@ class LoopKernels(HiddenKernels):
 
     name = "loop"
     weighs_sums = True  # PyTorch sums weighted rows as fast as others
+    shares = True  # a block is small
 
     def __init__(self) -> None:
         self.pages = shared_pages()
