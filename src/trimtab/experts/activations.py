@@ -224,18 +224,23 @@ class Recomputed(Activation):
         )
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
+        return self.again(pre_nI)[1](dh_nF)
+
+    def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
         if self._versions != [p._version for p in self.params if not p.is_inference()]:
             raise InputError(
                 "a parameter of the experts' activation or norm was changed in place between forward and backward",
                 phase="experts",
             )
-        again = self._autocast(pre_nI.device.type)
-        with torch.enable_grad(), standing_in(self._places, self._stand_ins), again:
+        with torch.enable_grad(), standing_in(self._places, self._stand_ins), self._autocast(pre_nI.device.type):
             pre = pre_nI.detach().requires_grad_()
             # No leaf: within autograd.grad, hooks that torch's trackers hang on leaves raise.
             h = self.function(pre.view_as(pre))
+        return h.detach(), partial(self._gradients, pre, h)
+
+    def _gradients(self, pre_nI: Tensor, h_nF: Tensor, dh_nF: Tensor) -> Gradients:
         wanted = [p for p in self.params if p.requires_grad]
-        d_pre, *d_wanted = torch.autograd.grad(h, [pre, *wanted], dh_nF.to(h.dtype), materialize_grads=True)
+        d_pre, *d_wanted = torch.autograd.grad(h_nF, [pre_nI, *wanted], dh_nF.to(h_nF.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
 
