@@ -31,6 +31,38 @@ def test_the_tree_and_the_proofs_name_what_exists() -> None:
     assert rooms == set(re.findall(r"^    (\w+)/", tree[1], re.MULTILINE))
 
 
+CASE = re.compile(r"([ABC]), (bf16|fp32), (2048|8192) tokens, [12] threads?(, [24] ranks)?")
+
+
+def span(page: str, shapes: str, dtypes: str, ranks: bool) -> str:
+    """The least and the most that a page quotes: times as fast as the fastest peer (time over the limit)."""
+    found = []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        if len(cells) != 15 or cells[1] != "forward+backward" or cells[2] not in ("auto", "auto shared_memory"):
+            continue
+        case = CASE.fullmatch(cells[0])
+        if case and cells[5] and case[1] in shapes and case[2] in dtypes and bool(case[4]) == ranks:
+            found.append((float(cells[10]), float(cells[14])))
+    assert len(found) > 3
+    (least, nearest), (most, farthest) = (tuple(f(each) for each in zip(*found, strict=True)) for f in (min, max))
+    return f"{least:.2f} to {most:.2f} ({nearest:.2f} to {farthest:.2f})"
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("Intel, AMX", "benchmarks.md"),
+        ("AMD, family 26", "benchmarks-zen5.md"),
+        ("AMD, family 25", "benchmarks-zen4.md"),
+    ],
+)
+def test_the_speeds_are_those_of_the_pages(name: str, page: str) -> None:
+    columns = (("AB", "bf16", False), ("C", "bf16", False), ("ABC", "fp32", False), ("ABC", "bf16 fp32", True))
+    cells = " | ".join(span(page, *column) for column in columns)
+    assert f"| [{name}](docs/{page}) | {cells} |" in README.splitlines()
+
+
 EXCHANGE = """
 y.sum().backward()
 assert y.shape == x.grad.shape == (5 * group.rank(), 1024)
