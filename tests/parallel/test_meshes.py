@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from comparing import relative_error
 from parallel.layout_truth import D as DIM
@@ -167,6 +168,40 @@ def test_copies_have_weights_of_their_own_and_meet_the_same_ranks() -> None:
     for gaps in run_ranks(copies_on_rank, 2):
         assert len(gaps) > 20
         assert all(gap == 0 for gap in gaps)
+
+
+def placements_on_rank() -> dict[str, float]:
+    """Gradients that lie otherwise than their parameters, as torch's tensor parallelism leaves some."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    each = (Replicate(), Shard(0), Shard(1))
+    ways = list(itertools.product(each, repeat=2))
+    params, true = [], []
+    for i, (param, grad) in enumerate(itertools.product(ways, ways)):
+        whole = true_gradient(i, "placed", torch.Size((3, 5)))
+        true.append(whole.double())
+        params.append(torch.nn.Parameter(distribute_tensor(torch.zeros(3, 5), mesh, param)))
+        params[-1].grad = distribute_tensor(whole, mesh, grad, src_data_rank=None)
+    errors = {}
+    for power in (2.0, 1.0, float("inf")):
+        want = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in true]), power)
+        errors[f"{power}"] = relative_error(clip_grad_norm_(params, 1e9, norm_type=power), want)
+    clip_grad_norm_(params, 0.5)
+    scale = 0.5 / torch.linalg.vector_norm(torch.stack(true))
+    for param, whole in zip(params, true, strict=True):
+        assert isinstance(param.grad, DTensor)
+        errors[f"{param.placements} {param.grad.placements}"] = relative_error(param.grad.full_tensor(), whole * scale)
+    other = init_device_mesh("cpu", (4,))
+    params[0].grad = distribute_tensor(torch.ones(3, 5), other, (Shard(0),))
+    with pytest.raises(InputError, match="its parameter is not"):
+        clip_grad_norm_(params, 1.0)
+    return errors
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_a_gradient_counts_once_wherever_it_lies() -> None:
+    for errors in run_ranks(placements_on_rank, 4):
+        assert len(errors) == 3 + 81
+        assert all(error <= 1e-6 for error in errors.values()), errors
 
 
 def test_one_parameter_may_be_given_alone() -> None:

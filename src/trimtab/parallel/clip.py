@@ -13,9 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import InputError
 
-_Place = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh and those of its dims over which parameters are sharded."""
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -28,8 +25,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most `max_norm`; returns the norm before, float32.
 
-    A parameter counts once: shards of a DTensor are summed over the mesh dims that shard it (ep, etp, fsdp, efsdp),
-    replicas are not. Call it after gradients are reduced, with all parameters of the model, on every rank that holds
+    A gradient counts once: shards of a DTensor are summed over its mesh (ep, etp, tp, fsdp, efsdp), of replicas the
+    first counts. A gradient may be placed otherwise than its parameter, as torch's tensor parallelism leaves that of a
+    sharded embedding. Call it after gradients are reduced, with all parameters of the model, on every rank that holds
     any: the collectives follow from the parameters, so a missing gradient counts as zeros and hangs nobody. Where a
     gradient went into `main_grad` (the parameter says so with `grad_added_to_main_grad`), that is what counts.
 
@@ -38,31 +36,30 @@ def clip_grad_norm_(
         pp_mesh: pipeline stages, whose parameters are summed up too.
 
     Raises:
-        InputError: a gradient whose parts are not summed yet (Partial), or a norm that is not finite where asked for.
+        InputError: a gradient whose parts are not summed yet (Partial), one on another mesh than its parameter, or a
+            norm that is not finite where asked for.
     """
     params: list[Tensor]
     if isinstance(parameters, nn.Module):
         params = list(parameters.parameters())
     else:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    powers: dict[_Place | None, list[Tensor]] = {}
+    powers: dict[DeviceMesh | None, list[Tensor]] = {}
     device = next((_local(p).device for p in params), torch.device("cpu"))
     for param in params:
-        grad, place = _gradient(param), _place_of(param)
-        found = powers.setdefault(place, [])
-        if grad is not None:
-            if isinstance(grad, DTensor) and any(isinstance(p, Partial) for p in grad.placements):
-                raise InputError(f"a gradient {tuple(grad.shape)} is Partial over {grad.device_mesh}: reduce it first")
+        grad = _gradient(param)
+        found = powers.setdefault(param.device_mesh if isinstance(param, DTensor) else None, [])
+        if grad is not None and _counts_here(grad, param):
             found.append(_power(_local(grad), norm_type))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, found in powers.items():
+    for mesh, found in powers.items():
         zero = total.new_zeros(1)
         part = torch.stack([*found, zero[0]])
         part = part.max() if math.isinf(norm_type) else part.sum()
-        mesh, dims = (None, ()) if place is None else place
-        for dim in dims:
-            assert mesh is not None
-            _join(part, norm_type, mesh.get_group(dim))
+        if mesh is not None:
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    _join(part, norm_type, mesh.get_group(dim))
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     if pp_mesh is not None:
         _join(total, norm_type, pp_mesh.get_group())
@@ -97,11 +94,18 @@ def _join(part: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
     dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
 
 
-def _place_of(param: Tensor) -> _Place | None:
-    if not isinstance(param, DTensor):
-        return None
-    dims = tuple(d for d, placement in enumerate(param.placements) if not isinstance(placement, Replicate))
-    return param.device_mesh, dims
+def _counts_here(grad: Tensor, param: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a gradient."""
+    placed = grad if isinstance(grad, DTensor) else param  # `main_grad` is plain
+    if not isinstance(placed, DTensor):
+        return True
+    if any(isinstance(p, Partial) for p in placed.placements):
+        raise InputError(f"a gradient {tuple(grad.shape)} is Partial over {placed.device_mesh}: reduce it first")
+    if not isinstance(param, DTensor) or placed.device_mesh != param.device_mesh:
+        raise InputError(f"a gradient {tuple(grad.shape)} is on {placed.device_mesh}, its parameter is not")
+    where = param.device_mesh.get_coordinate()
+    copies = [d for d, placement in enumerate(placed.placements) if isinstance(placement, Replicate)]
+    return where is not None and all(where[d] == 0 for d in copies)
 
 
 def _local(tensor: Tensor) -> Tensor:
