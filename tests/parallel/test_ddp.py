@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -32,8 +33,8 @@ class Block(nn.Module):
         self.first, self.moe = nn.Linear(D, D), build(bias=True, router={"bias": True, "bias_rate": 0.25}, **more)
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.moe(self.first(x)).y.square().sum()
-        return loss
+        losses: Tensor = self.moe(self.first(x)).y.square().sum()[None]
+        return losses
 
 
 def wrapped(*frozen: str, **more: Any) -> DistributedDataParallel:
@@ -46,10 +47,17 @@ def wrapped(*frozen: str, **more: Any) -> DistributedDataParallel:
     return ddp(model, init_device_mesh("cpu", (2,)), mesh["edp"])
 
 
+def tokens(rank: int) -> Tensor:
+    return torch.randn(4 + 4 * rank, D, generator=torch.Generator().manual_seed(rank))
+
+
 def gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
     model.zero_grad()
-    x = torch.randn(3 + 4 * rank, D, generator=torch.Generator().manual_seed(rank))
-    model(x).backward()
+    model(tokens(rank)).backward()
+    return found_in(model)
+
+
+def found_in(model: nn.Module) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name.removeprefix("module."): getattr(t, "_local_tensor", t).clone() for name, t in found.items()}
 
@@ -60,11 +68,23 @@ def truth() -> dict[str, Tensor]:
     return {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
 
 
+def by_a_stage(model: DistributedDataParallel, rank: int) -> dict[str, Tensor]:
+    """The only stage of a pipeline, two micro-batches."""
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rank", "pp"))["pp"].get_group()
+    x = tokens(rank)
+    given, taken = (x[::2],), (torch.zeros(1),)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone, input_args=given, output_args=taken)
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, _: y.sum(), scale_grads=False)
+    model.zero_grad()
+    schedule.step(x, target=torch.zeros(2), losses=[])
+    return found_in(model)
+
+
 def on_rank() -> dict[str, float | list[Tensor]]:
     rank, true, gaps = dist.get_rank(), truth(), {}
 
-    def gap(model: nn.Module) -> float:
-        found = gradients(model, rank)
+    def gap(model: nn.Module, found: dict[str, Tensor] | None = None) -> float:
+        found = gradients(model, rank) if found is None else found
         assert found.keys() == true.keys()
         return max(relative_error(found[name], true[name]) for name in true)
 
@@ -77,6 +97,18 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     with model.no_sync():
         alone = gradients(model, rank)
     assert relative_error(alone["moe.experts.up"], true["moe.experts.up"]) > 0.01
+    loss = model(tokens(rank))
+    with torch.no_grad(), model.no_sync():
+        model(tokens(5))
+    model.zero_grad()
+    loss.backward()
+    gaps["evaluated in between"] = gap(model, found_in(model))
+    gaps["stage"] = gap(model, by_a_stage(wrapped(), rank))
+    delayed = wrapped(delay_wgrad=True)
+    by_a_stage(delayed, rank)
+    for _ in range(2):
+        delayed.module.moe.experts.backward_dw()
+    gaps["stage, delayed"] = gap(delayed, found_in(delayed))
 
     thawed = wrapped("moe.experts")
     assert not any(name.startswith("moe.experts") for name in gradients(thawed, rank))
@@ -113,5 +145,8 @@ def test_of_two_ranks() -> None:
         assert torch.equal(a, b)
         assert (a != 0).any()
     for gaps in (first, second):
-        assert set(gaps) == {"as it is", "copy", "average", "thawed"}
+        assert set(gaps) == {
+            *("as it is", "copy", "average", "thawed"),
+            *("evaluated in between", "stage", "stage, delayed"),
+        }
         assert max(gaps.values()) < 2e-6, gaps

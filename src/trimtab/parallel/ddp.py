@@ -5,13 +5,14 @@
 
 Every expert has a gradient on every rank, tokens or not, so no rank waits for another. An expert's gradient is
 scaled by edp / dp where it enters the layer, then averaged over edp: an average of averages is itself, so backwards
-may accumulate with or without `no_sync()`, as DDP's do.
+may accumulate with or without `no_sync()`, as DDP's do, and one average more than DDP takes changes nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -41,7 +42,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         options: for DDP. Buffers are not broadcast before each forward if nothing is said of them.
 
     Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
-    Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, as the last forward said with `no_sync()`.
+    Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, unless forward and it are under `no_sync()`.
     Experts may be frozen and trained again later, alike on every rank; as with DDP other parameters may not.
     Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
     parameter groups of their own; `GradScaler.unscale_` and `swa_utils.get_ema_multi_avg_fn` take no mixture at all
@@ -145,11 +146,16 @@ class _Dummies:
 
 
 class _ExpertReducer:
-    """Reduces the gradients of some experts as a backward that reached one of them ends, if DDP reduces in it."""
+    """Reduces the gradients of some experts as a backward that reached one of them ends, if DDP reduces in it.
+
+    DDP does so once after a forward outside of `no_sync()`, whatever came in between, and where it was told to before
+    the backward alone: torch's pipeline stages run every forward under `no_sync()`, and the last backward without.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.params, self.group = params, group
-        self.sync, self.queued = True, False
+        self.expected, self.queued = True, False
+        self.wrapped: Callable[[], nn.Module | None] = lambda: None
         for param in params:
             _when_accumulated(param, self.accumulated)
 
@@ -158,12 +164,14 @@ class _ExpertReducer:
         return _ExpertReducer(copy.deepcopy(self.params, memo), self.group)
 
     def accumulated(self, _: Tensor) -> None:
-        if self.sync and not self.queued:
+        wrapped = self.wrapped()
+        now = wrapped is not None and bool(wrapped.require_backward_grad_sync)
+        if (self.expected or now) and not self.queued:
             self.queued = True
             Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self) -> None:
-        self.queued = False
+        self.expected = self.queued = False
         trained = [param for param in self.params if param.requires_grad]
         for param in trained:  # one that no layer used this time has a gradient of zeros, as on its peers
             if param.grad is None:
@@ -172,7 +180,8 @@ class _ExpertReducer:
 
 
 def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
-    reducer.sync = bool(wrapped.require_backward_grad_sync)
+    reducer.wrapped = weakref.ref(wrapped)
+    reducer.expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
 
 
 @torch.no_grad()
