@@ -29,7 +29,7 @@ def step(h: AmaxHistory, *amax: float) -> list[float]:
 
 
 def again(h: AmaxHistory, *amax: float) -> list[float]:
-    return magnitudes(h, h.again(torch.tensor(amax)))
+    return magnitudes(h, h.again(torch.tensor(amax), h.which(torch.tensor(amax))))
 
 
 def test_a_scale_comes_from_the_steps_before() -> None:

@@ -10,8 +10,9 @@ and every other product of that call uses the same scale, whatever other calls c
 An expert whose history is all zeros (its first tokens, or none for H steps) takes its scale from the data, as current
 scaling does. In eval mode scales are used and nothing moves.
 
-A recomputed forward is the same step again: it moves nothing and finds its scale by its magnitudes, which are those of
-one of the last H steps to the bit. So activation checkpointing needs no help, however many microbatches are in flight.
+A recomputed forward is the same step again: it moves nothing and finds its scales by the activations' magnitudes, which
+are those of one of the last H steps to the bit. (The weights' are those of all microbatches of an optimiser step.) So
+activation checkpointing needs no help, however many microbatches are in flight.
 
 Legend: H steps of history, e experts.
 """
@@ -78,16 +79,23 @@ class AmaxHistory(nn.Module):
                 rows_He[0].copy_(newest_e)
         return basis_e
 
-    def again(self, amax_e: Tensor) -> Tensor:
-        """What `step` gave for these magnitudes, [e]; of the latest such step, or as in eval mode if there was none."""
+    def which(self, amax_e: Tensor) -> Tensor:
+        """How many steps ago these magnitudes were a step's, the latest such step: [], H if there was none."""
+        if amax_e.is_meta:
+            return amax_e.new_empty((), dtype=torch.int64)
+        self._past(amax_e)
+        length = self.first_He.shape[0]
+        number_H = torch.arange(length, device=amax_e.device)
+        return torch.where((self.first_He == amax_e).all(1), number_H, length).amin()
+
+    def again(self, amax_e: Tensor, ago: Tensor) -> Tensor:
+        """What `step` gave so many steps ago, [e]; as in eval mode for H."""
         if amax_e.is_meta:
             return amax_e
         past_e = self._past(amax_e)
         length = self.first_He.shape[0]
-        number_H = torch.arange(length, device=amax_e.device)
-        found = torch.where((self.first_He == amax_e).all(1), number_H, length).amin()
-        known_e = self.basis_He.index_select(0, found.clamp(max=length - 1).view(1))[0]
-        basis_e = torch.where(found < length, known_e, past_e)
+        known_e = self.basis_He.index_select(0, ago.clamp(max=length - 1).view(1))[0]
+        basis_e = torch.where(ago < length, known_e, past_e)
         return torch.where(basis_e > 0, basis_e, amax_e)
 
     def also(self, amax_e: Tensor) -> None:

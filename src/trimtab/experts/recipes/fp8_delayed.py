@@ -105,6 +105,7 @@ class FP8DelayedCall(Quantiser):
         self.alignment, self.state = state.alignment, state
         self.recomputed = in_backward()
         self.basis: dict[AmaxHistory, Tensor] = {}
+        self.ago: Tensor | None = None
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
         history = self.state.activation_amax if role == "activation" else self.state.gradient_amax
@@ -119,6 +120,10 @@ class FP8DelayedCall(Quantiser):
         if history in self.basis:
             history.also(amax_e)
             return history.scale(self.basis[history])
-        again = self.recomputed and history is not self.state.gradient_amax
-        self.basis[history] = history.again(amax_e) if again else history.step(amax_e)
+        if self.recomputed and history is not self.state.gradient_amax:
+            if self.ago is None:  # activations come first
+                self.ago = history.which(amax_e)
+            self.basis[history] = history.again(amax_e, self.ago)
+        else:
+            self.basis[history] = history.step(amax_e)
         return history.scale(self.basis[history])
