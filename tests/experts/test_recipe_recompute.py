@@ -47,8 +47,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def train(layer: str, name: str, reentrant: bool | None, in_flight: int) -> list[Tensor]:
-    """Three rounds of forwards and then their backwards, first in first out, while the weights grow; then everything that
-    is left behind."""
+    """Three rounds of forwards and their backwards, first in first out, while weights grow; then all that is left."""
     module, call = make(layer, name)
     found: list[Tensor] = []
     for _ in range(3):

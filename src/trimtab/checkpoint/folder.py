@@ -6,7 +6,8 @@
                                          model.<name>         parameters and persistent buffers, as the module names
                                                               them (no wrapper's prefix); experts are [E, …] in one
                                          optim.<name>.<slot>  optimiser state of parameter <name>
-        rank-00000.pt                what is one rank's own: random numbers, loads that `update_bias` has yet to see
+        rank-00000.pt                what is one rank's own: random numbers, loads that `update_bias` has yet to see,
+                                     states of recipes
         config.json                  of a transformers model, as `save_pretrained` writes it; of `trimtab train` also
                                      what `carried_files` finds beside it in the model's folder
     ROOT/step-00000010.unfinished/   a save that has not ended: being written, or killed

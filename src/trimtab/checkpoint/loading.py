@@ -54,8 +54,8 @@ def load(
     Values are overwritten in place; an optimiser's state is made where it is missing, without a step.
 
     What follows is bit for bit what would have followed, at the same layout. Not under torch's DDP on three ranks or
-    more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once. Nor with
-    `FP8Delayed` where an expert has copies: each has scales of its own, and a checkpoint holds those of one.
+    more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once. At another
+    layout copies and shares of an expert begin with one state of its recipe; each had its own.
 
     Args:
         path: a checkpoint, or the `root` of several.

@@ -1,4 +1,5 @@
-"""What is one rank's own: the states of its random number generators, and loads that `update_bias` has yet to see."""
+"""What is one rank's own: the states of its random number generators, loads that `update_bias` has yet to see, and
+the states of recipes, which have seen the tokens of this rank."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from trimtab.checkpoint.model_state import plain_name, unwrapped
+from trimtab.experts.recipes.base import RecipeState
+from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import routers
 
 State = dict[str, Any]
@@ -19,12 +22,13 @@ State = dict[str, Any]
 
 def rank_state(model: nn.Module, extra: Any = None) -> State:
     """Random numbers of Python, NumPy (where it is in use), torch, the accelerator and each router's own generator;
-    each router's loads; and `extra`."""
+    each router's loads; each recipe's state, and where among the ranks of its layer; and `extra`."""
     found = {plain_name(name): router for name, router in routers(unwrapped(model)).items()}
     return {
         "random": _get_random(),
         "generators": {n: r.generator.get_state() for n, r in found.items() if r.generator is not None},
         "loads": {name: (router._loads.cpu(), router._counts.cpu()) for name, router in found.items()},
+        "recipes": {name: (where, state.state_dict()) for name, (where, state) in _recipes(model).items()},
         "extra": extra,
     }
 
@@ -45,6 +49,11 @@ def put_rank_state(model: nn.Module, state: State) -> None:
         else:
             router.generator.set_state(saved)
     put_loads(model, [state], 0, 1)
+    recipes = state.get("recipes", {})  # a checkpoint may be older than these
+    for name, (where, module) in _recipes(model).items():
+        there, values = recipes.get(name, (None, {}))
+        if there == where:  # else it has what the checkpoint holds of its experts
+            module.load_state_dict(values)
 
 
 def put_loads(model: nn.Module, states: Sequence[State], rank: int, ranks: int) -> None:
@@ -57,6 +66,18 @@ def put_loads(model: nn.Module, states: Sequence[State], rank: int, ranks: int) 
             router._loads += loads_E.to(router._loads.device)
         for _, counts_E in saved[:1]:
             router._counts.copy_(counts_E)
+
+
+def _recipes(model: nn.Module) -> dict[str, tuple[list[int], RecipeState]]:
+    """By name; with the shape of the mesh that shares the experts, if one does, and this rank's coordinates there."""
+    found = {}
+    for name, owner in unwrapped(model).named_modules():
+        mesh = owner.place.mesh if isinstance(owner, ParallelExperts) else None
+        where = [] if mesh is None else [*mesh.shape, *(mesh.get_coordinate() or ())]
+        for own, state in owner.named_children():
+            if isinstance(state, RecipeState):
+                found[plain_name(f"{name}.{own}")] = where, state
+    return found
 
 
 def _get_random() -> State:

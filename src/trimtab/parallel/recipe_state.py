@@ -4,7 +4,7 @@
     in a state dict  [H, E], a DTensor     Shard(1) over ep, so that it can be saved and loaded at any other ep
 
 Copies of an expert on other data-parallel ranks, and its parts on etp ranks, have seen other tokens or other columns
-and keep a history each; a checkpoint holds that of one of them.
+and keep a history each; a state dict holds that of one of them.
 
 Legend: H steps of history, E experts, e local experts.
 """
