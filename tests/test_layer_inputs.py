@@ -89,13 +89,32 @@ def test_jitter_is_drawn_while_training_only() -> None:
     assert 0 < (first - plain).abs().max() < 0.1 * (x.abs() @ moe.router.weight.T.abs()).max()
 
 
+def test_jitter_is_as_fine_in_bfloat16() -> None:
+    moe = build(torch.bfloat16, router={"jitter": 1e-3})
+    x = torch.ones(64, D, dtype=torch.bfloat16, requires_grad=True)
+    by = moe.router._jittered(x, None)
+    assert by.unique().numel() > 50 * D
+    assert (by - 1).abs().max() <= 1.001e-3
+    assert (by - 1).mean().abs() < 1e-4
+    moe.router(x).logits_TE.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert x.grad.any()
+
+
 def test_options_of_the_experts_are_passed_on() -> None:
     recipe = FP8Current(backend="emulated")
     moe = build(recipe=recipe, delay_wgrad=True, main_grad="accumulate", combine="ordered", hidden=16)
     experts = moe.experts
     assert (experts.recipe, experts.delay_wgrad, experts.main_grad) == (recipe, True, "accumulate")
     assert moe.dispatcher.combine_mode == "ordered"
-    assert "hidden 16 swiglu" in moe.facts
+    assert moe.facts.startswith(f"dim {D}, hidden 16, combine ordered, recipe FP8Current(")
+    assert moe.facts.endswith(f", router: num_experts {E}, top_k {K}")
+    others = (
+        build(hidden=16), build(activation="geglu"), build(bias=True), build(shared_hidden=4), build(latent_dim=D),
+        build(router={"aux_loss": 0.1}), build(router={"jitter": 0.1}), build(dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert len({each.facts for each in others}) == len(others)
+    assert build(main_grad="accumulate", delay_wgrad=True, kernels="loop").facts == build().facts
 
 
 def test_meta_device_first() -> None:

@@ -8,7 +8,7 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -137,9 +137,14 @@ class MoE(nn.Module):
 
     @property
     def facts(self) -> str:
-        """What else must be the same on every rank, for the `facts` of a dispatcher."""
-        c = self.config
-        return f"hidden {c.hidden} {c.activation}, bias {c.bias}, weights {c.weights}"
+        """What else must be the same on every rank, for the `facts` of a dispatcher: what is not as by default."""
+        own = ("main_grad", "delay_wgrad", "kernels", "device")
+
+        def said(config: MoEConfig | RouterConfig) -> str:
+            named = [(f, getattr(config, f.name)) for f in fields(config) if f.name not in (*own, "router")]
+            return ", ".join(f"{f.name} {value}" for f, value in named if value != f.default)
+
+        return f"{said(self.config)}, router: {said(self.config.router)}"
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
         """Route, run the experts, add up. Every rank of the expert group must call.

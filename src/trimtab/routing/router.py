@@ -243,7 +243,8 @@ class Router(nn.Module):
             generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
             generator.set_state(noise)
         with unseen():  # it is drawn in place
-            by_TD = torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter, generator=generator)
+            wide = torch.promote_types(x_TD.dtype, torch.float32)  # as the logits; bfloat16 has few numbers about 1
+            by_TD = torch.empty_like(x_TD, dtype=wide).uniform_(1 - jitter, 1 + jitter, generator=generator)
         return x_TD * by_TD
 
     def _bring(self, device: torch.device) -> None:
