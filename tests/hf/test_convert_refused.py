@@ -271,6 +271,11 @@ def test_checkpoints_that_are_not_whole(saved: Path, tmp_path: Path) -> None:
     data.write_bytes(whole[:-1])
     refused(tmp_path / "run", "not whole", to="safetensors")
     data.write_bytes(whole)
+    told = step / ".metadata"
+    kept = told.read_bytes()
+    told.write_bytes(bytes(len(kept)))
+    refused(tmp_path / "run", f"{told}: damaged, cannot be read", to="safetensors")
+    told.write_bytes(kept)
     index = json.loads((step / "trimtab.json").read_text())
     index["experts"]["model.layers.0.mlp.experts"]["down_proj"] = [8, 16, 16]
     (step / "trimtab.json").write_text(json.dumps(index))
