@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.checkpoint import load, save
 from trimtab.checkpoint.folder import whole_checkpoints
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.verify.ranks import run_ranks
 
 
@@ -40,6 +41,68 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     for seen, held in said:
         assert "rank 0: step-00000001, rank 1: step-00000002" in seen
         assert "weight" in held
+
+
+def other_arguments(root: str) -> dict[str, str]:
+    rank, model, said = dist.get_rank(), nn.Linear(3, 3), {}
+    optimizer = torch.optim.SGD(model.parameters())
+    given: dict[str, Any] = {"root": root, "optimizer": optimizer, "step": 1, "keep": 2}
+    other = {"root": f"{root}/{rank}", "optimizer": optimizer if rank else None, "step": 1 + rank, "keep": 2 + rank}
+    for name, value in other.items():
+        with pytest.raises(InputError) as refused:
+            save(model=model, **given | {name: value})
+        said[name] = str(refused.value)
+    if rank == 0:
+        given["keep"] = 0
+    with pytest.raises(ConfigError, match="rank 0: keep=0: at least 1"):
+        save(model=model, **given)
+    return said
+
+
+def test_ranks_that_hand_in_other_values(tmp_path: Path) -> None:
+    first, second = run_ranks(other_arguments, 2, str(tmp_path), deadline=90.0)
+    assert first == second
+    assert f"root is not the same on all ranks (rank 0: {tmp_path}/0, rank 1: {tmp_path}/1)" in first["root"]
+    assert "optimizer is not the same on all ranks (rank 0: none, rank 1: SGD)" in first["optimizer"]
+    assert "step is not the same on all ranks (rank 0: 1, rank 1: 2)" in first["step"]
+    assert "keep is not the same on all ranks (rank 0: 2, rank 1: 3)" in first["keep"]
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(root: str) -> dict[str, tuple[str, bool]]:
+    torch.manual_seed(0)
+    model, said = nn.Linear(3, 3), {}
+    folder = save(root, model, step=1)
+    before = model.weight.clone()
+    for name in (".metadata", "rank-00001.pt", "__0_0.distcp"):
+        file = folder / name
+        whole = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(bytes(len(whole)))
+        dist.barrier()
+        with pytest.raises(InputError) as refused:
+            load(root, model)
+        said[name] = str(refused.value), torch.equal(model.weight, before)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+        dist.barrier()
+    load(root, model)
+    return said
+
+
+def test_damaged_files_of_the_right_size(tmp_path: Path) -> None:
+    first, second = run_ranks(damaged, 2, str(tmp_path), deadline=90.0)
+    assert {name: words for name, (words, _) in first.items()} == {name: words for name, (words, _) in second.items()}
+    for name in (".metadata", "rank-00001.pt"):
+        words, untouched = first[name]
+        assert f"{tmp_path}/step-00000001/{name}: damaged, cannot be read" in words
+        assert untouched
+    assert f"{tmp_path}/step-00000001: rank 0: damaged, cannot be read" in first["__0_0.distcp"][0]
+    for words, _ in first.values():
+        assert "copy it again, or take another checkpoint" in words
+        assert "weights_only" not in words
 
 
 def on_a_host_of_its_own(root: str) -> tuple[str, list[Path]]:

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo as dynamo
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
 
 from hf.families import build_model, experts_modules
 from trimtab.errors import InputError
@@ -114,6 +115,31 @@ def test_a_model_is_one_graph() -> None:
         left.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
     torch.testing.assert_close(left[1], left[0], rtol=1e-4, atol=1e-6)
     assert counted.frame_count == 1
+
+
+class Added(nn.Module):
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(torch.full_like(like, 0.01))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+def test_parametrised_weights_that_are_cached() -> None:
+    """As PEFT's LoRA of an experts module runs."""
+    module, width, experts = experts_of("qwen3_vl_moe")
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.register_parametrization(module, name, Added(module.get_parameter(name)))
+
+    def cached(run: Any) -> list[Tensor]:
+        with parametrize.cached():
+            return results(run, module, 7, width, experts)
+
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    found, truth = cached(compiled), cached(module)
+    assert len(found) == len(truth) == 3 + 4
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
 def test_what_is_changed_later_is_followed() -> None:

@@ -201,6 +201,41 @@ def index_of_another(folder: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+def link_to_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/4f2a")
+
+
+def shard_that_is_a_link_to_nothing(folder: Path) -> None:
+    shard_beside_the_index(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    (folder / "model-00001-of-00002.safetensors").symlink_to("../blobs/4f2a")
+
+
+def shard_that_is_a_folder(folder: Path) -> None:
+    shard_that_is_a_link_to_nothing(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    (folder / "model-00001-of-00002.safetensors").mkdir()
+
+
+def index_that_is_a_link_to_nothing(folder: Path) -> None:
+    only_an_index(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").symlink_to("../blobs/4f2a")
+
+
+def of_the_base_model(folder: Path) -> None:
+    """transformers adds the prefix, and opens it."""
+    rewrite_config(folder, tie_word_embeddings=True)
+    spoil(folder, lambda t: [t.pop("lm_head.weight"), t.update({n.removeprefix("model."): t.pop(n) for n in list(t)})])
+
+
+def only_an_adapter(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "training_args.bin").touch()
+
+
 def no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -216,6 +251,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file that the index does not name": (shard_beside_the_index, "is in the folder, but not in the index"),
     "an index of other tensors": (index_of_another, "1 tensors are not where it says, among them lm_head.weight"),
     "one file and an index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "which of them is"),
+    "a link to nothing": (link_to_nothing, "model.safetensors: a link to ../blobs/4f2a, which is not there"),
+    "a file of several that is a link to nothing": (
+        shard_that_is_a_link_to_nothing, "model-00001-of-00002.safetensors: a link to ../blobs/4f2a, which is not",
+    ),
+    "a file of several that is a folder": (shard_that_is_a_folder, "00001-of-00002.safetensors: a folder, not a file"),
+    "an index that is a link to nothing": (index_that_is_a_link_to_nothing, "index.json: a link to ../blobs/4f2a"),
+    "a base model under another class": (of_the_base_model, "lacks the prefix model. that Qwen3MoeForCausalLM has"),
+    "an adapter": (only_an_adapter, "nothing to convert: adapter_model.safetensors by that name is no model's"),
+    "a class that is no list": (
+        lambda f: rewrite_config(f, architectures="Qwen3MoeForCausalLM"), 'write it as a list: ["Qwen3MoeForCausalLM"]',
+    ),
     "no configuration": (no_config, "no config.json"),
     "configuration of nothing known": (lambda f: rewrite_config(f, model_type="qwen9_moe"), "qwen9_moe"),
     "a class that is not there": (lambda f: rewrite_config(f, architectures=["Qwen9ForCausalLM"]), "no Qwen9For"),
@@ -271,6 +317,11 @@ def test_checkpoints_that_are_not_whole(saved: Path, tmp_path: Path) -> None:
     data.write_bytes(whole[:-1])
     refused(tmp_path / "run", "not whole", to="safetensors")
     data.write_bytes(whole)
+    told = step / ".metadata"
+    kept = told.read_bytes()
+    told.write_bytes(bytes(len(kept)))
+    refused(tmp_path / "run", f"{told}: damaged, cannot be read", to="safetensors")
+    told.write_bytes(kept)
     index = json.loads((step / "trimtab.json").read_text())
     index["experts"]["model.layers.0.mlp.experts"]["down_proj"] = [8, 16, 16]
     (step / "trimtab.json").write_text(json.dumps(index))
@@ -308,6 +359,9 @@ def test_arguments(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="not empty"):
             convert(hf, taken, to="dcp")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
+    (tmp_path / "killed" / "step-00000000.unfinished").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="unfinished is left of a conversion that did not end and can be removed"):
+        convert(hf, tmp_path / "killed", to="dcp")
     (tmp_path / "out.unfinished").mkdir()
     with pytest.raises(ConfigError, match="left of an earlier run"):
         convert(saved / "run", tmp_path / "out", to="safetensors")

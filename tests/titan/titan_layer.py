@@ -70,7 +70,11 @@ def step(
             buffer.zero_()
     moe.parallelize(dims)
     x_all, dy_all = (torch.randn(tokens * ranks, D, generator=g) for _ in range(2))
-    x = x_all[rank * tokens : (rank + 1) * tokens].clone().requires_grad_()
+    given = cfg.sharding_config.in_src_shardings
+    wanted, layout = next(iter(given.items()))  # "x_BLD" as of torchtitan 0.3, "x_TD" before
+    mine = (1, tokens, D) if wanted == "x_BLD" else (tokens, D)
+    x, dy = (t[rank * tokens : (rank + 1) * tokens].clone().view(mine) for t in (x_all, dy_all))
+    x.requires_grad_()
     with contextlib.ExitStack() as around:
         if backend == "spmd_types":
             dense = dims._global_meshes["spmd_dense_for_fwdbwd"]
@@ -78,11 +82,11 @@ def step(
             around.enter_context(set_current_spmd_mesh(dense))
         if checked:
             around.enter_context(typecheck(local=False))
-            given = cfg.sharding_config.in_src_shardings["x_TD"]
-            spmd.assert_type(x, given.axis_types, given.partition_spec)
+            spmd.assert_type(x, layout.axis_types, layout.partition_spec)
         y = moe(x)
         with spmd.no_typecheck():
-            (y.to_local() if isinstance(y, DTensor) else y).backward(dy_all[rank * tokens : (rank + 1) * tokens])
+            (y.to_local() if isinstance(y, DTensor) else y).backward(dy)
     grads = {name: plain(p.grad) for name, p in moe.named_parameters()}
     assert x.grad is not None
-    return {"y": plain(y.detach()), "dx": plain(x.grad), "loads": plain(moe.tokens_per_expert_E)} | grads
+    y_TD, dx_TD = plain(y.detach()).reshape(tokens, D), plain(x.grad).reshape(tokens, D)
+    return {"y": y_TD, "dx": dx_TD, "loads": plain(moe.tokens_per_expert_E)} | grads

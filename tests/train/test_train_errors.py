@@ -79,6 +79,8 @@ def folder(tmp_path: Path) -> Path:
         (["--dtype", "int8"], ["int8", "bfloat16"]),
         (["--lr", "fast"], ["--lr", "fast"]),
         (["--max-steps", "0"], ["--max-steps 0"]),
+        (["--max-steps", "2", "--warmup", "500"], ["--warmup 500", "not reach its peak within 2 step(s)"]),
+        (["--warmup", "100"], ["--warmup 100", "within 100 step(s); lower --warmup, or raise --max-steps"]),
         (["--seq-len", "40000"], ["--seq-len 40000", "2048 positions", "max_position_embeddings"]),
         (["--save-every", "0"], ["--save-every 0"]),
         (["--resume", "missing"], ["missing", "no such folder"]),

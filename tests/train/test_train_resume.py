@@ -192,15 +192,23 @@ def test_what_is_in_the_way_goes_only_where_that_is_asked_for(config: TrainConfi
     out = shutil.copytree(whole, tmp_path / "run")
     new = replace(config, out=str(out))
     early = resumed({"resume": str(out / "checkpoints" / "step-00000002")})
-    with pytest.raises(ConfigError, match=r"holds checkpoints of a run, up to step-00000004; .* --overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"holds checkpoints of a finished run, up to step-00000004; give a new folder, .*--overwrite"
+    ):
         check_options(new, 2)
-    with pytest.raises(ConfigError, match=r"later checkpoints, up to step-00000004; .* came after step 2"):
+    with pytest.raises(ConfigError, match=r"later checkpoints, up to step-00000004; write .* came after step 2"):
         check_options(early, 2)
+    (out / "final").rename(out / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"holds checkpoints of a run, .*; go on with it by --resume {out}, .*new"):
+        check_options(new, 2)
+    with pytest.raises(ConfigError, match=rf"later checkpoints, .*; go on from that by --resume {out}, write"):
+        check_options(early, 2)
+    (out / "elsewhere").rename(out / "final")
     for config in (new, early):
         check_options(replace(config, overwrite=True), 2)
     check_options(replace(early, out=str(tmp_path / "other")), 2)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    with pytest.raises(ConfigError, match=r"holds checkpoints of a run, up to step-00000002"):  # of another one
+    with pytest.raises(ConfigError, match=r"checkpoints of a finished run, up to step-00000002"):  # of another one
         check_options(replace(early, out=str(shutil.copytree(out, tmp_path / "copy"))), 2)
     with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
         check_options(resumed({"resume": str(out)}), 2)

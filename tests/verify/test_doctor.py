@@ -141,7 +141,7 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     (spare,) = backends.judge_kernels([dataclasses.replace(bad, chosen=False)])
     assert spare.severity == "warn"
     (never,) = backends.judge_kernels([dataclasses.replace(bad, fault=None, refused="the CPU only")])
-    assert (never.severity, never.what) == ("note", "cannot run on cpu: the CPU only")
+    assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
     monkeypatch.setitem(KERNELS, "wrong", Wrong)
     wrong = [one for one in backends.try_kernels([torch.device("cpu")]) if one.kernels == "wrong"]
     assert all(one.fault for one in wrong)
@@ -208,6 +208,27 @@ def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:
     assert "broken GLOO_SOCKET_IFNAME=nothing0" in done.stdout
     assert done.stdout.splitlines()[-1] == "2 broken: see the lines that begin so"
     assert "set GLOO_SOCKET_IFNAME=lo and run this again" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"), [("/bin/false", "the C++ compiler failed: /bin/false"), ("no-cxx", "'no-cxx' is no program")]
+)
+def test_the_command_finds_a_compiler_that_was_named_and_fails(compiler: str, says: str, tmp_path: Path) -> None:
+    done = trimtab(CXX=compiler, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    assert "broken kernels compiled cannot run on cpu: " in said
+    assert says in said
+    assert "-> unset CXX, or let it name a C++ compiler that works" in said
+    assert said.endswith("1 broken: see the lines that begin so")
+    assert "UserWarning" not in done.stdout + done.stderr
+
+
+def test_no_compiler_at_all_is_a_note(tmp_path: Path) -> None:
+    done = trimtab(CXX="", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0
+    assert "note   kernels compiled  cannot run on cpu: no C++ compiler" in done.stdout
+    assert "UserWarning" not in done.stdout + done.stderr
 
 
 def test_the_command_on_traces(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trimtab.checkpoint.folder import MODEL, Index
 from trimtab.checkpoint.model_state import fits_another_width, give_new_buffers, model_tensors, unwrapped
 from trimtab.checkpoint.optimizer_state import put, targets
 from trimtab.checkpoint.rank_state import State, put_loads, put_rank_state, set_random
-from trimtab.checkpoint.tensors import read_dcp, stored
+from trimtab.checkpoint.tensors import read_dcp, stored, unreadable
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.bias import routers
 
@@ -62,7 +62,8 @@ def load(
         model, optimizer, group: as for `save`. Without an optimiser its state in the checkpoint is not read.
 
     Raises, on every rank and before anything is changed:
-        InputError: no whole checkpoint, or one of a newer format.
+        InputError: no whole checkpoint, one of a newer format, or one with a damaged file. Damage to the tensors' own
+            files is seen only when they are read: what was read until then has been overwritten.
         ConfigError: tensors that only one of both has, or that have another shape, number of experts or dtype.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -145,4 +146,12 @@ def _experts(index: Index, name: str, tensor: Tensor) -> str:
 def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -> list[State]:
     """This rank's own file; where the number of ranks is another those of all, if there are loads to share out."""
     wanted = [rank] if world == ranks else range(world) if loads else []
-    return [torch.load(folder / on_disk.rank_file(r), map_location="cpu", weights_only=True) for r in wanted]
+    return [_rank_state(folder / on_disk.rank_file(r)) for r in wanted]
+
+
+def _rank_state(path: Path) -> State:
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
+        raise unreadable(path, error) from error
+    return state

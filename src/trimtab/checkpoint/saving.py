@@ -53,25 +53,28 @@ def save(
 
     Raises, on every rank:
         ConfigError: there is a checkpoint of this step, or `root` cannot be written.
-        InputError: state that cannot be saved, or a rank that could not write, or wrote to another folder of that name.
+        InputError: state that cannot be saved; ranks that hand in another `root`, `step`, `keep` or optimizer; or a
+            rank that could not write, or wrote to another folder of that name.
     """
     root = Path(root)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    if keep is not None and keep < 1:
-        raise ConfigError(f"keep={keep}: at least 1")
     if files is None:
         files = _config_file(model)
     tensors: dict[str, Tensor] = {}
     groups: list[Groups] = []
 
-    def collect() -> None:
+    def collect() -> dict[str, object]:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep={keep}: at least 1")
         tensors.update(model_tensors(model))
         if optimizer is not None:
             state, own = state_of(model, optimizer)
             tensors.update(state)
             groups.append(own)
+        kind = "none" if optimizer is None else type(optimizer).__name__
+        return {"root": str(root), "step": step, "keep": keep, "optimizer": kind}
 
-    on_every_rank(collect, group)
+    _check_same(on_every_rank(collect, group))
     unfinished = on_first_rank(lambda: on_disk.begin(root, step), group)
     write_dcp(unfinished, tensors, group)
 
@@ -101,6 +104,14 @@ def save(
         return folder
 
     return on_first_rank(end, group)
+
+
+def _check_same(given: list[dict[str, object]]) -> None:
+    """Raise InputError, on every rank, where the ranks hand in different values."""
+    for name, first in given[0].items():
+        if any(one[name] != first for one in given):
+            said = ", ".join(f"rank {rank}: {one[name]}" for rank, one in enumerate(given))
+            raise InputError(f"save: {name} is not the same on all ranks ({said}); hand in one and the same")
 
 
 def _check_gathered(unfinished: Path, ranks: int) -> None:

@@ -54,7 +54,7 @@ def read_dcp(
     """
     pieces = _pieces(into, group, alone)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with errors_of(folder):
+    with errors_of(folder, reading=True):
         dcp_load(
             pieces,
             storage_reader=FileSystemReader(folder),
@@ -79,16 +79,17 @@ def _pieces(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, alon
 
 
 def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
-    """Shapes (`size`) and dtypes (`properties.dtype`) by key, of what a checkpoint holds."""
-    with errors_of(Path(folder)):
-        found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    """Shapes (`size`) and dtypes (`properties.dtype`) by key, of what a checkpoint holds.
+
+    Raises InputError where torch's index of it cannot be read.
+    """
+    found = metadata_of(FileSystemReader(folder), Path(folder)).state_dict_metadata
     return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
 
 
 def files_of(folder: Path) -> set[str]:
-    """The names of the files that torch's index says hold the tensors."""
-    with errors_of(folder):
-        return {info.relative_path for info in FileSystemReader(folder).read_metadata().storage_data.values()}
+    """The names of the files that torch's index says hold the tensors. Raises InputError where it cannot be read."""
+    return {info.relative_path for info in metadata_of(FileSystemReader(folder), folder).storage_data.values()}
 
 
 def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[
         keys: such as "model.layers.0.moe.experts.up"; see `trimtab.checkpoint.folder`.
 
     Raises:
-        InputError: the folder is not a whole checkpoint, or lacks a key.
+        InputError: the folder is not a whole checkpoint, is damaged, or lacks a key.
     """
     folder = Path(folder)
     on_disk.read_index(folder)
@@ -165,9 +166,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 @contextmanager
-def errors_of(folder: Path) -> Iterator[None]:
-    """torch's way to fail at a checkpoint's files, as one InputError on every rank, which names the rank and a full
-    disk; an InputError of ours, or a signal, as it was."""
+def errors_of(folder: Path, *, reading: bool = False) -> Iterator[None]:
+    """torch's way to fail at a checkpoint's files, as one InputError on every rank, which names the rank and, of a
+    folder being written, a full disk; an InputError of ours, or a signal, as it was."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -179,4 +180,24 @@ def errors_of(folder: Path) -> Iterator[None]:
         rank, (first, _) = min(error.failures.items())
         if isinstance(first, InputError):
             raise first from None
+        if reading:
+            raise unreadable(folder, first, f"rank {rank}: ") from error
         raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}{full_disk(folder)}") from error
+
+
+def metadata_of(reader: FileSystemReader, folder: Path) -> Metadata:
+    """torch's index of a checkpoint's tensors. Raises InputError where it cannot be read."""
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
+        raise unreadable(folder / ".metadata", error) from error
+
+
+def unreadable(path: Path, error: BaseException, who: str = "") -> InputError:
+    """What to raise where a file of a checkpoint is there with all its bytes and cannot be read."""
+    if isinstance(error, OSError):
+        return InputError(f"{path}: {who}cannot be read ({error})")
+    said = (str(error).splitlines() or [""])[0]
+    # torch's own advice is to load it with weights_only=False: to run what is in it
+    why = type(error).__name__ + (f": {said}" if said and "weights" not in said.lower() else "")
+    return InputError(f"{path}: {who}damaged, cannot be read ({why}); copy it again, or take another checkpoint")

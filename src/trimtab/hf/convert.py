@@ -21,7 +21,7 @@ from trimtab.checkpoint.tensors import make_index
 from trimtab.errors import ConfigError, InputError
 from trimtab.hf.convert_dcp import DcpFolder, write_dcp
 from trimtab.hf.convert_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
-from trimtab.hf.convert_model import carry, first_difference, without
+from trimtab.hf.convert_model import carry, first_difference, without, without_prefix
 from trimtab.hf.convert_record import Record, check_content, write_record
 from trimtab.hf.convert_source import FORMS, TRANSFORMERS, Source, open_source, shapes_of_experts
 from trimtab.hf.convert_store import Digested, content_hash
@@ -86,15 +86,16 @@ def convert(
     Raises:
         ConfigError: `dst` is not empty, the source is in the form asked for, names are unknown, the layout is not the
             model's, or weights are quantised.
-        InputError: the source is not whole; tensors are missing, left over, of another shape or dtype than their
-            model's or their neighbours', or not those that its record says; or what was written does not come back.
+        InputError: the source is not whole; tensors are missing, left over, of another shape than their model's, of
+            another dtype than those they are stacked with (one that is not the model's is kept as it is), or not those
+            that its record says; or what was written does not come back.
     """
     src, dst = Path(src), Path(dst).resolve()  # a link's folder gets its name, not the link
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
     source = open_source(src, to=to, layout=layout, config=None if config is None else Path(config))
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise ConfigError(f"{dst}: not empty; name a folder that is not there yet")
+        raise ConfigError(f"{dst}: not empty{_left_of_a_conversion(dst)}; name a folder that is not there yet")
     if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
         raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
     left = [name for name in source.store.infos if any(fnmatchcase(name, pattern) for pattern in leave)]
@@ -109,7 +110,10 @@ def convert(
         way = ToSafetensors(source.model, source.blocks, digested, source.folder)
     planned = way.back(way.view).infos
     if wrong := first_difference(digested.infos, planned):
-        raise InputError(f"{source.folder}: would not come back as it is: {wrong} on the way there and back")
+        bare = without_prefix(source.model, digested.infos, planned)
+        raise InputError(
+            f"{source.folder}: {bare or f'would not come back as it is: {wrong} on the way there and back'}"
+        )
 
     total, done = len(way.view.infos) + len(planned), 0
 
@@ -155,6 +159,11 @@ def convert(
         left=left,
         optimizer=(len(source.optimizer), sum(source.optimizer.values())),
     )
+
+
+def _left_of_a_conversion(dst: Path) -> str:
+    left = [path for path in on_disk.unfinished_checkpoints(dst) if path.name.endswith(on_disk.UNFINISHED)]
+    return f": {left[0].name} is left of a conversion that did not end and can be removed" if left else ""
 
 
 def _prove(way: Way, source: Digested, written: Digested, opened: Source, step: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.checkpoint.folder import MODEL, read_index
-from trimtab.checkpoint.tensors import errors_of
+from trimtab.checkpoint.tensors import errors_of, metadata_of
 from trimtab.errors import InputError
 from trimtab.hf.convert_store import TensorInfo, TensorStore
 
@@ -29,7 +29,7 @@ class DcpFolder:
     whole: False for a folder that is being written and has no index yet.
 
     Raises:
-        InputError: the folder is not whole, or a tensor is stored in part.
+        InputError: the folder is not whole or damaged, or a tensor is stored in part.
     """
 
     def __init__(self, folder: Path, *, whole: bool = True) -> None:
@@ -38,8 +38,7 @@ class DcpFolder:
         self._reader = _Reader(folder)
         self._infos: dict[str, TensorInfo] = {}
         self.left_behind: dict[str, int] = {}
-        with errors_of(folder):
-            found = self._reader.read_metadata().state_dict_metadata
+        found = metadata_of(self._reader, folder).state_dict_metadata
         for key, stored in found.items():
             if not isinstance(stored, TensorStorageMetadata):
                 if key.startswith(MODEL):
@@ -63,7 +62,7 @@ class DcpFolder:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = {n: torch.empty(self._infos[n].shape, dtype=self._infos[n].dtype, device="cpu") for n in names}
-        with errors_of(self.folder):
+        with errors_of(self.folder, reading=True):
             load({MODEL + n: t for n, t in tensors.items()}, storage_reader=self._reader, no_dist=True)
         return tensors
 

@@ -29,14 +29,15 @@ _DTYPES = {
 
 def holds_safetensors(folder: Path) -> bool:
     """Whether the folder has weights in this form, whole or not."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file() or bool(_shards(folder))
+    return _there(folder / SINGLE) or _there(folder / INDEX) or bool(_shards(folder))
 
 
 class SafetensorsFolder:
     """The tensors of such a folder, read one by one.
 
     Raises:
-        InputError: a file is missing, cut off or not in the index; a name is nowhere or twice; an unknown dtype.
+        InputError: a file is missing, cut off, a folder, a link to nothing or not in the index; a name is nowhere or
+            twice; an unknown dtype.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,12 +62,13 @@ class SafetensorsFolder:
     def _named(self) -> dict[str, str] | None:
         """The index's word on which file holds what; None where there is one file."""
         folder, shards = self.folder, _shards(self.folder)
-        if (folder / SINGLE).is_file():
-            if (folder / INDEX).is_file() or shards:
+        if _there(folder / SINGLE):
+            if _there(folder / INDEX) or shards:
                 raise InputError(f"{folder}: {SINGLE} and {shards[0] if shards else INDEX}: which of them is meant?")
             return None
-        if not (folder / INDEX).is_file():
+        if not _there(folder / INDEX):
             raise InputError(f"{folder}: {shards[0]} without {INDEX}: not written to its end")
+        _check_file(folder / INDEX)
         try:
             named = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
@@ -78,9 +80,10 @@ class SafetensorsFolder:
         return named
 
     def _open(self, file: str) -> None:
+        _check_file(self.folder / file)
         try:
             opened: Any = safe_open(self.folder / file, framework="pt")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise InputError(f"{self.folder / file}: not a whole safetensors file ({error})") from error
         self._opened[file] = opened
         for name in list(opened.keys()):
@@ -128,6 +131,18 @@ def write_safetensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         names = [*names, INDEX]
     return names
+
+
+def _there(path: Path) -> bool:
+    """Also where it is a link to nothing, as in a cache of the Hub that was cleared in part."""
+    return path.exists() or path.is_symlink()
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise InputError(f"{path}: a folder, not a file; copy the checkpoint again")
+    if not path.exists():
+        raise InputError(f"{path}: a link to {path.readlink()}, which is not there; copy or download the file again")
 
 
 def _shards(folder: Path) -> list[str]:

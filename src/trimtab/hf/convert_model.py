@@ -20,7 +20,7 @@ def skeleton(folder: Path) -> Any:
     """The model of a folder's config.json on the meta device, of the class that the configuration names.
 
     Raises:
-        InputError: no configuration there, or none that transformers knows.
+        InputError: no configuration there, none that transformers knows, or `architectures` that is no list.
         ConfigError: the weights are quantised.
     """
     if not (folder / CONFIG).is_file():
@@ -34,6 +34,8 @@ def skeleton(folder: Path) -> Any:
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{folder / CONFIG}: the weights are quantised; convert plain ones (dequantise them first)")
     names = getattr(config, "architectures", None) or []
+    if isinstance(names, str):
+        raise InputError(f'{folder / CONFIG}: architectures is "{names}"; write it as a list: ["{names}"]')
     found = getattr(transformers, names[0], None) if names else None
     if names and found is None:
         raise InputError(f"{folder / CONFIG}: transformers {transformers.__version__} has no {names[0]}")
@@ -104,6 +106,19 @@ def shared_names(model: Any, store: TensorStore) -> list[str]:
                 raise InputError(f"{n} and {shared} are one weight by the configuration, but they differ")
             repeated.append(n)
     return repeated
+
+
+def without_prefix(model: Any, found: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """In words, that the names are those of a base model's folder; None where they are not."""
+    prefix, expected = f"{model.base_model_prefix}.", set(wanted)
+    bare = [n for n in found if n not in expected and prefix + n in expected]
+    if not bare:
+        return None
+    name = type(model).__name__
+    return (
+        f"{bare[0]} lacks the prefix {prefix} that {name} has, as do {len(bare) - 1} more: a folder of the base model; "
+        f"open it with transformers' {name}.from_pretrained and convert what save_pretrained writes of it"
+    )
 
 
 def first_difference(wanted: Mapping[str, object], found: Mapping[str, object]) -> str | None:

@@ -81,6 +81,11 @@ def form_of(src: Path) -> tuple[str, Path]:
         return "dcp", on_disk.resolve(src)
     if holds_safetensors(src):
         return "safetensors", src
+    if others := sorted(path.name for path in src.glob("*.safetensors")):
+        raise InputError(
+            f"{src}: nothing to convert: {', '.join(others[:3])} by that name is no model's; expected "
+            "model.safetensors, or several with an index"
+        )
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in src.glob(pattern))
     if pickled:
         raise InputError(f"{src}: only {pickled[0]}; open it with transformers and save it as safetensors")

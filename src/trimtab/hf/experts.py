@@ -105,7 +105,7 @@ _NEEDS = (
 def weights_of(module: nn.Module) -> ExpertWeights:
     """The expert parameters of a module, by transformers' names."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    up, down = (getattr(module, name, None) for name in names)
+    up, down = (_or_none(module, name) for name in names)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor):
         missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
         raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
@@ -129,6 +129,13 @@ def math_of(module: nn.Module) -> ExpertMath:
         assert isinstance(norm, nn.Module)
         post_norm = Recomputed(norm, module=norm)
     return ExpertMath(activation=activation_of(module), post_norm=post_norm)
+
+
+def _or_none(module: nn.Module, name: str) -> object:
+    try:  # Dynamo guards a getattr with a default by what the module's dict holds: not a parametrised tensor
+        return getattr(module, name)
+    except AttributeError:
+        return None
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -51,6 +51,11 @@ def find_compiler() -> list[str]:
     )
 
 
+def blames_cxx(reason: str) -> bool:
+    """Whether kernels are lacking, for this reason, because of the compiler that CXX names."""
+    return bool(os.environ.get("CXX")) and reason.startswith(("CXX=", "the C++ compiler"))
+
+
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab. A relative one is none, as its specification has it."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -17,6 +17,12 @@ from trimtab.train.sources import check_documents, find_files
 def check_options(config: TrainConfig, world: int) -> None:
     """Check ranks, model folder, output folder and the data's beginning. Raises ConfigError or InputError."""
     Mesh.of(config, world=world)
+    full = config.resolved(preset=config.model in PRESETS)
+    if config.resume is None and full.warmup and full.warmup >= (full.max_steps or 0):
+        raise ConfigError(
+            f"--warmup {full.warmup}: the learning rate would not reach its peak within {full.max_steps} step(s); "
+            "lower --warmup, or raise --max-steps"
+        )
     if config.model not in PRESETS and not (Path(config.model) / "config.json").is_file():
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
@@ -32,15 +38,17 @@ def check_kept(config: TrainConfig) -> None:
     if config.overwrite:
         return
     out, resume = Path(config.out), None if config.resume is None else Path(config.resume)
-    held = latest(out / CHECKPOINTS)
+    held, finished = latest(out / CHECKPOINTS), (out / FINAL).exists()
     if held is not None and (resume is None or resume.parent.resolve() != held.parent.resolve()):
+        go_on, model = ("", " and the model") if finished else (f"go on with it by --resume {out}, ", "")
         raise ConfigError(
-            f"--out {out}: holds checkpoints of a run, up to {held.name}; go on with it by --resume {out}, give a new "
-            "folder, or have --overwrite remove them"
+            f"--out {out}: holds checkpoints of a {'finished ' if finished else ''}run, up to {held.name}; {go_on}give "
+            f"a new folder, or have --overwrite remove them{model}"
         )
     if held is not None and resume is not None and step_of(held) > step_of(resume):
+        go_on = "" if finished else f"go on from that by --resume {out}, "
         raise ConfigError(
-            f"--resume {resume}: there are later checkpoints, up to {held.name}; go on from that by --resume {out}, "
+            f"--resume {resume}: there are later checkpoints, up to {held.name}; {go_on}"
             f"write to a new folder with --out, or have --overwrite remove what came after step {step_of(resume)}"
         )
     begun = 0 if resume is None else step_of(resume)
@@ -50,7 +58,7 @@ def check_kept(config: TrainConfig) -> None:
                 f"--out {out}: {half} is not whole, half of a copy perhaps, and in the way of a checkpoint of that "
                 "step; copy it again, or have --overwrite remove it"
             )
-    if (out / FINAL).exists():
+    if finished:
         raise ConfigError(
             f"--out {out}: holds the model of a finished run, {out / FINAL}; give a new folder, or have --overwrite "
             "remove it"

@@ -1,9 +1,11 @@
-"""The table of docs/recipes.md says what the code says."""
+"""The table of docs/recipes.md says what the code says, and its snippets run."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recipe_cases import RECIPES
@@ -35,3 +37,15 @@ def test_the_table_is_the_code_s(row: str) -> None:
     assert bounds == f"{bound.forward:.3f}, {bound.backward:.3f}"
     limits = (bound.forward, bound.backward, bound.backward)
     assert all(float(error) <= limit for error, limit in zip(measured.split(", "), limits, strict=True))
+
+
+def test_the_snippets_run_one_after_the_other() -> None:
+    names: dict[str, Any] = {}
+    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(snippets) == 2
+    for text in snippets:
+        exec(text, names)  # our own page
+    true = names["x"][48:64].double() @ names["layer"].weight[3].detach().double().T
+    assert names["y_rows"].shape == true.shape == (16, 4096)
+    bound = names["recipe"].error_bound().forward
+    assert 0 < float((names["y_rows"] - true).abs().max() / true.abs().max()) <= bound

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from trimtab.errors import BackendError
 from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.compiler import blames_cxx
 from trimtab.kernels.grouped import KERNELS, get_kernels
 from trimtab.kernels.selftest import SelfTest, self_test
 from trimtab.verify.doctor.findings import Finding
@@ -33,7 +34,7 @@ class Tried:
     """Kernels tried on a device with parameters of a dtype: a self-test, or why there was none.
 
     chosen: what "auto" takes on the device. instructions: those that the kernels were compiled for. products: of
-    bfloat16, what makes them and why it is not something faster.
+    bfloat16, what makes them and why it is not something faster. set_up: refused for what the user has set.
     """
 
     kernels: str
@@ -45,6 +46,7 @@ class Tried:
     products: str | None = None
     computed_in: str | None = None
     refused: str | None = None
+    set_up: bool = False
     fault: str | None = None
 
 
@@ -118,7 +120,11 @@ def _judge_one(name: str, device: str, tried: list[Tried]) -> Finding:
     on = f"{device}{', the default there' if tried[0].chosen else ''}: "
     refusals = {one.refused for one in tried}
     if None not in refusals and len(refusals) == 1:
-        return Finding(severity="note", where=where, what=f"cannot run on {device}: {refusals.pop()}")
+        set_up = tried[0].set_up
+        return Finding(
+            severity="broken" if set_up else "note", where=where, what=f"cannot run on {device}: {refusals.pop()}",
+            do="unset CXX, or let it name a C++ compiler that works; install g++ if there is none" if set_up else "",
+        )  # fmt: skip
     passed = [one for one in tried if one.fault is None and one.refused is None]
     compiled = {one.instructions for one in passed if one.instructions}
     on += "".join(f"compiled for {name}; " for name in compiled)
@@ -145,7 +151,10 @@ def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> T
         computed = kernels.compute_dtype(dtype)
         test: SelfTest = self_test(kernels, device, computed)
     except BackendError as error:
-        return Tried(kernels=name, device=str(device), dtype=_short(dtype), chosen=chosen, refused=str(error))
+        why = str(error)
+        return Tried(
+            kernels=name, device=str(device), dtype=_short(dtype), chosen=chosen, refused=why, set_up=blames_cxx(why)
+        )  # fmt: skip
     return Tried(
         kernels=name,
         device=str(device),
