@@ -168,6 +168,8 @@ class MoE(nn.Module):
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
+        if mask_T is not None:  # zero it is; this is for the gradient, which may be NaN there
+            y_TD = y_TD.masked_fill(~mask_T[:, None], 0)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
         return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
