@@ -117,8 +117,8 @@ class GroupedLinear(GroupedModule):
         Args:
             x_RD: [R, in_features] floating, R >= 0, grouped. Rows beyond the sum of the sizes may hold anything:
                 their output is zero and so is their gradient.
-            group_sizes: G of them, a list, CPU tensor or tensor on x's device (int32 or int64); the latter is never
-                read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
+            group_sizes: G of them, a list, NumPy array, CPU tensor or tensor on x's device (int32 or int64); the latter
+                is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
