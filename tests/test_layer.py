@@ -74,6 +74,23 @@ def test_masked_tokens_are_not_read_and_give_nothing(dtype: torch.dtype, poisone
             assert (out.y[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+def test_the_gradient_of_a_masked_token_is_not_read(combine: str, poisoned: None) -> None:
+    more = {"shared_hidden": 8, "shared_gate": True, "latent_dim": 8, "bias": True}
+    moe, g = build(combine=combine, **more), torch.Generator().manual_seed(3)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    found = []
+    for junk in (0.0, float("nan"), float("inf")):
+        x = torch.randn(2, 3, D, generator=g.manual_seed(3)).requires_grad_()
+        dy = torch.randn(2, 3, D, generator=g).masked_fill(~mask[..., None], junk)
+        y = moe(x, token_mask=mask).y
+        found.append(torch.autograd.grad(y, [x, *moe.parameters()], dy))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+    assert (found[0][0][~mask] == 0).all()
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_layer_picks_what_the_scores_say(groups: int) -> None:
     router = {"score": "sigmoid", "bias": True, "groups": groups, "top_groups": min(groups, 2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from layer_case import D, E, K, build
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
+from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import NVFP4, FP8Current, FP8Delayed
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import SharedExperts
@@ -51,9 +54,40 @@ def test_wrong_input_names_the_layer() -> None:
     ):  # fmt: skip
         with pytest.raises(InputError, match=rf"blocks\.3\.moe.*{says}"):
             moe(**wrong)
-    for sizes, says in (({"shared_hidden": -1}, "shared experts"), ({"latent_dim": 0}, "of 0 x")):
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dim": 0}, "dim=0 must be a whole number, at least 1"), ({"dim": -4}, "dim=-4"),
+        ({"dim": 16.0}, r"dim=16\.0"), ({"hidden": 0}, "hidden=0"),
+        ({"shared_hidden": -1}, "shared_hidden=-1 must be a whole number, at least 0"),
+        ({"latent_dim": 0}, "latent_dim=0"), ({"shared_gate": True}, "set shared_hidden"),
+        ({"recipe": "fp8"}, "recipe='fp8' is no recipe"), ({"recipe": FP8Current}, "is no recipe"),
+        ({"kernels": None}, "kernels=None is neither"), ({"kernels": "compild"}, "'compild' is not one of .'auto'"),
+        ({"dtype": torch.int32}, r"dtype=torch\.int32 is none"), ({"dtype": "bf16"}, "dtype='bf16' is none"),
+        ({"dtype": torch.float8_e4m3fn}, r"dtype=torch\.float8_e4m3fn is none"),
+        ({"dtype": torch.complex64}, r"dtype=torch\.complex64 is none"), ({"activation": "silu"}, "activation 'silu'"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_cannot_be_is_refused_by_the_option_s_name(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(**wrong)
+
+
+def test_so_are_its_parts() -> None:
+    config = RouterConfig(num_experts=E, top_k=K)
+    for made, says in (
+        (lambda: config.build(0), "dim=0"), (lambda: config.build(D, dtype=torch.int64), "dtype=torch.int64"),
+        (lambda: Dispatcher(0), "num_experts=0 must be"), (lambda: Dispatcher(4.0), r"num_experts=4\.0"),
+        (lambda: ExpertMLP(4.0, D, 8), r"num_experts=4\.0"), (lambda: ExpertMLP(4, D, 8, dtype=torch.int8), "int8"),
+        (lambda: GroupedLinear(4, D, 0), "out_features=0"), (lambda: GroupedLinear(4, D, 8, recipe="fp8"), "'fp8'"),
+        (lambda: SharedExperts(D, 8, activation="silu"), "'silu' of shared experts is not one of"),
+        (lambda: SharedExperts(D, 0), "hidden=0"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
-            build(**sizes)
+            made()  # type: ignore[no-untyped-call]
+    assert ExpertMLP(np.int64(2), D, 8).num_experts == 2
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.options import check_dtype, check_sizes
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router
 
@@ -77,6 +78,9 @@ class MoEConfig:
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
         combine: as in `Dispatcher`.
         dtype, device: of the parameters, the default ones if not given.
+
+    Raises:
+        ConfigError: sizes or a dtype that no layer can have, or a gate on shared experts that are not there.
     """
 
     dim: int
@@ -95,6 +99,15 @@ class MoEConfig:
     kernels: KernelChoice | str = "auto"
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(dim=self.dim, hidden=self.hidden)
+        check_sizes(least=0, shared_hidden=self.shared_hidden)
+        if self.latent_dim is not None:
+            check_sizes(latent_dim=self.latent_dim)
+        check_dtype(self.dtype)
+        if self.shared_gate and not self.shared_hidden:
+            raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
 
     def build(self, layer: str = "") -> MoE:
         """The module. layer: its name, for errors. Raises ConfigError where sizes or names do not fit."""
@@ -173,6 +186,8 @@ class MoE(nn.Module):
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
+        if mask_T is not None:  # zero it is; this is for the gradient, which may be NaN there
+            y_TD = y_TD.masked_fill(~mask_T[:, None], 0)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
         return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 

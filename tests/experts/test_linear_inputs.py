@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,8 +31,13 @@ def test_device_sizes_are_never_read(single: bool, mode: str, delayed: bool, dty
 
 
 @pytest.mark.parametrize(
-    "sizes", [[3, 0, 2, 1], (3, 0, 2, 1), torch.tensor([3, 0, 2, 1])], ids=lambda s: type(s).__name__
-)
+    "sizes",
+    [
+        [3, 0, 2, 1], (3, 0, 2, 1), torch.tensor([3, 0, 2, 1]), np.bincount([0, 0, 0, 2, 2, 3]), [np.int64(3), 0, 2, 1],
+        np.array([3, 0, 2, 1], dtype=np.uint8),
+    ],
+    ids=lambda s: type(s).__name__,
+)  # fmt: skip
 def test_forms_of_sizes_agree(sizes: object) -> None:
     layer, x = linear(), torch.randn(8, A)
     assert torch.equal(layer(x, sizes), layer(x, torch.tensor([3, 0, 2, 1], dtype=torch.int32)))
@@ -48,6 +54,10 @@ def test_forms_of_sizes_agree(sizes: object) -> None:
         (torch.tensor([9, 0, 0, 0]), "sum to 9, but there are only 8 rows"),
         ([1.0, 2, 3, 0], "must hold ints, found 1.0"),
         ([True, 2, 3, 0], "must hold ints, found True"),
+        (np.array([1.0, 2, 3, 0]), r"must hold ints, found .*1\.0"),
+        (np.array([True, False, True, False]), "must hold ints, found .*True"),
+        (np.array([[1, 2], [3, 0]]), "must hold ints, found array"),
+        ([torch.tensor(1), 2, 3, 0], "must hold ints, found tensor"),
         (torch.tensor([1.0, 2, 3, 0]), "must be int32 or int64, got torch.float32"),
         (torch.tensor([1, 2, 3, 0], dtype=torch.int16), "must be int32 or int64, got torch.int16"),
         (torch.tensor([[1, 2, 3, 0]]), "must be one-dimensional"),

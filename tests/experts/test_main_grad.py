@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES, WeightGradient, check_mode
+from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.grouped import put
 
 
@@ -83,14 +86,33 @@ def test_any_other_order_raises(mode: str) -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(InputError, match=r"weight7\.main_grad is None, expected a tensor \(2, 3\)"):
+    with pytest.raises(InputError, match=r"weight7\.main_grad is None, expected a floating tensor \(2, 3\) on cpu"):
         WeightGradient(param(main=None), "accumulate", "weight7").open()
     wrong = param()
     wrong.main_grad = torch.zeros(6)
-    with pytest.raises(InputError, match=r"main_grad is \(6,\), expected a tensor \(2, 3\)"):
+    with pytest.raises(InputError, match=r"main_grad is \(6,\) torch\.float32 on cpu, expected .* \(2, 3\)"):
         WeightGradient(wrong, "overwrite").open()
     with pytest.raises(ConfigError, match="main_grad='add'"):
         check_mode("add")
+
+
+@pytest.mark.parametrize("kernels", ["loop", "stock", "auto"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"device": "meta"}, r"torch\.float32 on meta, expected a floating tensor \(4, 8, 16\) on cpu"),
+        ({"dtype": torch.int64}, r"torch\.int64 on cpu"), ({"dtype": torch.float8_e5m2}, r"torch\.float8_e5m2 on cpu"),
+    ],
+)  # fmt: skip
+def test_one_that_cannot_be_written_leaves_the_others_alone(kernels: str, wrong: dict[str, Any], says: str) -> None:
+    mlp = ExpertMLP(4, 8, 8, activation="swiglu", main_grad="accumulate", kernels=kernels)
+    for bad, good, shape in ((mlp.up, mlp.down, r"\(4, 16, 8\)"), (mlp.down, mlp.up, r"\(4, 8, 8\)")):
+        bad.main_grad = torch.empty_like(bad, **wrong)  # type: ignore[attr-defined]
+        good.main_grad = torch.zeros_like(good)  # type: ignore[attr-defined]
+        y = mlp(torch.randn(3, 8), torch.tensor([[0], [2], [3]]), torch.ones(3, 1))
+        with pytest.raises(InputError, match=says.replace(r"\(4, 8, 16\)", shape)):
+            y.sum().backward()
+        assert not good.main_grad.any()  # type: ignore[attr-defined]
 
 
 def test_the_dummy_is_no_nan_for_anomaly_detection() -> None:

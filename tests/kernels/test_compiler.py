@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -229,10 +230,36 @@ def test_a_library_that_is_not_whole_is_made_again(left: int, tiny: Path) -> Non
     os.utime(left, (0, 0))
     assert compiler.load(tiny, [tiny]).answer() == 42
     assert sorted(f.suffix for f in library.parent.iterdir()) == [".lock", ".sha256", ".so"]
+    left.mkdir()  # once more, where the library is whole
+    young = left.with_name(f"{library.stem}.making-young")
+    young.mkdir()
+    os.utime(left, (0, 0))
+    compiler.made(tiny, [tiny])
+    assert not left.exists()
+    assert young.exists()
     library.with_suffix(".sha256").write_bytes(b"\xff")
     before = library.stat().st_mtime_ns
     compiler.made(tiny, [tiny])
     assert library.stat().st_mtime_ns > before
+
+
+def test_a_process_that_holds_the_lock_is_not_waited_for_without_end(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "_failed", {})
+    library = compiler.made(tiny, [tiny])
+    library.unlink()
+    monkeypatch.setattr(compiler, "LIMIT", 0.6)
+    monkeypatch.setattr(compiler, "SILENT", 0.2)
+    with open(library.with_suffix(".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as by a process that was stopped while it compiles
+        for _ in range(2):
+            start = time.monotonic()
+            with pytest.raises(BackendError, match=r"another process has held .*\.lock for more than 0\.6 s"):
+                compiler.made(tiny, [tiny])
+        assert time.monotonic() - start < 0.4  # the second time it is known
+    assert [record.getMessage().count(".lock") for record in caplog.records] == [1]
+    assert not library.exists()
 
 
 def test_a_compiler_is_run_by_the_name_it_has_and_with_its_options(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

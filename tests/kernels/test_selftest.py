@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels import selftest
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
@@ -130,8 +130,13 @@ def test_kernels_that_layers_share_are_tested_once(fault: str | None, monkeypatc
 def test_all_refused_names_all() -> None:
     with pytest.raises(BackendError, match=r"'leaves_tail' failed.*'stale_groups' failed"):
         KernelChoice(LeavesTail(), fallback=[StaleEmptyGroups()]).on(CPU, torch.float32)
-    with pytest.raises(BackendError, match="no kernels named 'fast'"):
-        KernelChoice("fast").on(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", ["fast", None])
+def test_a_name_that_is_none_is_refused_at_once(wrong: str) -> None:
+    for asked, fallback in ((wrong, ()), ("loop", (wrong,))):
+        with pytest.raises(ConfigError, match=f"kernels={wrong!r} is not one of .'auto', 'compiled'"):
+            KernelChoice(asked, fallback=fallback)
 
 
 def test_a_dtype_that_kernels_do_not_have_is_a_reason_to_fall_back() -> None:

@@ -15,6 +15,7 @@ from trimtab.routing.config import RouterConfig
 from trimtab.routing.select import select, sinkhorn, top
 
 E = 12
+NAN, INF = float("nan"), float("inf")
 
 
 def pick(scores: torch.Tensor, config: RouterConfig, **kw: object) -> torch.Tensor:
@@ -141,6 +142,11 @@ def test_round_robin_is_even_whatever_the_scores() -> None:
         ({"pad": True}, "set capacity_factor"), ({"jitter": 1.0}, "jitter"), ({"z_loss": -1.0}, "negative"),
         ({"select": "expert_choice", "pad": True, "capacity_factor": 1.0}, "every expert is full"),
         ({"select": "sinkhorn", "sinkhorn_iterations": 0}, "sinkhorn_iterations"),
+        ({"top_k": 2.0}, r"top_k=2\.0"), ({"top_k": True}, "top_k=True"), ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts": 8.0}, r"num_experts=8\.0"), ({"groups": 0}, "groups=0"), ({"scale": NAN}, "scale=nan"),
+        ({"capacity_factor": INF}, "capacity_factor=inf"), ({"capacity_factor": NAN}, "capacity_factor=nan"),
+        ({"aux_loss": NAN}, "aux_loss=nan"), ({"z_loss": INF}, "z_loss=inf"), ({"bias_rate": NAN}, "bias_rate=nan"),
+        ({"sequence_aux_loss": "1"}, "sequence_aux_loss='1'"), ({"jitter": NAN}, "jitter=nan"),
     ],
 )  # fmt: skip
 def test_configs_that_do_not_fit(wrong: dict[str, object], says: str) -> None:

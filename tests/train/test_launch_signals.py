@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.train.launch import Interrupted, _grace, _signals_raise
+from trimtab.interrupted import Interrupted, signals_raise
+from trimtab.train.launch import _grace
 
 
 class Stopper:
@@ -23,7 +24,7 @@ class Stopper:
 
 def cut_off_by(number: signal.Signals) -> None:
     """As torch.save, whose file ends in an error where it was cut off."""
-    with _signals_raise():
+    with signals_raise():
         try:
             os.kill(os.getpid(), number)
         finally:
@@ -41,12 +42,12 @@ def test_a_failure_that_follows_from_a_signal_is_the_signal(number: signal.Signa
 
 
 def test_a_file_that_is_cut_off_while_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted), _signals_raise():
+    with pytest.raises(Interrupted), signals_raise():
         torch.save({"state": Stopper()}, tmp_path / "file.pt")
 
 
 def test_a_failure_without_a_signal_is_that_failure() -> None:
-    with pytest.raises(RuntimeError, match="on its own"), _signals_raise():
+    with pytest.raises(RuntimeError, match="on its own"), signals_raise():
         raise RuntimeError("on its own")
 
 

@@ -11,9 +11,10 @@ from trimtab.bench.exchange import exchange_task
 from trimtab.bench.kernels import kernels_task
 from trimtab.bench.layer import layer_task
 from trimtab.bench.layer_case import parse_shape
+from trimtab.bench.machine import cores
 from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
-from trimtab.bench.transports import direct
+from trimtab.bench.transports import TRANSPORTS, direct
 from trimtab.errors import ConfigError
 from trimtab.kernels.grouped import KERNELS
 
@@ -27,9 +28,7 @@ def kernel_sets() -> list[str]:
 
 def tasks_of(o: Namespace) -> list[Task]:
     """o: the options of `trimtab bench layer|kernels|exchange|train`. Raises ConfigError for what does not fit."""
-    for name in ("tokens", "threads", "ranks"):
-        if any(value < 1 for value in getattr(o, name, [])):
-            raise ConfigError(f"--{name} {' '.join(map(str, getattr(o, name)))}: each must be at least 1")
+    _check(o)
     if o.part == "train":
         return _train(o)
     shapes = [parse_shape(shape) for shape in o.shape]
@@ -57,6 +56,22 @@ def tasks_of(o: Namespace) -> list[Task]:
         )
         for shape, tokens, dtype, ranks, workload in product(shapes, o.tokens, o.dtype, o.ranks, o.workloads)
     ]
+
+
+def _check(o: Namespace) -> None:
+    """Raise ConfigError for what no contestant could do."""
+    for name in ("tokens", "threads", "ranks"):
+        if any(value < 1 for value in getattr(o, name, [])):
+            raise ConfigError(f"--{name} {' '.join(map(str, getattr(o, name)))}: each must be at least 1")
+    for name in ("batch_size", "seq_len"):
+        if getattr(o, name, 1) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(o, name)}: must be at least 1")
+    most, there_are = max(getattr(o, "threads", [1])), cores()
+    if most > there_are:
+        raise ConfigError(f"--threads {most}: this process has {there_are} core(s), on which more threads only wait")
+    for name, known in (("kernels", ("auto", *kernel_sets())), ("transports", tuple(TRANSPORTS))):
+        if wrong := [given for given in getattr(o, name, None) or [] if given not in known]:
+            raise ConfigError(f"--{name} {wrong[0]}: must be one of {', '.join(known)}")
 
 
 def _train(o: Namespace) -> list[Task]:

@@ -15,9 +15,13 @@ from trimtab.kernels import processor
 PACKAGES = ("torch", "transformers", "torchtitan", "triton")
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe() -> dict[str, Any]:
     """Plain values for JSON."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     versions = {"trimtab": trimtab.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -26,7 +30,7 @@ def describe() -> dict[str, Any]:
             continue
     return {
         "processor": processor.name(),
-        "cores": cores,
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "native_bf16": bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import select
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from trimtab import __version__
 from trimtab.cli import bench, convert, decisions, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError
+from trimtab.interrupted import Interrupted, signals_raise
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,12 +81,17 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     debug = bool(getattr(options, "debug", False))
+    # Training hears of signals itself; ranks of a launcher leave them to it.
+    heard = contextlib.nullcontext() if options.command == "train" or "RANK" in os.environ else signals_raise()
     try:
-        code: int = options.run(options)
+        with heard:
+            code: int = options.run(options)
     except TrimtabError as error:
         message, code = str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
+    except Interrupted as stop:
+        message, code = "interrupted", 128 + stop.number
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left(broken=True):
             return 128 + signal.SIGPIPE

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trimtab.interrupted import Interrupted
 from trimtab.train.config import DTYPES, TrainConfig
-from trimtab.train.launch import Interrupted, launch
+from trimtab.train.launch import launch
 from trimtab.train.resume import advice, resumed
 
 DESCRIPTION = """\

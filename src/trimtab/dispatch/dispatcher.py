@@ -48,6 +48,7 @@ from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.kernels.memory import no_values
 from trimtab.layout import experts_per_rank
+from trimtab.options import check_sizes
 from trimtab.routing.recompute import always_recomputed
 
 Combine = Literal["sum", "ordered"]
@@ -85,6 +86,9 @@ class Dispatcher:
         layer: the layer's name, for errors and to tell layers apart; without one they are told apart by the order
             in which they were built on their guard.
         facts: anything else that must be the same on every rank, such as "hidden 512 swiglu".
+
+    Raises:
+        ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Dispatcher:
     ) -> None:
         if combine not in COMBINES:
             raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
+        check_sizes(num_experts=num_experts)
         self.transport = transport
         self.num_experts = num_experts
         self.ranks = 1 if transport is None else transport.size

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.options import check_dtype
 
 
 def refuse_transforms(who: str) -> None:
@@ -33,10 +34,16 @@ class GroupedModule(nn.Module):
     """Args are those of the modules that derive from it, which describe them."""
 
     def __init__(
-        self, *, main_grad: MainGradMode, delay_wgrad: bool, recipe: Recipe | None, kernels: KernelChoice | str
-    ) -> None:
+        self, *, dtype: torch.dtype | None, main_grad: MainGradMode, delay_wgrad: bool, recipe: Recipe | None,
+        kernels: KernelChoice | str,
+    ) -> None:  # fmt: skip
         super().__init__()
+        check_dtype(dtype)
         check_mode(main_grad)
+        if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
+            raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")
+        if not isinstance(kernels, (str, KernelChoice)):
+            raise ConfigError(f"kernels={kernels!r} is neither a name nor a KernelChoice, which takes kernels as well")
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
         self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
         self._delayed = DelayedGradients()

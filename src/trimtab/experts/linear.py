@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import InputError
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.linear_function import LinearCall, align, grouped_linear
 from trimtab.experts.main_grad import MainGradMode
@@ -28,6 +28,7 @@ from trimtab.experts.products import GroupWeights, Plain
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.options import check_sizes
 from trimtab.routing.recompute import always_recomputed
 
 
@@ -72,9 +73,8 @@ class GroupedLinear(GroupedModule):
         recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
     ) -> None:
-        super().__init__(main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
-        if min(num_groups, in_features, out_features) < 1:
-            raise ConfigError(f"{num_groups} groups of {in_features} x {out_features}: all must be at least 1")
+        super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
+        check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.single_parameter, self.has_bias = single_parameter, bias
         self.save_original_input = save_original_input
@@ -117,8 +117,8 @@ class GroupedLinear(GroupedModule):
         Args:
             x_RD: [R, in_features] floating, R >= 0, grouped. Rows beyond the sum of the sizes may hold anything:
                 their output is zero and so is their gradient.
-            group_sizes: G of them, a list, CPU tensor or tensor on x's device (int32 or int64); the latter is never
-                read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
+            group_sizes: G of them, a list, NumPy array, CPU tensor or tensor on x's device (int32 or int64); the latter
+                is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.

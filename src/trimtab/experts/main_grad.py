@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
+from trimtab.options import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite"]
 MODES = ("off", "accumulate", "overwrite")
@@ -53,7 +54,7 @@ class WeightGradient:
     """One parameter's gradient of one microbatch.
 
     Args:
-        param: the parameter; with a `main_grad` of its shape unless the mode is "off".
+        param: the parameter; with a floating `main_grad` of its shape, on its device, unless the mode is "off".
         mode: see the table above.
         name: what error messages call it.
         empty_like: makes the buffer where there is no `main_grad`.
@@ -76,7 +77,7 @@ class WeightGradient:
         """The tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
 
         Raises:
-            InputError: the mode needs a `main_grad` and the parameter has none of its shape.
+            InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating.
         """
         self._move(_State.WAITING, _State.OPEN)
         self._buffer = self._main_grad() if self.fused else self._empty_like(self.param)
@@ -94,16 +95,19 @@ class WeightGradient:
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 
     def _main_grad(self) -> Tensor:
-        main_grad = getattr(self.param, "main_grad", None)
-        if not isinstance(main_grad, Tensor) or main_grad.shape != self.param.shape:
-            found = tuple(main_grad.shape) if isinstance(main_grad, Tensor) else main_grad
-            raise InputError(
-                f"{self.name}.main_grad is {found}, expected a tensor {tuple(self.param.shape)}: "
-                "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off', as for a "
-                "parametrized weight, which is a new tensor at each use",
-                phase="experts",
-            )
-        return main_grad
+        param, main_grad = self.param, getattr(self.param, "main_grad", None)
+        found = main_grad
+        if isinstance(main_grad, Tensor):
+            fits = main_grad.shape == param.shape and main_grad.device == param.device
+            if fits and holds_values(main_grad.dtype):
+                return main_grad
+            found = f"{tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}"
+        raise InputError(
+            f"{self.name}.main_grad is {found}, expected a floating tensor {tuple(param.shape)} on {param.device}: "
+            "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off', as for a "
+            "parametrized weight, which is a new tensor at each use",
+            phase="experts",
+        )
 
     def _move(self, expected: _State, to: _State) -> None:
         if self._state is not expected:

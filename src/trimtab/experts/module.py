@@ -23,6 +23,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.options import check_sizes
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
 
@@ -115,9 +116,8 @@ class ExpertMLP(GroupedModule):
         recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
     ) -> None:
-        super().__init__(main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
-        if min(num_experts, dim, hidden) < 1:
-            raise ConfigError(f"{num_experts} experts of {dim} x {hidden}: all must be at least 1")
+        super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
+        check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
         if activation not in BY_NAME:
             raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
         if weights not in WEIGHTS:

@@ -14,6 +14,7 @@ from torch.autograd.function import Function
 from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
+from trimtab.options import check_sizes
 
 
 class _Activate(Function):
@@ -37,8 +38,7 @@ class Projection(nn.Linear):
     def __init__(
         self, inputs: int, outputs: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
-        if min(inputs, outputs) < 1:
-            raise ConfigError(f"a projection of {inputs} to {outputs} dims: both must be at least 1")
+        check_sizes(inputs=inputs, outputs=outputs)
         super().__init__(inputs, outputs, bias=False, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,8 +75,9 @@ class SharedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if min(dim, hidden) < 1 or activation not in BY_NAME:
-            raise ConfigError(f"shared experts of {dim} x {hidden} with {activation!r}: not one of {tuple(BY_NAME)}")
+        check_sizes(dim=dim, hidden=hidden)
+        if activation not in BY_NAME:
+            raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(BY_NAME)}")
         self.name, self.activation = activation, BY_NAME[activation]()
         width = 2 * hidden if self.activation.gated else hidden
         self.up = nn.Linear(dim, width, bias=False, dtype=dtype, device=device)

@@ -5,7 +5,9 @@ Legend: R rows, e groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.kernels.memory import no_values
 from trimtab.layout import segment_offsets
+from trimtab.options import is_whole
 
-GroupSizes = Sequence[int] | Tensor
+GroupSizes = Iterable[SupportsIndex] | Tensor
 
 
 def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torch.device) -> Tensor:
@@ -24,17 +27,19 @@ def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torc
     assertion there, before a kernel could read outside of the rows.
 
     Args:
-        group_sizes: list, CPU tensor or tensor on `device`, `num_groups` of int32 or int64.
+        group_sizes: list or NumPy array, CPU tensor or tensor on `device`, `num_groups` of them; tensors of int32 or
+            int64.
         rows: how many rows there are; the sizes may sum to fewer.
 
     Raises:
         InputError: wrong length, dtype or device; on the host also a negative size or a sum beyond the rows.
     """
     if not isinstance(group_sizes, Tensor):
-        wrong = [size for size in group_sizes if isinstance(size, bool) or not isinstance(size, int)]
+        sizes = list(group_sizes)
+        wrong = [size for size in sizes if isinstance(size, Tensor) or not is_whole(size)]
         if wrong:
             raise _bad(f"must hold ints, found {wrong[0]!r}")
-        return _from_host(list(group_sizes), num_groups, rows).to(device, non_blocking=True)
+        return _from_host([index(size) for size in sizes], num_groups, rows).to(device, non_blocking=True)
     if group_sizes.dtype not in (torch.int32, torch.int64):
         raise _bad(f"must be int32 or int64, got {group_sizes.dtype}")
     if group_sizes.ndim != 1:

@@ -51,7 +51,7 @@ def _softmax(experts: str, hidden: str, normalize: bool | None = None, **more: s
         options: dict[str, Any] = {k: getattr(c, v) for k, v in more.items()}
         return MoEConfig(
             dim=c.hidden_size, hidden=getattr(c, hidden), router=router, activation=activation,
-            shared_gate=bool(more), **options,
+            shared_gate=options.get("shared_hidden", 0) > 0, **options,
         )  # fmt: skip
 
     return moe

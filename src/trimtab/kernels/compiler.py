@@ -2,7 +2,8 @@
 
 The name of the library is a hash of the sources, the compiler, its flags and the CPU's own flags, so a library is
 never loaded that was made from others or for another CPU. Beside it lies the hash of its bytes: one that is not whole,
-as a machine that lost its power may leave it, is made again. Ranks that start together wait for the one that compiles.
+as a machine that lost its power may leave it, is made again. Ranks that start together wait for the one that compiles,
+as long as a compiler may take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -28,6 +31,7 @@ from trimtab.kernels import processor
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
 LIMIT = 300  # seconds for a compiler that should take some
+SILENT = 10  # seconds of waiting for another process before a word about it
 _failed: dict[Path, str] = {}
 """Why a library was not made by this process."""
 
@@ -80,7 +84,8 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
     defines: macros, as in `NAME` or `NAME=value`. march: the machine that it is for.
 
     Raises:
-        BackendError: no compiler, or it fails, or the cache folder cannot be written.
+        BackendError: no compiler, or it fails, or another process has not done with it in time, or the cache folder
+            cannot be written.
     """
     compiler = find_compiler()
     flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
@@ -92,12 +97,41 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             came = time.time()
             with open(target.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+                _take(lock, target)
                 if not _whole(target):
                     _compile_once(compiler, flags, main, target, came)
+        _tidy(target.parent)
     except OSError as error:
         raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
     return target
+
+
+def _take(lock: IO[str], target: Path) -> None:
+    """Wait for the lock, which is given back when the file is closed, or the process ends."""
+    start, told = time.monotonic(), False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited = time.monotonic() - start
+        if waited > LIMIT:
+            _failed[target] = (
+                f"another process has held {lock.name} for more than {LIMIT} s, to compile the kernels: "
+                "if it is stopped, end it, and start this one again"
+            )
+            raise BackendError(_failed[target])
+        if waited > SILENT and not told:
+            told = True
+            logging.getLogger(__name__).warning("waiting for the process that compiles and holds %s", lock.name)
+        time.sleep(0.05)
+
+
+def _tidy(cache: Path) -> None:
+    """Remove what processes left that were killed while they compiled, on this host or on one that sees no lock."""
+    for left in cache.glob("*.making-*"):
+        with contextlib.suppress(OSError):  # as where another process removes it, too
+            if time.time() - left.stat().st_mtime > 2 * LIMIT:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _whole(library: Path) -> bool:
@@ -169,9 +203,6 @@ def _said_since(told: Path, came: float) -> str:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
-    for left in target.parent.glob(f"{target.stem}.making-*"):  # of one that was killed, or of a host that sees no lock
-        if time.time() - left.stat().st_mtime > 2 * LIMIT:
-            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.making-") as made_in:
         folder = Path(made_in)
         made, library, digest = (folder / name for name in ("made.o", "made.so", "digest"))

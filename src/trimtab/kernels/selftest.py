@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
-from trimtab.kernels.grouped import Kernels, get_kernels, names_for
+from trimtab.kernels.grouped import KERNELS, Kernels, get_kernels, names_for
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.shapes import ShapeKernels
 
@@ -50,10 +50,16 @@ class KernelChoice:
         kernels: "auto" (on the CPU "compiled" or else, with a warning that says why, "loop"), a name that
             `get_kernels` knows, or kernels of one's own.
         fallback: what may be taken instead where these fail, in order. Nothing unless asked for.
+
+    Raises:
+        ConfigError: a name that stands for no kernels.
     """
 
     def __init__(self, kernels: str | Kernels = "auto", *, fallback: Sequence[str | Kernels] = ()) -> None:
         self.candidates = (kernels, *fallback)
+        known = ("auto", *KERNELS)
+        if unknown := [c for c in self.candidates if c is None or (isinstance(c, str) and c not in known)]:
+            raise ConfigError(f"kernels={unknown[0]!r} is not one of {known}")
         self.reports: list[SelfTest] = []
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int] | None], Kernels] = {}
 

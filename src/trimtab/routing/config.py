@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trimtab.errors import ConfigError
+from trimtab.options import check_sizes, is_finite, is_whole
 
 if TYPE_CHECKING:
     from trimtab.routing.router import Router
@@ -21,6 +22,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SELECTS = ("topk", "sinkhorn", "expert_choice", "balanced")
 GROUP_SCORES = ("top2", "max")
 DROPS = ("probability", "position")
+COEFFICIENTS = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +81,29 @@ class RouterConfig:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k={self.top_k} is not in 1..{self.num_experts}, the number of experts")
+        check_sizes(num_experts=self.num_experts)
+        if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k={self.top_k!r} is not in 1..{self.num_experts}, the number of experts")
         named = (("score", SCORES), ("select", SELECTS), ("group_score", GROUP_SCORES), ("drop", DROPS))
         for name, known in named:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
+        check_sizes(groups=self.groups, top_groups=self.top_groups, sinkhorn_iterations=self.sinkhorn_iterations)
+        for name in ("scale", "bias_rate", "jitter", *COEFFICIENTS):
+            if not is_finite(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a finite number")
         for problem, is_one in self._problems().items():
             if is_one:
                 raise ConfigError(problem)
 
     def _problems(self) -> dict[str, bool]:
-        even = self.groups >= 1 and self.num_experts % self.groups == 0
+        even = self.num_experts % self.groups == 0
         in_group = self.num_experts // self.groups if even else 0
-        coefficients = (self.aux_loss, self.sequence_aux_loss, self.global_aux_loss, self.z_loss)
+        coefficients = tuple(getattr(self, name) for name in COEFFICIENTS)
         factor = self.capacity_factor
         return {
             f"{self.num_experts} experts do not divide into {self.groups} groups": not even,
-            f"top_groups={self.top_groups} is not in 1..{self.groups}": not 1 <= self.top_groups <= self.groups,
+            f"top_groups={self.top_groups} is not in 1..{self.groups}": self.top_groups > self.groups,
             f"top_k={self.top_k} of {self.top_groups} groups of {in_group} experts: there are not so many": (
                 even and self.top_k > self.top_groups * in_group
             ),
@@ -106,13 +113,14 @@ class RouterConfig:
             f"groups and bias work with select='topk', not with {self.select!r}": (
                 self.select != "topk" and (self.groups > 1 or self.bias)
             ),
-            f"capacity_factor={factor} must be above 0": factor is not None and not factor > 0,
+            f"capacity_factor={factor!r} must be a finite number above 0, or None for no limit": (
+                factor is not None and not (is_finite(factor) and factor > 0)
+            ),
             "pad=True fills up to the capacity: set capacity_factor": self.pad and factor is None,
             "pad=True is without meaning in expert choice, where every expert is full": (
                 self.pad and self.select == "expert_choice"
             ),
             f"jitter={self.jitter} is not in 0 <= jitter < 1": not 0 <= self.jitter < 1,
-            f"sinkhorn_iterations={self.sinkhorn_iterations} must be at least 1": self.sinkhorn_iterations < 1,
             f"loss coefficients must not be negative: {coefficients}": min(coefficients) < 0,
         }
 

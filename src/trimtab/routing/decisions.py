@@ -29,7 +29,7 @@ VERSION = 1
 class Decisions:
     """The decisions of every MoE layer for the same tokens.
 
-    ids: [B, L, layers, K], any integer dtype: an expert 0..E - 1, -1 for none, -2 - e for e without room.
+    ids: [B, L, layers, K], int8, int16, int32 or int64: an expert 0..E - 1, -1 for none, -2 - e for e without room.
     num_experts: E, of every layer.
     layers: the names of the layers, in the order of the third dim.
 
@@ -42,8 +42,11 @@ class Decisions:
     layers: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.ids.dim() != 4 or not holds_ids(self.ids) or self.ids.dtype == torch.uint8:
-            raise InputError(f"decisions must be int [B, L, layers, K], got {self.ids.dtype} {tuple(self.ids.shape)}")
+        if self.ids.dim() != 4 or not holds_ids(self.ids) or not self.ids.dtype.is_signed:
+            raise InputError(
+                "decisions must be [B, L, layers, K] of int8, int16, int32 or int64, which hold -1 as well, "
+                f"got {self.ids.dtype} {tuple(self.ids.shape)}"
+            )
         if self.ids.shape[2] != len(self.layers) or len(set(self.layers)) != len(self.layers):
             raise InputError(f"decisions for {self.ids.shape[2]} layers, but the names are {self.layers}")
         if bool(((self.ids < -1 - self.num_experts) | (self.ids >= self.num_experts)).any()):

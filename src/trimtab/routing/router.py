@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
+from trimtab.options import check_dtype, check_sizes
 from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
@@ -63,6 +64,9 @@ class Router(nn.Module):
     run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`.
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
+
+    Raises:
+        ConfigError: `dim` is no size, or `dtype` none of parameters.
     """
 
     expert_bias: Tensor | None
@@ -77,6 +81,8 @@ class Router(nn.Module):
         layer: str = "",
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim)
+        check_dtype(dtype)
         self.config, self.dim = config, dim
         self.groups = LossGroups()
         self.totals: StepTotals | None = None

@@ -11,23 +11,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
+from trimtab.interrupted import Interrupted, signals_raise
 from trimtab.launched import group_size, module_arguments
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.rank import log_file, make_run_id, run_rank
 from trimtab.train.resume import advice
-
-
-class Interrupted(BaseException):
-    """A signal asked the run to stop. `number` is the signal's."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def launch(config: TrainConfig, nproc: int | None) -> None:
@@ -43,7 +35,7 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
         return
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
-    with _signals_raise():
+    with signals_raise():
         check_options(config, nproc or 1)
         if nproc is None or nproc == 1:
             from trimtab.train.session import run_session
@@ -167,29 +159,3 @@ def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so.
-
-    What fails because of that, as a file that is cut off while it is written, does not take its place.
-    """
-    came: list[int] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        raise Interrupted(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heard}
-    try:
-        yield
-    except Exception as error:
-        if came:
-            raise Interrupted(came[0]) from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

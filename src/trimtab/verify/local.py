@@ -68,8 +68,6 @@ def _pool(
         processes = [
             context.Process(target=_rank_main, args=(rank, logs[rank], *work), daemon=True) for rank in range(ranks)
         ]
-        for process in processes:
-            process.start()
 
         def died() -> list[int]:
             """Who has gone: with code 0, too, for nobody leaves before all have answered."""
@@ -81,10 +79,14 @@ def _pool(
 
         patience = 0.0  # for a caller that stops early
         try:
+            for process in processes:
+                process.start()
             yield store, died, last_words
             patience = 2.0
         finally:
             for process in processes:
+                if process.pid is None:  # a signal came before it was started
+                    continue
                 broken = any(other.exitcode not in (None, 0) for other in processes)
                 process.join(patience if process.exitcode is None and not broken else 0.0)
                 process.kill()
@@ -108,8 +110,11 @@ def _rank_main(
     repeat: int,
     mutant: str | None,
 ) -> None:
-    with open(log, "wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
-        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        with open(log, "wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    except FileNotFoundError:  # a signal ended the run before this rank came to itself
+        os._exit(1)
     torch.set_num_threads(1)
     store = TCPStore("localhost", port, is_master=False)
     timeout = timedelta(hours=1)  # the collector's deadline comes first
