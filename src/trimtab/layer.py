@@ -127,6 +127,9 @@ class MoE(nn.Module):
     `delay_wgrad`, a recipe, kernels of one's own; these run eagerly, also under compiled autograd. A generator of the
     router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
     again is the same graph, and its loads are counted once.
+
+    In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
+    of the last 64 are kept, 2 bytes a slot. Evaluate in `eval()`, which keeps none.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
