@@ -141,7 +141,7 @@ def test_options_of_the_experts_are_passed_on() -> None:
     experts = moe.experts
     assert (experts.recipe, experts.delay_wgrad, experts.main_grad) == (recipe, True, "accumulate")
     assert moe.dispatcher.combine_mode == "ordered"
-    assert moe.facts.startswith(f"dim {D}, hidden 16, combine ordered, recipe FP8Current(")
+    assert moe.facts.startswith(f"dim {D}, hidden 16, combine ordered, recipe fp8_current")
     assert moe.facts.endswith(f", router: num_experts {E}, top_k {K}")
     others = (
         build(hidden=16), build(activation="geglu"), build(bias=True), build(shared_hidden=4), build(latent_dim=D),

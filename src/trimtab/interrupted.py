@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -23,13 +24,16 @@ def signals_raise() -> Iterator[None]:
     What fails because of that, as a file that is cut off while it is written, does not take its place.
     """
     came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
 
     def stop(number: int, _frame: FrameType | None) -> None:
         came.append(number)
         raise Interrupted(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield

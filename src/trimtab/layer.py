@@ -102,7 +102,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_sizes(dim=self.dim, hidden=self.hidden)
-        check_sizes(least=0, shared_hidden=self.shared_hidden)
+        check_sizes(least=0, shared_hidden=self.shared_hidden or 0)
         if self.latent_dim is not None:
             check_sizes(latent_dim=self.latent_dim)
         check_dtype(self.dtype)
@@ -158,7 +158,7 @@ class MoE(nn.Module):
 
         def said(config: MoEConfig | RouterConfig) -> str:
             named = [(f, getattr(config, f.name)) for f in fields(config) if f.name not in (*own, "router")]
-            return ", ".join(f"{f.name} {value}" for f, value in named if value != f.default)
+            return ", ".join(f"{f.name} {getattr(value, 'name', value)}" for f, value in named if value != f.default)
 
         return f"{said(self.config)}, router: {said(self.config.router)}"
 

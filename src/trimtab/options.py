@@ -24,7 +24,7 @@ def is_finite(value: Any) -> bool:
     """Whether it is a number, neither NaN nor infinite."""
     try:
         return math.isfinite(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 

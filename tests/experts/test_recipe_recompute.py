@@ -7,6 +7,7 @@ taken neither for a step of its own nor for the latest of several microbatches i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +85,27 @@ def test_each_step_is_recorded_once() -> None:
         for name, history in module.named_buffers():
             if name.endswith("history_He"):
                 assert (history.amax(1) > 0).sum() == 3, name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("options", [{"algorithm": "latest"}, {"history": 3}], ids=str)
+def test_a_recompute_tells_the_history_of_another_microbatch_nothing(options: dict[str, Any], reentrant: bool) -> None:
+    """The larger of two microbatches runs again when the smaller one's step is the latest."""
+
+    def outputs(way: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        linear, found = GroupedLinear(2, 32, 32, bias=False, recipe=FP8Delayed(backend="emulated", **options)), []
+        for step in range(3):
+            g = torch.Generator().manual_seed(step)
+            xs = [(torch.randn(32, 32, generator=g) * by).requires_grad_() for by in (4.0, 1.3)]
+
+            def call(x: Tensor) -> Tensor:
+                return linear(x, [16, 16])
+
+            ys = [call(x) if way is None else checkpoint(call, x, use_reentrant=way) for x in xs]
+            for y in ys:
+                y.square().sum().backward()
+                found.append(y.detach())
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(outputs(None), outputs(reentrant), strict=True))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from comparing import relative_error
 from layer_case import D, build
@@ -37,11 +38,26 @@ class Block(nn.Module):
         return losses
 
 
-def wrapped(*frozen: str, **more: Any) -> DistributedDataParallel:
+class Checkpointed(nn.Module):
+    """Two layers, each of which runs again in a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe, self.moe2 = nn.Linear(D, D), build(), build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for moe in (self.moe, self.moe2):
+            h = h + checkpoint(lambda h, moe=moe: moe(h).y, h, use_reentrant=True)
+        return h.square().sum()
+
+
+def wrapped(*frozen: str, of: type[nn.Module] = Block, **more: Any) -> DistributedDataParallel:
     """Two ranks that hold all experts each."""
-    model = Block(**more)
+    model = of(**more)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("edp", "ep"))
-    parallelize(model, mesh["ep"], {"moe": ExpertParallel()})
+    parallelize(model, mesh["ep"], {"moe*": ExpertParallel()})
     for name, p in model.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
     return ddp(model, init_device_mesh("cpu", (2,)), mesh["edp"])
@@ -62,8 +78,8 @@ def found_in(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): getattr(t, "_local_tensor", t).clone() for name, t in found.items()}
 
 
-def truth() -> dict[str, Tensor]:
-    model = Block()
+def truth(of: type[nn.Module] = Block) -> dict[str, Tensor]:
+    model = of()
     each = [gradients(model, rank) for rank in (0, 1)]
     return {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
 
@@ -89,6 +105,9 @@ def on_rank() -> dict[str, float | list[Tensor]]:
         return max(relative_error(found[name], true[name]) for name in true)
 
     model = wrapped()
+    with model.no_sync():
+        alone = gradients(model, rank)
+    assert relative_error(alone["moe.experts.up"], true["moe.experts.up"]) > 0.01
     gaps["as it is"] = gap(model)
     gaps["copy"] = gap(copy.deepcopy(model))
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
@@ -103,6 +122,11 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     model.zero_grad()
     loss.backward()
     gaps["evaluated in between"] = gap(model, found_in(model))
+    deep, of_deep = wrapped(of=Checkpointed), truth(Checkpointed)
+    loss = deep(tokens(rank))
+    with deep.no_sync():
+        loss.backward()
+    gaps["checkpointed"] = max(relative_error(found_in(deep)[name], of_deep[name]) for name in of_deep)
     gaps["stage"] = gap(model, by_a_stage(wrapped(), rank))
     delayed = wrapped(delay_wgrad=True)
     by_a_stage(delayed, rank)
@@ -147,6 +171,6 @@ def test_of_two_ranks() -> None:
     for gaps in (first, second):
         assert set(gaps) == {
             *("as it is", "copy", "average", "thawed"),
-            *("evaluated in between", "stage", "stage, delayed"),
+            *("evaluated in between", "checkpointed", "stage", "stage, delayed"),
         }
         assert max(gaps.values()) < 2e-6, gaps

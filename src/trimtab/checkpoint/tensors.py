@@ -197,6 +197,8 @@ def unreadable(path: Path, error: BaseException, who: str = "") -> InputError:
     """What to raise where a file of a checkpoint is there with all its bytes and cannot be read."""
     if isinstance(error, OSError):
         return InputError(f"{path}: {who}cannot be read ({error})")
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return InputError(f"{path}: {who}there is not the memory to read it ({type(error).__name__}: {error})")
     said = (str(error).splitlines() or [""])[0]
     # torch's own advice is to load it with weights_only=False: to run what is in it
     why = type(error).__name__ + (f": {said}" if said and "weights" not in said.lower() else "")

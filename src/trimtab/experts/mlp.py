@@ -202,8 +202,10 @@ class _ExpertMLP(Function):
             down_back = down_t[e].transpose(1, 2)
             if math.post_norm is not None:
                 mid = next(parts).to(dtype)
-                dw_R[r] = row_dot(math.post_norm.forward(mid), d_out)
-                d_out, d_norm = math.post_norm.backward(mid, d_out * w)
+                normed, norm_back = math.post_norm.again(mid)
+                dw_R[r] = row_dot(normed, d_out)
+                d_out, d_norm = norm_back(d_out * w)
+                del normed, norm_back
                 for total, part in zip(d_params[len(math.activation.params) :], d_norm, strict=True):
                     total += part
             hw, dw = back.hidden(kernels.grouped_mm(d_out, down_back, block))

@@ -31,9 +31,12 @@ from trimtab.kernels import processor
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
 LIMIT = 300  # seconds for a compiler that should take some
+PATIENCE = 2 * LIMIT + 30  # for another process, which compiles and links
 SILENT = 10  # seconds of waiting for another process before a word about it
 _failed: dict[Path, str] = {}
 """Why a library was not made by this process."""
+_given_up: set[Path] = set()
+"""Libraries that this process waited for once, for as long as it does."""
 
 
 def find_compiler() -> list[str]:
@@ -114,12 +117,12 @@ def _take(lock: IO[str], target: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         waited = time.monotonic() - start
-        if waited > LIMIT:
-            _failed[target] = (
-                f"another process has held {lock.name} for more than {LIMIT} s, to compile the kernels: "
+        if waited > PATIENCE or target in _given_up:
+            _given_up.add(target)
+            raise BackendError(
+                f"another process has held {lock.name} for more than {PATIENCE} s, to compile the kernels: "
                 "if it is stopped, end it, and start this one again"
             )
-            raise BackendError(_failed[target])
         if waited > SILENT and not told:
             told = True
             logging.getLogger(__name__).warning("waiting for the process that compiles and holds %s", lock.name)

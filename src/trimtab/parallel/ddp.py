@@ -154,7 +154,7 @@ class _ExpertReducer:
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.params, self.group = params, group
-        self.expected, self.queued = True, False
+        self.expected, self.spent, self.queued = False, False, False
         self.wrapped: Callable[[], nn.Module | None] = lambda: None
         for param in params:
             _when_accumulated(param, self.accumulated)
@@ -171,7 +171,7 @@ class _ExpertReducer:
             Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self) -> None:
-        self.expected = self.queued = False
+        self.spent, self.queued = True, False
         trained = [param for param in self.params if param.requires_grad]
         for param in trained:  # one that no layer used this time has a gradient of zeros, as on its peers
             if param.grad is None:
@@ -181,6 +181,8 @@ class _ExpertReducer:
 
 def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
     reducer.wrapped = weakref.ref(wrapped)
+    if reducer.spent:  # not as a backward ends: reentrant checkpointing has one within another for each layer
+        reducer.expected = reducer.spent = False
     reducer.expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
 
 

@@ -105,6 +105,7 @@ class FP8DelayedCall(Quantiser):
         self.alignment, self.state = state.alignment, state
         self.recomputed = in_backward()
         self.basis: dict[AmaxHistory, Tensor] = {}
+        self.first: dict[AmaxHistory, Tensor] = {}
         self.ago: Tensor | None = None
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
@@ -118,8 +119,9 @@ class FP8DelayedCall(Quantiser):
 
     def _scale(self, history: AmaxHistory, amax_e: Tensor) -> Scale:
         if history in self.basis:
-            history.also(amax_e)
+            history.also(amax_e.where(amax_e > self.first[history], 0))  # of a recomputed step the rest is told already
             return history.scale(self.basis[history])
+        self.first[history] = amax_e
         if self.recomputed and history is not self.state.gradient_amax:
             if self.ago is None:  # activations come first
                 self.ago = history.which(amax_e)
