@@ -13,6 +13,11 @@ import time
 from trimtab.errors import ConfigError
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def group_size() -> int | None:
     """How many ranks a launcher such as torchrun started, of which this process is one; None if it is alone.
 

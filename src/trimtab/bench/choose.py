@@ -11,12 +11,12 @@ from trimtab.bench.exchange import exchange_task
 from trimtab.bench.kernels import kernels_task
 from trimtab.bench.layer import layer_task
 from trimtab.bench.layer_case import parse_shape
-from trimtab.bench.machine import cores
 from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
 from trimtab.bench.transports import TRANSPORTS, direct
 from trimtab.errors import ConfigError
 from trimtab.kernels.grouped import KERNELS
+from trimtab.launched import cores
 
 PRESETS = Path("runs/bench/presets")
 

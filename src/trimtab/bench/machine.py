@@ -11,13 +11,9 @@ import torch
 
 import trimtab
 from trimtab.kernels import processor
+from trimtab.launched import cores
 
 PACKAGES = ("torch", "transformers", "torchtitan", "triton")
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe() -> dict[str, Any]:

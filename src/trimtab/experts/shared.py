@@ -14,7 +14,7 @@ from torch.autograd.function import Function
 from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
-from trimtab.options import check_sizes
+from trimtab.options import check_sizes, holds_values
 
 
 class _Activate(Function):
@@ -50,7 +50,7 @@ def _stored_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
     """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
     weight knows itself what to do with `x`."""
     stored = linear.weight.dtype
-    return stored if stored.is_floating_point and stored.itemsize > 1 else x.dtype
+    return stored if holds_values(stored) else x.dtype
 
 
 class SharedExperts(nn.Module):

@@ -20,6 +20,7 @@ from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.hf.gates import activation_of
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.options import holds_values
 from trimtab.routing.recompute import always_recomputed
 
 
@@ -110,7 +111,7 @@ def weights_of(module: nn.Module) -> ExpertWeights:
         missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
         raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
     for t in (up, down):
-        if not t.is_floating_point() or t.dtype.itemsize == 1:
+        if not holds_values(t.dtype):
             raise ConfigError(f"{type(module).__name__} has weights in {t.dtype}: {_NEEDS}")
     return ExpertWeights(
         up=up,

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.interrupted import Interrupted, signals_raise
-from trimtab.launched import group_size, module_arguments
+from trimtab.launched import cores, group_size, module_arguments
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.rank import log_file, make_run_id, run_rank
@@ -148,8 +148,7 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
 @contextlib.contextmanager
 def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
     """What the ranks inherit: their share of the cores, and silence from the C++ side."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    added = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    added = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))}
     if not debug:
         added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     added = {name: value for name, value in added.items() if name not in os.environ}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 
 from trimtab import __version__
 from trimtab.kernels import processor
+from trimtab.launched import cores
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import MARKS, Verdict
 from trimtab.verify.judge import BOUNDS
@@ -130,9 +130,8 @@ class Ledger:
 
 def machine() -> dict[str, str]:
     """What a number depends on. No host names."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    found |= {"processor": processor.name(), "cores": str(cores)}
+    found |= {"processor": processor.name(), "cores": str(cores())}
     if torch.cuda.is_available():
         found |= {"gpu": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
     return found

@@ -104,8 +104,7 @@ class FP8DelayedCall(Quantiser):
     def __init__(self, state: FP8DelayedState) -> None:
         self.alignment, self.state = state.alignment, state
         self.recomputed = in_backward()
-        self.basis: dict[AmaxHistory, Tensor] = {}
-        self.first: dict[AmaxHistory, Tensor] = {}
+        self.held: dict[AmaxHistory, tuple[Tensor, Tensor]] = {}  # the first magnitudes, and what gives the scale
         self.ago: Tensor | None = None
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
@@ -118,14 +117,15 @@ class FP8DelayedCall(Quantiser):
         return by_broadcast(w_eAB, E4M3, scale.view(-1, 1, 1))
 
     def _scale(self, history: AmaxHistory, amax_e: Tensor) -> Scale:
-        if history in self.basis:
-            history.also(amax_e.where(amax_e > self.first[history], 0))  # of a recomputed step the rest is told already
-            return history.scale(self.basis[history])
-        self.first[history] = amax_e
+        if history in self.held:
+            first_e, basis_e = self.held[history]
+            history.also(amax_e.where(amax_e > first_e, 0))  # of a recomputed step the rest is told already
+            return history.scale(basis_e)
         if self.recomputed and history is not self.state.gradient_amax:
             if self.ago is None:  # activations come first
                 self.ago = history.which(amax_e)
-            self.basis[history] = history.again(amax_e, self.ago)
+            basis_e = history.again(amax_e, self.ago)
         else:
-            self.basis[history] = history.step(amax_e)
-        return history.scale(self.basis[history])
+            basis_e = history.step(amax_e)
+        self.held[history] = amax_e, basis_e
+        return history.scale(basis_e)

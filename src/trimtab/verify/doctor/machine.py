@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.launched import cores
 from trimtab.verify.doctor.findings import Finding
 
 PREFIXES = (
@@ -42,7 +43,7 @@ def look() -> Machine:
     except OSError:
         address = None
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         threads=torch.get_num_threads(),
         instructions=torch.backends.cpu.get_cpu_capability(),
         devices=tuple(_device(i) for i in range(torch.cuda.device_count())),
