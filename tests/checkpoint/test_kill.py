@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from checkpoint.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
+from trimtab.verify.forkserver import forkserver
 from trimtab.verify.ranks import preload
 
 preload("trimtab.checkpoint.saving", "torch._dynamo")
@@ -63,7 +63,7 @@ def save_and_die(root: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_in_a_save(tmp_path: Path, place: str) -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=save_and_die, args=(tmp_path, place))
+    process = forkserver().Process(target=save_and_die, args=(tmp_path, place))
     process.start()
     process.join(150)
     assert process.exitcode == -signal.SIGKILL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Peer
 from trimtab.guard.waiting import wait_alone
+from trimtab.verify.forkserver import forkserver
 from trimtab.verify.ranks import _rank_main, run_ranks
 
 E, K, D = 8, 3, 16
@@ -331,7 +331,7 @@ def crash_on_rank(pipe: Any) -> None:
 
 def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
     """Its files have no name, and no process that lives has them open or mapped."""
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     before = set(os.listdir("/dev/shm"))
     processes, inodes = [], set()
     for rank in range(2):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
 from pathlib import Path
 
 from trimtab.train.config import TrainConfig
+from trimtab.verify.forkserver import forkserver
 from trimtab.verify.ranks import preload
 
 preload(
@@ -24,7 +24,7 @@ def run_forked(config: TrainConfig, ranks: int) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     processes = [context.Process(target=_rank, args=(config, rank, ranks, port, str(log))) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -10,7 +10,6 @@ that a guard whose error is right but whose process never ends is found out too.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import socket
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 from trimtab.verify import ranks as local_ranks
 from trimtab.verify.faults_cases import Fault, FaultResult, Outcome, fault_cases, problems_of
 from trimtab.verify.faults_on_rank import fault_main
+from trimtab.verify.forkserver import forkserver
 
 
 def run_fault(
@@ -42,7 +42,7 @@ def run_fault(
             an exit code can be read once: of two threads that look at once, one is told 255.
     """
     alone = contextlib.nullcontext() if alone is None else alone
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     pipes: list[Connection] = []
     processes = []
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ each with its own tokens and experts: a call of torch costs more than the arithm
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.errors import InputError
+from trimtab.verify.forkserver import forkserver
 from trimtab.verify.fuzz_cases import BLOCK, Case, case_of, worlds_of
 from trimtab.verify.fuzz_check import check
 from trimtab.verify.fuzz_shrink import shrink
@@ -160,8 +160,7 @@ def _parts(chunks: list[range], cases: int, seed: int, workers: int, within: Wit
             yield _run_chunk(chunk, cases, seed, within)
         return
     preload("trimtab.verify.fuzz_check")
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ProcessPoolExecutor(workers, mp_context=forkserver(), initializer=torch.set_num_threads, initargs=(1,))
     try:
         for future in [pool.submit(_run_chunk, chunk, cases, seed, within) for chunk in chunks]:
             yield future.result()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trimtab.verify.forkserver import forkserver
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
@@ -68,11 +70,12 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
     `fn` is a module-level function. Raises AssertionError with the tracebacks if a rank fails or time runs out.
     """
     with tempfile.TemporaryDirectory() as folder:
+        context = forkserver()
         pipes, processes = [], []
         for rank in range(ranks):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = context.Pipe()
             work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args, theirs)
-            process = _CONTEXT.Process(target=_rank_main, args=work, daemon=True)
+            process = context.Process(target=_rank_main, args=work, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
