@@ -179,12 +179,14 @@ class MoE(nn.Module):
         self.dispatcher.begin()
         mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
         batch = mine.shape[0] if mine.dim() > 2 else 1
-        route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch)
+        ours = self._ours_routes()
+        route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch, **({"later": True} if ours else {}))
         sent = self.to_latent(x_TD)
         if isinstance(self.experts, ExpertMLP):
             sent = narrowed(sent, self.experts)
         given = sent, route.ids_TK, route.weights_TK
-        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if self._ours_routes() else None)
+        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if ours else None)
+        losses = route.losses if route.pending is None else self.router.take_losses(route.pending)
         out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
@@ -192,10 +194,10 @@ class MoE(nn.Module):
         if mask_T is not None:  # zero it is; this is for the gradient, which may be NaN there
             y_TD = y_TD.masked_fill(~mask_T[:, None], 0)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
-        return MoEOutput(y=y, losses=route.losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+        return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _ours_routes(self) -> bool:
-        """Whether nobody may have changed what a `Router` says of its ids."""
+        """Whether nobody may have changed what a `Router` says of its ids, or looks for its losses."""
         return type(self.router).forward is Router.forward and not self.router._forward_hooks
 
     def _refuse_transforms(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel.layout_truth import Model
 from trimtab.dispatch import shared_host
-from trimtab.errors import BackendError, ConfigError, DesyncError
+from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
+from trimtab.guard.guard import Guard
 from trimtab.layer import MoE, MoEConfig, MoEOutput
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.plan import matches, parallelize
@@ -186,6 +188,44 @@ def on_rank() -> dict[str, str]:
         parallelize(model, init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     a, b = (model.get_submodule(f"layers.{i}.moe").dispatcher for i in (0, 1))
     return said | {"drift": str(drifted.value), "shared": str(a.transport is b.transport), "layer": str(a.layer)}
+
+
+def unlike_on_rank() -> list[str]:
+    """Balance losses, for which the ranks meet, in layers that are unlike, of another name, or late."""
+    mesh, rank, said = init_device_mesh("cpu", (2,)), dist.get_rank(), []
+    losses: dict[str, Any] = {"aux_loss": 0.1, "sequence_aux_loss": 0.1, "global_aux_loss": 0.1, "z_loss": 0.1}
+
+    def layer(name: str, experts: int) -> torch.nn.Module:
+        config = RouterConfig(num_experts=experts, top_k=2, **losses)
+        return parallelize(MoEConfig(dim=8, hidden=8, router=config).build(name), mesh, {"": ExpertParallel()})
+
+    one, other, unlike = layer("one", 4), layer("other", 4), layer("unlike", 4 + 2 * rank)
+    for each in (unlike, one if rank else other):
+        with pytest.raises(DesyncError) as raised:
+            each(torch.randn(3 + rank, 8))
+        assert not each.get_submodule("router").take_loads().any()  # type: ignore[operator]
+        said.append(str(raised.value))
+    guard = one.dispatcher.guard
+    assert isinstance(guard, Guard)
+    dist.barrier()
+    guard.deadline = 1.5
+    if rank:
+        time.sleep(4.0)
+    else:
+        with pytest.raises(PhaseTimeout) as late:
+            one(torch.randn(3, 8))
+        said.append(f"{late.value.ranks} {late.value}")
+    return said
+
+
+def test_ranks_compare_their_calls_before_their_losses() -> None:
+    found = run_ranks(unlike_on_rank, 2)
+    assert found[0].pop().startswith("(1,) [layer one, rank 1, phase count]")
+    for experts, layers in found:
+        assert "4 experts" in experts
+        assert "6 experts" in experts
+        assert "layer one" in layers
+        assert "layer other" in layers
 
 
 def test_what_is_wrong_is_named() -> None:

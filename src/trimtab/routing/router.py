@@ -30,6 +30,19 @@ MANY = 1000
 """Micro-batches that are unlikely to be of one step."""
 
 
+class Pending(NamedTuple):
+    """A decision whose losses are still to be taken, see `Router.take_losses`. again: whether it was counted before."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    chosen_TK: Tensor
+    chosen_E: Tensor
+    real_T: Tensor | None
+    batch: int
+    counts_before_E: Tensor
+    again: bool
+
+
 class Routing(NamedTuple):
     """One routing decision.
 
@@ -40,6 +53,7 @@ class Routing(NamedTuple):
     loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
     logits_TE: float32 (float64 for float64 tokens).
     most_slots: how many ids are not -1 at most, where a capacity says so.
+    pending: what `Router.take_losses` takes them from, where they were left for later.
     """
 
     ids_TK: Tensor
@@ -48,6 +62,7 @@ class Routing(NamedTuple):
     loads_E: Tensor
     logits_TE: Tensor
     most_slots: int | None = None
+    pending: Pending | None = None
 
 
 class Router(nn.Module):
@@ -118,7 +133,13 @@ class Router(nn.Module):
         return taken
 
     def forward(
-        self, x_TD: Tensor, *, token_mask_T: Tensor | None = None, ids_TK: Tensor | None = None, batch: int = 1
+        self,
+        x_TD: Tensor,
+        *,
+        token_mask_T: Tensor | None = None,
+        ids_TK: Tensor | None = None,
+        batch: int = 1,
+        later: bool = False,
     ) -> Routing:
         """Route this rank's tokens.
 
@@ -127,6 +148,8 @@ class Router(nn.Module):
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
+            later: leave the losses, for which ranks meet, and what is counted in `pending` for `take_losses`: once the
+                experts' ranks have compared their calls, no rank waits there for one that is elsewhere.
 
         Raises:
             InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
@@ -159,13 +182,11 @@ class Router(nn.Module):
             weights = weights.masked_fill(choice.kept < 0, 0)
         weights = weights + (logits.detach() * 0.0).sum(-1, keepdim=True)  # NaN where one of them is not finite
         chosen_E = count_ids(choice.chosen, c.num_experts)
-        losses, counts_E = balance_losses(
-            logits, scores, choice.chosen, chosen_E, real_T,
-            config=c, batch=batch, groups=self.groups, totals=self.totals, counts_before_E=before_E,
-        )  # fmt: skip
-        if again is None:
+        pending = Pending(logits, scores, choice.chosen, chosen_E, real_T, batch, before_E, again is not None)
+        losses = {} if later else self.take_losses(pending)
+        if again is None and self.tap is not None:
             with unseen():
-                self._count(choice, chosen_E, counts_E, batch)
+                self.tap(choice, batch)
         if sum_E is not None:
             noise = noise if again is None else again.noise
             made = Remembered(choice=choice, sum_E=sum_E, noise=noise, counts_before_E=before_E)
@@ -179,8 +200,22 @@ class Router(nn.Module):
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
             most = None if most is None else most_slots(ids, c, room)
         return Routing(
-            ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most
+            ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most,
+            pending=pending if later else None,
         )  # fmt: skip
+
+    def take_losses(self, pending: Pending) -> dict[str, Tensor]:
+        """The losses of a forward that left them for later, once. Every rank of `groups` must call."""
+        p = pending
+        losses, counts_E = balance_losses(
+            p.logits_TE, p.scores_TE, p.chosen_TK, p.chosen_E, p.real_T,
+            config=self.config, batch=p.batch, groups=self.groups, totals=self.totals,
+            counts_before_E=p.counts_before_E,
+        )  # fmt: skip
+        if self.training and not p.again:
+            with unseen():
+                self._count(p.chosen_E, counts_E)
+        return losses
 
     def _given(self, ids_TK: Tensor | None, real_T: Tensor | None, tokens: int, batch: int) -> Choice | None:
         """A decision to replay, if there is one."""
@@ -212,28 +247,25 @@ class Router(nn.Module):
         kept = drop_over(chosen, weights, c.num_experts, room, c.drop)
         return Choice(chosen=chosen, kept=kept, most=most, whole=whole)
 
-    def _count(self, choice: Choice, chosen_E: Tensor, counts_E: Tensor | None, batch: int) -> None:
+    def _count(self, chosen_E: Tensor, counts_E: Tensor | None) -> None:
         """chosen_E: of this rank. counts_E: of all, where a loss counted them."""
-        if self.training:
-            of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
-            if torch.compiler.is_compiling():
-                from trimtab.routing.compiled import counted_once
+        of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
+        if torch.compiler.is_compiling():
+            from trimtab.routing.compiled import counted_once
 
-                chosen_E = counted_once(chosen_E, False)
-                counts_E = None if counts_E is None else counted_once(counts_E, of_step)
-            else:
-                self._forwards += 1
-                if self._forwards == MANY and of_step:
-                    warnings.warn(
-                        f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. "
-                        "Call trimtab.update_bias(model) after each optimizer step",
-                        stacklevel=2,
-                    )
-            self._loads.add_(chosen_E)
-            if counts_E is not None:
-                self._counts.add_(counts_E)
-        if self.tap is not None:
-            self.tap(choice, batch)
+            chosen_E = counted_once(chosen_E, False)
+            counts_E = None if counts_E is None else counted_once(counts_E, of_step)
+        else:
+            self._forwards += 1
+            if self._forwards == MANY and of_step:
+                warnings.warn(
+                    f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. "
+                    "Call trimtab.update_bias(model) after each optimizer step",
+                    stacklevel=2,
+                )
+        self._loads.add_(chosen_E)
+        if counts_E is not None:
+            self._counts.add_(counts_E)
 
     def _noise(self) -> Tensor | None:
         """The state of the generator handed in; the default one is restored by checkpointing itself."""
