@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.backward import once_differentiable
 from trimtab.experts.linear import GroupedLinear
@@ -67,6 +68,26 @@ def test_a_penalty_on_gradients_raises(make: Callable[..., object], kernels: str
     plain = torch.autograd.grad(run(x).sum(), [x, *layer.parameters()])
     for got, true in zip(found, plain, strict=True):
         assert torch.equal(got.detach(), true)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_so_does_one_on_which_only_some_tensor_is_asked_for(
+    make: Callable[..., object], kernels: str, checkpointed: bool
+) -> None:
+    """As by `torch.autograd.functional.hessian`: the engine runs what lies between the two alone."""
+    layer, run = make(kernels)  # type: ignore[misc]
+    before, x = nn.Linear(16, 16), torch.randn(10, 16, requires_grad=True)
+    for asked in (x, before.weight, *layer.parameters()):
+        h = before(x)
+        y = checkpoint(run, h, use_reentrant=False) if checkpointed else run(h)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated"):
+            torch.autograd.grad(grad.square().sum(), asked, retain_graph=True)
+    bystander = torch.ones(16, requires_grad=True)
+    (found,) = torch.autograd.grad((grad + bystander).sum(), bystander)
+    assert torch.equal(found, torch.full((16,), 10.0))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])

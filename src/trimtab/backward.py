@@ -21,7 +21,8 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
 
     Under create_graph=True its results raise where they are differentiated, but for a function within a graph of
     `torch.compile`. torch's own decorator leaves them without a graph if the gradient that comes in has none, as that
-    of a sum has not: a penalty on them would have no gradient, and nobody would be told.
+    of a sum has not, and with one that `torch.autograd.grad` passes by where it is asked for tensors that they were
+    made of: a penalty on them would have no gradient, and nobody would be told.
 
     traced: whether `torch.compile` may trace it, see `eager_backward`.
     """
@@ -38,15 +39,29 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
                 return backward(ctx, *grads)
         if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if isinstance(grad, Tensor)):
             raise InputError("trimtab's backward takes one gradient at a time: leave is_grads_batched, vectorize out")
+        twice = torch.is_grad_enabled()
+        ctx = _Unpacked(ctx) if twice else ctx
         with torch.no_grad(), without_autocast():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
+        if not twice:
             return found
         results = found if isinstance(found, tuple) else (found,)
-        fail = torch._C._functions.DelayedError(_TWICE, len(results))
-        return fail(*(t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results))
+        roots = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
+        leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results]
+        given = (*leaves, *roots)
+        return torch._C._functions.DelayedError(_TWICE, len(given))(*given)[: len(leaves)]
 
     return run
+
+
+class _Unpacked:
+    """A function's context, its saved tensors unpacked once: a checkpoint hands them out once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def eager_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
