@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,8 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from comparing import relative_error
 from parallel.layout_truth import D, Model, build
+from trimtab.dispatch.dispatcher import COMBINES
+from trimtab.layer import MoEConfig
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
+from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.verify.ranks import run_ranks
 
@@ -61,6 +65,41 @@ def selective_on_rank() -> dict[str, float]:
 def test_what_a_policy_keeps_is_what_was_brought() -> None:
     for gaps in run_ranks(selective_on_rank, 2):
         assert len(gaps) == 2 * len(KEPT)
+        assert max(gaps.values()) < 1e-6, gaps
+
+
+def masked_on_rank() -> dict[str, float]:
+    """One rank has a mask and the other has none, as of a batch that nothing was padded in."""
+    gaps = {}
+    for etp, combine, aux in itertools.product((False, True), COMBINES, (0.0, 0.1)):
+        torch.manual_seed(3)
+        router = RouterConfig(num_experts=4, top_k=2, aux_loss=aux)
+        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
+        layer = MoEConfig(dim=D, hidden=8, router=router, combine=combine).build()
+        model = parallelize(layer, mesh, {"": ExpertParallel(etp="etp" if etp else None)})
+        layer.router.groups = LossGroups(batch=dist.group.WORLD)
+        x = torch.randn(2, 3, D, requires_grad=True)
+        mask = torch.ones(2, 3, dtype=torch.bool) if dist.get_rank() else None
+
+        def block(x: Tensor, model: nn.Module = model, mask: Tensor | None = mask) -> tuple[Tensor, Tensor]:
+            out = model(x, token_mask=mask)
+            return x + out.y, sum(out.losses.values(), x.new_zeros(()))
+
+        def found(model: nn.Module = model, x: Tensor = x, **options: Any) -> list[Tensor]:
+            y, losses = checkpoint(block, x, **options) if options else block(x)
+            return list(torch.autograd.grad(y.square().sum() + losses, [x, *model.parameters()]))
+
+        truth = found()
+        context = partial(create_selective_checkpoint_contexts, partial(policy, ["mm"]))
+        for how in ({"use_reentrant": False}, {"use_reentrant": False, "context_fn": context}):
+            errors = [relative_error(a, b) for a, b in zip(found(**how), truth, strict=True)]
+            gaps[f"etp {etp} {combine} {aux} {len(how)}"] = max(errors)
+    return gaps
+
+
+def test_a_mask_on_one_rank_changes_no_order() -> None:
+    for gaps in run_ranks(masked_on_rank, 2):
+        assert len(gaps) == 16
         assert max(gaps.values()) < 1e-6, gaps
 
 
