@@ -118,8 +118,8 @@ def test_rounding_before_the_layer_is_told_from_other_tokens(
     block.norm.register_forward_hook(lambda _m, _a, y: y * (1 + 4e-3 * torch.randn(y.shape).double()))
     recall, found = Memory.recall, []
 
-    def spy(memory: Memory, tokens: int, sum_E: Tensor) -> Remembered | None:
-        found.append(recall(memory, tokens, sum_E))
+    def spy(memory: Memory, tokens: int, sum_E: Tensor, real_T: Tensor | None) -> Remembered | None:
+        found.append(recall(memory, tokens, sum_E, real_T))
         return found[-1]
 
     monkeypatch.setattr(Memory, "recall", spy)
@@ -219,6 +219,54 @@ def test_micro_batches_that_are_alike_are_told_apart(use_reentrant: bool, kind: 
         with perturbed():
             sum(run(block, x, mode) * (1 + i) for i, x in enumerate(xs)).backward()
         found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("use_reentrant", MODES)
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], None], ids=["first first", "last first", "together"])
+@pytest.mark.parametrize("more", [{}, {"capacity_factor": 0.7}, {"select": "expert_choice"}], ids=str)
+@pytest.mark.parametrize("real", [(6, 6), (6, 9)], ids=["as many", "other counts"])
+def test_masks_tell_micro_batches_apart(
+    use_reentrant: bool, order: list[int] | None, more: dict[str, Any], real: tuple[int, int]
+) -> None:
+    """Where logits cannot, as those of a router that begins with zeros."""
+    found, masks = [], [torch.arange(T) < real[0], torch.arange(T) >= T - real[1]]
+    for mode in (None, use_reentrant):
+        block, xs, losses = Block(twins(**more)), micro_batches(2), []
+        nn.init.zeros_(block.moe.router.weight)
+        for x, mask in zip(xs, masks, strict=True):
+
+            def one(x: Tensor, block: Block = block, mask: Tensor = mask) -> Tensor:
+                out = block.moe(block.norm(x), token_mask=mask)
+                return out.y.square().sum() + sum(out.losses.values())
+
+            losses.append(one(x) if mode is None else checkpoint(one, x, use_reentrant=mode))
+        for loss in [losses[i] for i in order] if order else [sum(losses)]:
+            loss.backward()
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+@pytest.mark.parametrize("more", [{"jitter": 0.5}, {"global_aux_loss": 1.0}], ids=str)
+def test_a_checkpoint_gets_its_own_of_equal_micro_batches(order: list[int], more: dict[str, Any]) -> None:
+    """With another noise or other counts before them, each twice in its checkpoint, in backwards of their own."""
+    found = []
+    for checkpointed in (False, True):
+        block = Block(twins(**more))
+        block.moe.router.generator = torch.Generator().manual_seed(9)
+        xs = [micro_batches(1)[0] for _ in range(3)]
+
+        def twice(x: Tensor, block: Block = block) -> Tensor:
+            return run(block, x, None) + 2 * run(block, x, None)
+
+        losses = [checkpoint(twice, x, use_reentrant=False) if checkpointed else twice(x) for x in xs]
+        for i in order:
+            losses[i].backward()
+        found.append(grads(block, xs))
+        assert block.moe.router.take_loads().sum() == 6 * T * 3
+        del losses
+        assert block.moe.router.memory.alive() == 0
     compare(found[1], found[0])
 
 

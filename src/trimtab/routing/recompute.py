@@ -3,11 +3,12 @@
 The second run of a forward may differ from the first in the last bits, and a near-tie then falls the other way: counts
 change and recompute fails, or worse, does not. So each router remembers its decisions until they cannot be asked for
 any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
-again is told by its logits, of which decisions are made: their sum over the tokens, by weights that tell positions
-apart, is nearly equal for the same tokens in the same order, and far from equal for others. Where several are equal,
-so are their decisions, but for a jitter from the router's own generator: a backward asks for each of them once, the
-last forward first, as it goes; backwards of their own, in the order of the forwards, get each other's. Those that were
-given their `ids` are given them again.
+again is told by the checkpoint that runs it, and within one by its mask and its logits, of which decisions are made:
+their sum over the tokens, by weights that tell positions apart, is nearly equal for the same tokens in the same order,
+and far from equal for others. A reentrant checkpoint does not say which it is. Where several are equal there, so are
+their decisions, but for a jitter from the router's own generator and the step's counts before them, for
+`global_aux_loss`: a backward asks for each of them once, the last forward first, as it goes; backwards of their own, in
+the order of the forwards, get each other's. Those that were given their `ids` are given them again.
 
 A decision lives as long as the autograd graph of its forward; under non-reentrant checkpointing, as long as anything
 can be asked for that the checkpoint makes again: of a backward in two halves, the second may run the forward again for
@@ -20,6 +21,8 @@ Legend: T tokens, K experts per token, E experts.
 
 from __future__ import annotations
 
+import inspect
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +44,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
+from torch.utils.checkpoint import _CheckpointFrame
 
 from trimtab.autocast import without_autocast
 from trimtab.kernels.memory import no_values
@@ -74,11 +78,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Remembered:
-    """A choice, the sum of the logits it was made of, the state that their jitter was drawn from, and the counts of
-    the micro-batches before."""
+    """A choice, the sum of the logits and the mask that it was made of, the state that their jitter was drawn from, and
+    the counts of the micro-batches before."""
 
     choice: Choice
     sum_E: Tensor
+    real_T: Tensor | None
     noise: Tensor | None
     counts_before_E: Tensor
 
@@ -148,11 +153,17 @@ def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
     return wrapped
 
 
-def _checkpoint() -> Callable[..., Any] | None:
-    """What runs this forward again, where a non-reentrant checkpoint does: every tensor that is saved holds it."""
+def _checkpoint() -> tuple[_CheckpointFrame | None, bool]:
+    """The non-reentrant checkpoint that this forward is in, which every tensor that it saves holds; and whether the
+    checkpoint runs it again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public function says this
-    unpack: Callable[..., Any] | None = None if hooks is None else hooks[1]
-    return unpack if getattr(unpack, "__module__", "") == torch.utils.checkpoint.__name__ else None
+    cells = () if hooks is None else getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
+    for held in (cell.cell_contents for cell in cells):
+        again = isinstance(held, weakref.ref)
+        frame = held() if again else held
+        if isinstance(frame, _CheckpointFrame):
+            return frame, again
+    return None, False
 
 
 class Memory:
@@ -166,15 +177,16 @@ class Memory:
         self._in_graphs: list[weakref.ref[Remembered]] = []
         self._held: deque[Remembered] = deque(maxlen=limit)
         self._asked: WeakKeyDictionary[Remembered, int] = WeakKeyDictionary()  # in which backward, at last
-        self._again: WeakKeyDictionary[Callable[..., Any], list[Remembered]] = WeakKeyDictionary()  # by what runs again
+        self._of: WeakKeyDictionary[_CheckpointFrame, list[Remembered]] = WeakKeyDictionary()  # in their order
 
     def hold(self, remembered: Remembered, weights_TK: Tensor, training: bool) -> Tensor:
         """Remember; the weights must be used in place of those given."""
         if weights_TK.requires_grad:
             self._in_graphs = [ref for ref in self._in_graphs if ref() is not None]
             self._in_graphs.append(weakref.ref(remembered))
-            if (runs_again := _checkpoint()) is not None:
-                self._again.setdefault(runs_again, []).append(remembered)
+            frame, again = _checkpoint()
+            if frame is not None and not again:
+                self._of.setdefault(frame, []).append(remembered)
             held: Tensor = _Hold.apply(weights_TK, remembered)  # type: ignore[no-untyped-call]
             return held
         if training:
@@ -182,18 +194,27 @@ class Memory:
             self._held.append(replace(remembered, choice=remembered.choice.to(small)))
         return weights_TK
 
-    def recall(self, tokens: int, sum_E: Tensor) -> Remembered | None:
+    def recall(self, tokens: int, sum_E: Tensor, real_T: Tensor | None) -> Remembered | None:
         """What was decided for these tokens, if this is a forward that runs again. One host sync then, on a device."""
         if not in_backward():
             return None
-        in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
-        newest_first = (*reversed(in_graphs), *reversed(self._held))
-        alike = (tokens, sum_E.dtype, sum_E.device)
-        known = [m for m in newest_first if (m.choice.chosen.shape[0], m.sum_E.dtype, m.sum_E.device) == alike]
+        frame, again = _checkpoint()
+        candidates: Sequence[Remembered] = self._of.get(frame, ()) if frame is not None and again else ()
+        if not candidates:
+            in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
+            candidates = (*reversed(in_graphs), *reversed(self._held))
+        alike = (tokens, sum_E.dtype, sum_E.device, real_T is None)
+        known = [
+            m for m in candidates
+            if (m.choice.chosen.shape[0], m.sum_E.dtype, m.sum_E.device, m.real_T is None) == alike
+        ]  # fmt: skip
         if not known:
             return None
         size = sum_E.norm().clamp(min=torch.finfo(sum_E.dtype).tiny)
         far_N = (torch.stack([one.sum_E for one in known]) - sum_E).norm(dim=-1) / size
+        if real_T is not None:
+            masks_NT = torch.stack([one.real_T for one in known if one.real_T is not None])
+            far_N = far_N.masked_fill((masks_NT != real_T).any(-1), math.inf)
         distances = [0.0] * len(known) if no_values(far_N.device) else far_N.tolist()
         near = min(distances)
         if not near <= TOLERANCE:

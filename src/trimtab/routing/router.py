@@ -166,7 +166,7 @@ class Router(nn.Module):
             with unseen():
                 plain = router_logits(x.detach(), self.weight.detach()) if logits is None else logits
                 sum_E = sum_of(plain)
-                again = self.memory.recall(tokens, sum_E)
+                again = self.memory.recall(tokens, sum_E, real_T)
         if logits is None:
             logits = router_logits(self._jittered(x, noise if again is None else again.noise), self.weight)
         scores = score(logits, c.score)
@@ -189,7 +189,10 @@ class Router(nn.Module):
                 self.tap(choice, batch)
         if sum_E is not None:
             noise = noise if again is None else again.noise
-            made = Remembered(choice=choice, sum_E=sum_E, noise=noise, counts_before_E=before_E)
+            mask_T = None if real_T is None else real_T.clone()
+            made = Remembered(
+                choice=choice, sum_E=sum_E, real_T=mask_T, noise=noise, counts_before_E=before_E
+            )  # fmt: skip
             weights = self.memory.hold(made, weights, self.training)
         ids = choice.kept
         loads = chosen_E if ids is choice.chosen else count_ids(ids, c.num_experts)
