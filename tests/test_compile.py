@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo as dynamo
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
@@ -24,6 +27,7 @@ from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals
 from trimtab.routing.losses import StepTotals
 from trimtab.routing.record import record, replay
+from trimtab.routing.router import Router, Routing
 
 FP32, BF16 = torch.float32, torch.bfloat16
 COUNTS = (5, 0, 1, 64)
@@ -112,6 +116,38 @@ def test_a_capacity_is_no_symbol(router: dict[str, Any], dynamic: bool | None) -
         given = inputs((tokens,), FP32, masked=True)
         for run, moe in zip(runs, layers, strict=True):
             assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
+
+
+@pytest.mark.parametrize("how", ["class", "instance", "hook", "hook on all"])
+def test_a_router_that_somebody_changes_says_nothing_of_its_room(how: str) -> None:
+    """Here none of its ids are dropped after all."""
+
+    def undone(router: Router, x: Tensor, *_: Tensor, **options: Any) -> Routing:
+        made: Routing = Router.forward(router, x, **options)
+        return made._replace(ids_TK=made.ids_TK.clamp(min=0))
+
+    def after(module: torch.nn.Module, _: object, made: Routing) -> Routing | None:
+        return made._replace(ids_TK=made.ids_TK.clamp(min=0)) if isinstance(module, Router) else None
+
+    moe = build(router={"capacity_factor": 0.5, "aux_loss": 0.1})
+    everywhere = None
+    if how == "class":
+        moe.router.__class__ = type("Undone", (Router,), {"forward": undone})
+    elif how == "instance":
+        moe.router.forward = MethodType(undone, moe.router)  # type: ignore[method-assign]
+    elif how == "hook":
+        moe.router.register_forward_hook(after)
+    else:
+        everywhere = register_module_forward_hook(after)
+    try:
+        x = torch.randn(40, moe.config.dim)
+        eager, graph = moe(x), torch.compile(moe, backend="eager")(x)
+    finally:
+        if everywhere is not None:
+            everywhere.remove()
+    assert (eager.ids_TK >= 0).all()
+    assert torch.equal(graph.y, eager.y)
+    assert torch.equal(graph.losses["aux"], eager.losses["aux"])
 
 
 def test_every_token_masked_and_an_expert_without_rows() -> None:

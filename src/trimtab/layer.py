@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view
@@ -198,7 +199,8 @@ class MoE(nn.Module):
 
     def _ours_routes(self) -> bool:
         """Whether nobody may have changed what a `Router` says of its ids, or looks for its losses."""
-        return type(self.router).forward is Router.forward and not self.router._forward_hooks
+        forward = getattr(self.router.forward, "__func__", None)
+        return forward is Router.forward and not (self.router._forward_hooks or _global_forward_hooks)
 
     def _refuse_transforms(self) -> None:
         if not torch.compiler.is_compiling():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def meshes_on_rank() -> dict[str, str]:
         "cp outside": refused(spread(whole, cp_mesh=dense["inner"]), dense["dp"]),
         "tp inside": refused(spread(whole, tokens="sharded", tp_mesh=dense["inner"]), whole, fully_shard_moe),
         "tokens": refused(spread(whole), dense["dp"]),
+        "option": refused(spread(whole), whole, partial(fully_shard_moe, shard_placement_fn=None)),
         "main_grad": refused_main_grad(whole, edp),
     }
     cp = spread(whole, cp_mesh=dense["inner"])
@@ -93,6 +95,7 @@ def test_meshes_that_do_not_fit_are_refused_and_losses_follow_from_those_that_do
         assert "layer layers.0.moe" in said["tokens"]
         assert "it makes 2 ranks with tokens, but expert mesh and its copies make 4" in said["tokens"]
         assert "main_grad go with ddp" in said["main_grad"]
+        assert said["option"].startswith("shard_placement_fn: no option of fully_shard, or one")
         assert (said["wrapped"], said["by hand"]) == ("DistributedDataParallel", "True")
 
 

@@ -114,7 +114,7 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts that transformers hands"):
         plan_run(TrainConfig(model=str(tmp_path / "llama"), out=str(tmp_path / "run")), 1)
 
 

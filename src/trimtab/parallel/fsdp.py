@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from trimtab.parallel.plan import matches
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 """Types of a reduction in which FSDP2 divides once, whatever the mesh."""
+
+
+SET_HERE = {"module", "mesh", "shard_placement_fn", "dp_mesh_dims"}
+"""What the meshes say, and where experts are cut."""
 
 
 def fully_shard_moe(
@@ -55,13 +60,18 @@ def fully_shard_moe(
 
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
     Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes.
+    Evaluate behind the optimiser's step: after a forward without gradients FSDP2 keeps whole weights of the model's own
+    unit, which a step between backward and the next forward does not change. `model.reshard()` gives them up.
     Not under zero-bubble pipeline schedules: FSDP2 (torch 2.13) loses gradients of nested modules whose backward comes
     in two halves.
 
     Raises:
-        ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, or experts
-            with `main_grad`, whose buffers FSDP2 would not reduce.
+        ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, an option
+            that `fully_shard` has not or that is set here, or experts with `main_grad`, whose buffers FSDP2 would not
+            reduce.
     """
+    if other := sorted(options.keys() - (signature(fully_shard).parameters.keys() - SET_HERE)):
+        raise ConfigError(f"{', '.join(other)}: no option of fully_shard, or one that follows from the meshes given")
     if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
         raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)

@@ -61,7 +61,10 @@ def inspect(model: str) -> Facts:
     experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton)}
     name = type(skeleton).__name__
     if not experts:
-        raise ConfigError(f"--model {model}: {name} has no experts; trimtab trains Mixture-of-Experts models")
+        raise ConfigError(
+            f"--model {model}: {name} has no experts that transformers hands to an implementation; trimtab trains "
+            "Mixture-of-Experts models whose experts module it does"
+        )
     plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
     rows = int(skeleton.get_input_embeddings().num_embeddings)
     positions = getattr(skeleton.config, "max_position_embeddings", None)
