@@ -8,6 +8,7 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.options import check_dtype, check_sizes
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import unseen
 from trimtab.routing.router import Router
 
 
@@ -183,12 +185,15 @@ class MoE(nn.Module):
         ours = self._ours_routes()
         route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch, **({"later": True} if ours else {}))
         sent = self.to_latent(x_TD)
-        if isinstance(self.experts, ExpertMLP):
+        own = isinstance(self.experts, ExpertMLP)
+        if own:
             sent = narrowed(sent, self.experts)
         given = sent, route.ids_TK, route.weights_TK
         rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if ours else None)
         losses = route.losses if route.pending is None else self.router.take_losses(route.pending)
-        out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
+        with unseen() if own else nullcontext():
+            out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)

@@ -17,6 +17,7 @@ from comparing import relative_error
 from parallel.layout_truth import D, Model, build
 from trimtab.dispatch.dispatcher import COMBINES
 from trimtab.layer import MoEConfig
+from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
@@ -65,6 +66,54 @@ def selective_on_rank() -> dict[str, float]:
 def test_what_a_policy_keeps_is_what_was_brought() -> None:
     for gaps in run_ranks(selective_on_rank, 2):
         assert len(gaps) == 2 * len(KEPT)
+        assert max(gaps.values()) < 1e-6, gaps
+
+
+class InBlocks(nn.Module):
+    """A layer in a block that is checkpointed, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        router = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1)
+        self.block = nn.Sequential(nn.LayerNorm(D), MoEConfig(dim=D, hidden=8, router=router).build())
+
+    def forward(self, x: Tensor, mask: Tensor | None, kept: Sequence[str] | None) -> Tensor:
+        def run(h: Tensor) -> Tensor:
+            out = self.block[1](self.block[0](h), token_mask=mask)
+            return h + out.y + out.losses["aux"]
+
+        h = self.first(x)
+        context = partial(create_selective_checkpoint_contexts, partial(policy, kept or ()))
+        h = run(h) if kept is None else checkpoint(run, h, use_reentrant=False, context_fn=context)
+        y: Tensor = self.last(h)
+        return y
+
+
+def sharded_on_rank() -> dict[str, float]:
+    """In units of FSDP2, with the experts on one rank each or on two."""
+    gaps = {}
+    for copies, masked in itertools.product((1, 2), (False, True)):
+        torch.manual_seed(5)
+        model = InBlocks()
+        mesh = init_device_mesh("cpu", (copies, 2 // copies), mesh_dim_names=("edp", "ep"))
+        parallelize(model, mesh["ep"], {"block.1": ExpertParallel()})
+        fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"])
+        torch.manual_seed(7 + dist.get_rank())
+        x, found = torch.randn(2, 3, D), []
+        mask = torch.rand(2, 3) < 0.7 if masked else None
+        for kept in (None, ["mm", "addmm"]):
+            model.zero_grad()
+            model(x, mask, kept).square().sum().backward()
+            found.append([p.grad.to_local().clone() for p in model.parameters()])  # type: ignore[union-attr]
+        errors = [relative_error(a, b) for a, b in zip(*found, strict=True) if b.numel()]
+        gaps[f"{copies} {masked}"] = max(errors)
+    return gaps
+
+
+def test_experts_in_a_unit_of_fsdp_of_their_own() -> None:
+    for gaps in run_ranks(sharded_on_rank, 2):
+        assert len(gaps) == 4
         assert max(gaps.values()) < 1e-6, gaps
 
 
