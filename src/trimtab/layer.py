@@ -24,7 +24,7 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_dtype, check_sizes
+from trimtab.options import check_dtype, check_flags, check_sizes
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router
 
@@ -106,6 +106,7 @@ class MoEConfig:
         if self.latent_dim is not None:
             check_sizes(latent_dim=self.latent_dim)
         check_dtype(self.dtype)
+        check_flags(bias=self.bias, shared_gate=self.shared_gate, delay_wgrad=self.delay_wgrad)
         if self.shared_gate and not self.shared_hidden:
             raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
 

@@ -1,4 +1,4 @@
-"""What options are checked by, where they are handed in: whole numbers, finite ones, dtypes that hold values."""
+"""What options are checked by, where they are handed in: flags, whole numbers, finite ones, dtypes that hold values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def is_whole(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it is True or False, NumPy's as well; a string is not, whatever it says."""
+    return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)
 
 
 def is_finite(value: Any) -> bool:
@@ -40,6 +45,15 @@ def check_sizes(least: int = 1, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not is_whole(size) or size < least:
             raise ConfigError(f"{name}={size!r} must be a whole number, at least {least}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises:
+    ConfigError: one of the flags is neither True nor False.
+    """
+    for name, flag in flags.items():
+        if not is_flag(flag):
+            raise ConfigError(f"{name}={flag!r} must be True or False")
 
 
 def check_dtype(dtype: Any) -> None:

@@ -13,7 +13,7 @@ from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_dtype
+from trimtab.options import check_dtype, check_flags
 
 
 def refuse_transforms(who: str) -> None:
@@ -39,6 +39,7 @@ class GroupedModule(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_dtype(dtype)
+        check_flags(delay_wgrad=delay_wgrad)
         check_mode(main_grad)
         if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
             raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")

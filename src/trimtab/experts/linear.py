@@ -28,7 +28,7 @@ from trimtab.experts.products import GroupWeights, Plain
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_sizes
+from trimtab.options import check_flags, check_sizes
 from trimtab.routing.recompute import always_recomputed
 
 
@@ -75,6 +75,7 @@ class GroupedLinear(GroupedModule):
     ) -> None:
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        check_flags(bias=bias, single_parameter=single_parameter, save_original_input=save_original_input)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.single_parameter, self.has_bias = single_parameter, bias
         self.save_original_input = save_original_input

@@ -23,7 +23,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_sizes
+from trimtab.options import check_flags, check_sizes
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
 
@@ -96,7 +96,7 @@ class ExpertMLP(GroupedModule):
     `up_state` and `down_state`, saved with them.
 
     Raises:
-        ConfigError: sizes or names that do not fit.
+        ConfigError: sizes, names or flags that do not fit.
         BackendError: the recipe cannot run on the device.
     """
 
@@ -118,6 +118,7 @@ class ExpertMLP(GroupedModule):
     ) -> None:
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
+        check_flags(bias=bias)
         if activation not in BY_NAME:
             raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
         if weights not in WEIGHTS:
