@@ -81,6 +81,24 @@ def test_a_layer_that_cannot_be_is_refused_by_the_option_s_name(wrong: dict[str,
         build(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"router": None}, "router=None must be a RouterConfig"),
+        ({"router": {"num_experts": E, "top_k": K}}, "router={'num_experts': 6, 'top_k': 3} must be a RouterConfig"),
+        ({"combine": "nope"}, "combine='nope' is not one of"), ({"weights": "router"}, "weights='router' is not one"),
+        ({"activation": "silu"}, "activation 'silu' is not one of"), ({"activation": ["gelu"]}, "is not one of"),
+        ({"main_grad": "add"}, "main_grad='add' is not one of"), ({"recipe": "fp8"}, "recipe='fp8' is no recipe"),
+        ({"kernels": 3}, "kernels=3 is neither"), ({"kernels": "compild"}, "kernels='compild' is not one of"),
+        ({"dtype": "bf16"}, "dtype='bf16' is none"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_when_the_configuration_is_made(wrong: dict[str, Any], says: str) -> None:
+    right = {"dim": D, "hidden": 8, "router": RouterConfig(num_experts=E, top_k=K)}
+    with pytest.raises(ConfigError, match=says):
+        MoEConfig(**right | wrong)
+
+
 def test_so_are_its_parts() -> None:
     config = RouterConfig(num_experts=E, top_k=K)
     for made, says in (

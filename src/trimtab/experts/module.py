@@ -30,6 +30,16 @@ from trimtab.routing.recompute import always_recomputed
 WEIGHTS = ("experts", "combine")
 
 
+def check_names(activation: str, weights: str) -> None:
+    """Raises:
+    ConfigError: no such activation, or no such place for the routing weights.
+    """
+    if activation not in tuple(BY_NAME):
+        raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
+
+
 class ExpertMLP(GroupedModule):
     """E expert MLPs over the rows of this rank.
 
@@ -119,10 +129,7 @@ class ExpertMLP(GroupedModule):
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
         check_flags(bias=bias)
-        if activation not in BY_NAME:
-            raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
-        if weights not in WEIGHTS:
-            raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
+        check_names(activation, weights)
         self.num_experts, self.dim, self.hidden = num_experts, dim, hidden
         self.activation, self.weights = activation, weights
         made = BY_NAME[activation]()

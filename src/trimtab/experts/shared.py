@@ -77,7 +77,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         check_sizes(dim=dim, hidden=hidden)
         check_flags(gated=gated)
-        if activation not in BY_NAME:
+        if activation not in tuple(BY_NAME):
             raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(BY_NAME)}")
         self.name, self.activation = activation, BY_NAME[activation]()
         width = 2 * hidden if self.activation.gated else hidden
