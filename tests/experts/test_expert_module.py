@@ -145,6 +145,19 @@ def test_nothing_is_read_on_the_host(weights: str) -> None:
     assert all(p.grad.shape == p.shape for p in mlp.parameters())
 
 
+@pytest.mark.parametrize("kernels", ["loop", "auto", "stock"])
+def test_fewer_slots_than_are_kept_are_refused(kernels: str) -> None:
+    mlp, x, w = experts("swiglu", kernels=kernels), torch.randn(2, D), torch.rand(2, K)
+    ids = torch.tensor([[0, 3, -1], [5, 1, E]])
+    assert torch.equal(mlp(x, ids, w, num_slots=4), mlp(x, ids, w, num_slots=9))
+    for compiled in (mlp, torch.compile(mlp, backend="eager")):
+        with pytest.raises(InputError, match=r"phase experts.*num_slots is 3, but 4 slots are kept"):
+            compiled(x, ids, w, num_slots=3)
+    for wrong in (-1, 2.5, True, "4"):
+        with pytest.raises(InputError, match=rf"num_slots={wrong!r} must be a whole number, at least 0, or None"):
+            mlp(x, ids, w, num_slots=wrong)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="activation 'silu' is not one of"):
         ExpertMLP(E, D, F, activation="silu")

@@ -23,7 +23,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_flags, check_sizes
+from trimtab.options import check_flags, check_sizes, is_whole
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
 
@@ -168,7 +168,8 @@ class ExpertMLP(GroupedModule):
             num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
-            InputError: shapes or dtypes other than these; under a transform of `torch.func`.
+            InputError: shapes or dtypes other than these; more slots are kept than `num_slots`, on the CPU; under a
+                transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
         """
         legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
@@ -184,6 +185,8 @@ class ExpertMLP(GroupedModule):
 
             return compiled_experts(self, x_MD, ids_MK, w_MK, num_slots)
         self._refuse_transforms()
+        if num_slots is not None and (not is_whole(num_slots) or num_slots < 0):
+            raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
         low = self._lowered()
         kernels = self.kernels.on(x_MD.device, computed_in(self.up), (self.dim, self.hidden))
         weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
