@@ -173,6 +173,14 @@ def test_what_is_refused() -> None:
         (x, ids.float(), w),
         (x, ids, ids),
         (x[0], ids, w),
+        (x.to(torch.float8_e4m3fn), ids, w),
+        (x, ids, w.to(torch.float8_e4m3fn)),
+        (x.to_sparse(), ids, w),
+        (x.to_sparse_csr(), ids, w),
+        (x, ids.to_sparse(), w),
+        (x, ids, w.to_sparse()),
+        (torch.nested.nested_tensor([x[:1], x[1:]]), ids, w),
+        (torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged), ids, w),
     ):
         with pytest.raises(InputError, match=r"expected floating x \[M, 16\], int ids"):
             mlp(*bad)

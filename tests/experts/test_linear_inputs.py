@@ -86,7 +86,11 @@ def test_bad_device_sizes_trip_an_assertion_on_the_device() -> None:
 
 def test_bad_rows_and_options_are_refused() -> None:
     layer = linear()
-    for bad in (torch.randn(8, A + 1), torch.randn(8), torch.ones(8, A, dtype=torch.int64)):
+    x = torch.randn(8, A)
+    for bad in (
+        torch.randn(8, A + 1), torch.randn(8), x.long(), x.to(torch.float8_e4m3fn), x.to_sparse(), x.to_sparse_csr(),
+        torch.nested.nested_tensor([x, x]), torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=r"x must be floating \[R, 16\]"):
             layer(bad, [0] * G)
     with pytest.raises(InputError, match="x is on meta, the weights on cpu"):

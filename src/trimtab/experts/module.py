@@ -22,8 +22,9 @@ from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
+from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_flags, check_sizes, is_whole
+from trimtab.options import VALUES, check_flags, check_sizes, holds_values, is_whole
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
 
@@ -162,22 +163,23 @@ class ExpertMLP(GroupedModule):
         "triton" do not round them to the other.
 
         Args:
-            x_MD: floating, M >= 0.
+            x_MD: in float64, float32, bfloat16 or float16, M >= 0.
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
-            w_MK: floating routing weights; their gradient comes back in their dtype.
+            w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
-            InputError: shapes or dtypes other than these; more slots are kept than `num_slots`, on the CPU; under a
-                transform of `torch.func`.
+            InputError: shapes, dtypes or layouts other than these; more slots are kept than `num_slots`, on the CPU;
+                under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
         """
-        legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
-        legal = legal and x_MD.shape[1] == self.dim and x_MD.is_floating_point()
-        if not legal or not holds_ids(ids_MK) or not w_MK.is_floating_point():
+        legal = dense(x_MD) and dense(ids_MK) and dense(w_MK)
+        legal = legal and x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape
+        legal = legal and x_MD.shape[0] == ids_MK.shape[0] and x_MD.shape[1] == self.dim
+        if not legal or not holds_ids(ids_MK) or not holds_values(x_MD.dtype) or not holds_values(w_MK.dtype):
             raise InputError(
-                f"expected floating x [M, {self.dim}], int ids [M, K] and floating weights [M, K], got {x_MD.dtype} "
-                f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
+                f"expected floating x [M, {self.dim}], int ids [M, K] and floating weights [M, K], all dense, the "
+                f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
         if torch.compiler.is_compiling():
