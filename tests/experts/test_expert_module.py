@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -158,6 +159,18 @@ def test_fewer_slots_than_are_kept_are_refused(kernels: str) -> None:
             mlp(x, ids, w, num_slots=wrong)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["up", "down", "down_bias"])
+def test_parameters_that_were_cast_to_what_is_not_computed_with_are_refused(name: str, compiled: bool) -> None:
+    mlp = experts("swiglu", bias=True).requires_grad_(False)
+    param = getattr(mlp, name)
+    param.data = param.data.to(torch.float8_e4m3fn)
+    run = torch.compile(mlp, backend="eager") if compiled else mlp
+    for under in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        with under, pytest.raises(ConfigError, match=r"experts.*in torch\.float8_e4m3fn: keep parameters in"):
+            run(torch.randn(T, D), slots("random"), torch.rand(T, K))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="activation 'silu' is not one of"):
         ExpertMLP(E, D, F, activation="silu")
@@ -176,7 +189,6 @@ def test_what_is_refused() -> None:
         (x.to(torch.float8_e4m3fn), ids, w),
         (x, ids, w.to(torch.float8_e4m3fn)),
         (x.to_sparse(), ids, w),
-        (x.to_sparse_csr(), ids, w),
         (x, ids.to_sparse(), w),
         (x, ids, w.to_sparse()),
         (torch.nested.nested_tensor([x[:1], x[1:]]), ids, w),

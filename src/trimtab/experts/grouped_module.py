@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
@@ -13,7 +13,7 @@ from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_dtype, check_flags
+from trimtab.options import VALUES, check_dtype, check_flags, holds_values
 
 
 def refuse_transforms(who: str) -> None:
@@ -70,6 +70,18 @@ class GroupedModule(nn.Module):
         InputError: see `refuse_transforms`.
         """
         refuse_transforms(type(self).__name__)
+
+    def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
+        """Raises:
+        ConfigError: a parameter was cast to a dtype that is not computed with.
+        """
+        for param in params:
+            if param is not None and not holds_values(param.dtype):
+                raise ConfigError(
+                    f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {param.dtype}: keep parameters "
+                    f"in {VALUES}; a recipe of trimtab.experts.recipes quantises what is multiplied",
+                    phase="experts",
+                )
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         """(in, out) features of each product."""

@@ -123,6 +123,7 @@ class GroupedLinear(GroupedModule):
                 is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
+            ConfigError: a parameter was cast to another dtype than x may have.
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
 
@@ -139,6 +140,7 @@ class GroupedLinear(GroupedModule):
             wanted = f"floating [R, {self.in_features}], dense, in {VALUES}"
             raise InputError(f"x must be {wanted}, got {described(x_RD)}", phase="experts")
         params = GroupWeights(self.weights, self.biases, self.single_parameter)
+        self._refuse_codes((*params.weights, *params.biases))
         where = params.weights[0].device
         if x_RD.device != where:
             raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")

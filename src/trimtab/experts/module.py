@@ -169,6 +169,7 @@ class ExpertMLP(GroupedModule):
             num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
+            ConfigError: a parameter was cast to another dtype than these.
             InputError: shapes, dtypes or layouts other than these; more slots are kept than `num_slots`, on the CPU;
                 under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
@@ -182,6 +183,8 @@ class ExpertMLP(GroupedModule):
                 f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
+        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        self._refuse_codes(weights.each)
         if torch.compiler.is_compiling():
             from trimtab.experts.compiled import compiled_experts
 
@@ -190,8 +193,7 @@ class ExpertMLP(GroupedModule):
         if num_slots is not None and (not is_whole(num_slots) or num_slots < 0):
             raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
         low = self._lowered()
-        kernels = self.kernels.on(x_MD.device, computed_in(self.up), (self.dim, self.hidden))
-        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        kernels = self.kernels.on(x_MD.device, computed_in(weights.up), (self.dim, self.hidden))
         defer = self._delayed.add if self.delay_wgrad else None
         alignment = 1 if low is None else low.alignment
         if kernels.name == "triton":  # there is Triton then
