@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,10 +22,12 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.recipes import NVFP4, FP8Current, FP8Delayed
+from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import SharedExperts
+from trimtab.guard.guard import Guard
 from trimtab.layer import MoEConfig
+from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.routing.config import SCORES, RouterConfig
 from trimtab.verify.ranks import preload, run_ranks
 
@@ -75,6 +81,24 @@ def test_a_layer_that_cannot_be_is_refused_by_the_option_s_name(wrong: dict[str,
         build(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"router": None}, "router=None must be a RouterConfig"),
+        ({"router": {"num_experts": E, "top_k": K}}, "router={'num_experts': 6, 'top_k': 3} must be a RouterConfig"),
+        ({"combine": "nope"}, "combine='nope' is not one of"), ({"weights": "router"}, "weights='router' is not one"),
+        ({"activation": "silu"}, "activation 'silu' is not one of"), ({"activation": ["gelu"]}, "is not one of"),
+        ({"main_grad": "add"}, "main_grad='add' is not one of"), ({"recipe": "fp8"}, "recipe='fp8' is no recipe"),
+        ({"kernels": 3}, "kernels=3 is neither"), ({"kernels": "compild"}, "kernels='compild' is not one of"),
+        ({"dtype": "bf16"}, "dtype='bf16' is none"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_when_the_configuration_is_made(wrong: dict[str, Any], says: str) -> None:
+    right = {"dim": D, "hidden": 8, "router": RouterConfig(num_experts=E, top_k=K)}
+    with pytest.raises(ConfigError, match=says):
+        MoEConfig(**right | wrong)
+
+
 def test_so_are_its_parts() -> None:
     config = RouterConfig(num_experts=E, top_k=K)
     for made, says in (
@@ -88,6 +112,29 @@ def test_so_are_its_parts() -> None:
         with pytest.raises(ConfigError, match=says):
             made()  # type: ignore[no-untyped-call]
     assert ExpertMLP(np.int64(2), D, 8).num_experts == 2
+
+
+def test_a_flag_is_true_or_false() -> None:
+    takes: dict[Callable[..., Any], tuple[str, ...]] = {
+        partial(RouterConfig, num_experts=E, top_k=K): ("normalize", "bias", "pad"),
+        build: ("bias", "shared_gate", "delay_wgrad"),
+        partial(ExpertMLP, E, D, 8): ("bias", "delay_wgrad"),
+        partial(GroupedLinear, E, D, 8): ("bias", "single_parameter", "delay_wgrad", "save_original_input"),
+        partial(SharedExperts, D, 8): ("gated",),
+        partial(FP8Delayed, backend="emulated"): ("hybrid",),
+        partial(MXFP8, backend="emulated"): ("hybrid",),
+        partial(FP8Rowwise, backend="emulated"): ("power_of_two",),
+        partial(FP8Blockwise, backend="emulated"): ("power_of_two",),
+        partial(NVFP4, backend="emulated"): ("square_weights", "stochastic_gradients"),
+        Guard: ("look",),
+        partial(clip_grad_norm_, [torch.ones(3)], 1.0): ("error_if_nonfinite",),
+    }
+    for make, names in takes.items():
+        for name, wrong in product(names, ("false", "no", None, 1, np.array([True]), torch.tensor(True))):
+            with pytest.raises(ConfigError, match=rf"{name}={re.escape(repr(wrong))} must be True or False"):
+                make(**{name: wrong})
+    assert ExpertMLP(2, D, 8, bias=np.True_).up_bias is not None
+    assert ExpertMLP(2, D, 8, bias=np.False_).up_bias is None
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])

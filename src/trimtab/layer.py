@@ -18,15 +18,15 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view
-from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.grouped_module import refuse_transforms
+from trimtab.experts.grouped_module import check_options, refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.module import ExpertMLP
+from trimtab.experts.module import ExpertMLP, check_names
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_dtype, check_sizes
+from trimtab.options import check_flags, check_sizes
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import unseen
 from trimtab.routing.router import Router
@@ -83,7 +83,8 @@ class MoEConfig:
         dtype, device: of the parameters, the default ones if not given.
 
     Raises:
-        ConfigError: sizes or a dtype that no layer can have, or a gate on shared experts that are not there.
+        ConfigError: sizes, names, flags or a dtype that no layer can have, a router, recipe or kernels that are none,
+            or a gate on shared experts that are not there.
     """
 
     dim: int
@@ -104,16 +105,24 @@ class MoEConfig:
     device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.router, RouterConfig):
+            raise ConfigError(f"router={self.router!r} must be a RouterConfig, as RouterConfig(num_experts=8, top_k=2)")
         check_sizes(dim=self.dim, hidden=self.hidden)
         check_sizes(least=0, shared_hidden=self.shared_hidden or 0)
         if self.latent_dim is not None:
             check_sizes(latent_dim=self.latent_dim)
-        check_dtype(self.dtype)
+        check_flags(bias=self.bias, shared_gate=self.shared_gate)
+        check_names(self.activation, self.weights)
+        check_options(
+            dtype=self.dtype, main_grad=self.main_grad, delay_wgrad=self.delay_wgrad, recipe=self.recipe,
+            kernels=self.kernels,
+        )  # fmt: skip
+        check_combine(self.combine)
         if self.shared_gate and not self.shared_hidden:
             raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
 
     def build(self, layer: str = "") -> MoE:
-        """The module. layer: its name, for errors. Raises ConfigError where sizes or names do not fit."""
+        """The module. layer: its name, for errors. Raises BackendError where the recipe cannot run on the device."""
         return MoE(self, layer)
 
 

@@ -1,4 +1,4 @@
-"""What options are checked by, where they are handed in: whole numbers, finite ones, dtypes that hold values."""
+"""What options are checked by, where they are handed in: flags, whole numbers, finite ones, dtypes that hold values."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def is_whole(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
+def is_flag(value: Any) -> bool:
+    """Whether it is True or False, NumPy's as well; a string is not, whatever it says."""
+    return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)
+
+
 def is_finite(value: Any) -> bool:
     """Whether it is a number, neither NaN nor infinite."""
     try:
@@ -33,6 +38,10 @@ def holds_values(dtype: Any) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
+VALUES = "float64, float32, bfloat16 or float16"
+"""The dtypes that hold values, for messages."""
+
+
 def check_sizes(least: int = 1, **sizes: Any) -> None:
     """Raises:
     ConfigError: one of the sizes is not a whole number, or less than `least`.
@@ -42,9 +51,18 @@ def check_sizes(least: int = 1, **sizes: Any) -> None:
             raise ConfigError(f"{name}={size!r} must be a whole number, at least {least}")
 
 
+def check_flags(**flags: Any) -> None:
+    """Raises:
+    ConfigError: one of the flags is neither True nor False.
+    """
+    for name, flag in flags.items():
+        if not is_flag(flag):
+            raise ConfigError(f"{name}={flag!r} must be True or False")
+
+
 def check_dtype(dtype: Any) -> None:
     """Raises:
     ConfigError: parameters cannot be of it; None is the default one.
     """
     if dtype is not None and not holds_values(dtype):
-        raise ConfigError(f"dtype={dtype!r} is none of parameters: float64, float32, bfloat16 or float16 of torch")
+        raise ConfigError(f"dtype={dtype!r} is none of parameters: {VALUES} of torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -145,6 +146,31 @@ def test_nothing_is_read_on_the_host(weights: str) -> None:
     assert all(p.grad.shape == p.shape for p in mlp.parameters())
 
 
+@pytest.mark.parametrize("kernels", ["loop", "auto", "stock"])
+def test_fewer_slots_than_are_kept_are_refused(kernels: str) -> None:
+    mlp, x, w = experts("swiglu", kernels=kernels), torch.randn(2, D), torch.rand(2, K)
+    ids = torch.tensor([[0, 3, -1], [5, 1, E]])
+    assert torch.equal(mlp(x, ids, w, num_slots=4), mlp(x, ids, w, num_slots=9))
+    for compiled in (mlp, torch.compile(mlp, backend="eager")):
+        with pytest.raises(InputError, match=r"phase experts.*num_slots is 3, but 4 slots are kept"):
+            compiled(x, ids, w, num_slots=3)
+    for wrong in (-1, 2.5, True, "4"):
+        with pytest.raises(InputError, match=rf"num_slots={wrong!r} must be a whole number, at least 0, or None"):
+            mlp(x, ids, w, num_slots=wrong)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["up", "down", "down_bias"])
+def test_parameters_that_were_cast_to_what_is_not_computed_with_are_refused(name: str, compiled: bool) -> None:
+    mlp = experts("swiglu", bias=True).requires_grad_(False)
+    param = getattr(mlp, name)
+    param.data = param.data.to(torch.float8_e4m3fn)
+    run = torch.compile(mlp, backend="eager") if compiled else mlp
+    for under in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        with under, pytest.raises(ConfigError, match=r"experts.*in torch\.float8_e4m3fn: keep parameters in"):
+            run(torch.randn(T, D), slots("random"), torch.rand(T, K))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="activation 'silu' is not one of"):
         ExpertMLP(E, D, F, activation="silu")
@@ -160,6 +186,13 @@ def test_what_is_refused() -> None:
         (x, ids.float(), w),
         (x, ids, ids),
         (x[0], ids, w),
+        (x.to(torch.float8_e4m3fn), ids, w),
+        (x, ids, w.to(torch.float8_e4m3fn)),
+        (x.to_sparse(), ids, w),
+        (x, ids.to_sparse(), w),
+        (x, ids, w.to_sparse()),
+        (torch.nested.nested_tensor([x[:1], x[1:]]), ids, w),
+        (torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged), ids, w),
     ):
         with pytest.raises(InputError, match=r"expected floating x \[M, 16\], int ids"):
             mlp(*bad)

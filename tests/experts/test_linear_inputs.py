@@ -86,11 +86,21 @@ def test_bad_device_sizes_trip_an_assertion_on_the_device() -> None:
 
 def test_bad_rows_and_options_are_refused() -> None:
     layer = linear()
-    for bad in (torch.randn(8, A + 1), torch.randn(8), torch.ones(8, A, dtype=torch.int64)):
+    x = torch.randn(8, A)
+    for bad in (
+        torch.randn(8, A + 1), torch.randn(8), x.long(), x.to(torch.float8_e4m3fn), x.to_sparse(),
+        torch.nested.nested_tensor([x, x]), torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=r"x must be floating \[R, 16\]"):
             layer(bad, [0] * G)
     with pytest.raises(InputError, match="x is on meta, the weights on cpu"):
         layer(torch.empty(8, A, device="meta"), [0] * G)
+    for single in (True, False):
+        cast = linear(single_parameter=single).requires_grad_(False)
+        last = [*cast.parameters()][-1]
+        last.data = last.data.to(torch.float8_e5m2)
+        with pytest.raises(ConfigError, match=r"in torch\.float8_e5m2: keep parameters in"):
+            cast(x, [0] * G)
     with pytest.raises(ConfigError, match="main_grad='add'"):
         linear(main_grad="add")
     with pytest.raises(ConfigError, match="at least 1"):

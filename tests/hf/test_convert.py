@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hf.convert_case import FAMILIES, assert_same, build, logits, state_of
 from hf.families import build_model, family_names
-from trimtab.checkpoint import load, read_tensors, save
+from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import read_index
+from trimtab.errors import InputError
 from trimtab.hf.convert import convert
 from trimtab.hf.convert_files import SafetensorsFolder
 
@@ -117,6 +119,25 @@ def test_what_is_named_is_left_behind_and_said(tmp_path: Path) -> None:
     assert done.left == list(more)
     assert done.tensors == len(tensors) - 1
     load(tmp_path / "dcp", model)
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_of_what_is_left_behind_nothing_but_the_name_is_looked_at(to: str, tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    if to == "dcp":
+        model.save_pretrained(tmp_path / "src")
+        extra = {"layers.9.x": torch.zeros(3, dtype=torch.uint16)}  # of a dtype that is not converted
+        save_file(names_and_bits(tmp_path / "src") | extra, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    else:
+        step = save(tmp_path / "src", model, step=1)
+        tensors, files = read_tensors(step), {"config.json": (step / "config.json").read_text()}
+        shutil.rmtree(step)
+        tensors["model.layers.9.x"] = torch.ones(3)
+        said = {"layers.9": {"x": [8]}}  # not what is there
+        write_tensors(tmp_path / "src", tensors, step=1, experts=said, files=files)
+    with pytest.raises(InputError, match=r"layers\.9\.x"):
+        convert(tmp_path / "src", tmp_path / "dst", to=to)
+    assert convert(tmp_path / "src", tmp_path / "dst", to=to, leave=["layers.9.*"]).left == ["layers.9.x"]
 
 
 def test_tokenizer_and_configuration_come_along(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ Combine = Literal["sum", "ordered"]
 COMBINES: tuple[Combine, ...] = ("sum", "ordered")
 
 
+def check_combine(combine: str, layer: str = "") -> None:
+    """Raises:
+    ConfigError: no such way to combine.
+    """
+    if combine not in COMBINES:
+        raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """What a rank's experts run on, and the way home. Belongs to one layer call.
@@ -100,8 +108,7 @@ class Dispatcher:
         layer: str = "",
         facts: str = "",
     ) -> None:
-        if combine not in COMBINES:
-            raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
+        check_combine(combine, layer)
         check_sizes(num_experts=num_experts)
         self.transport = transport
         self.num_experts = num_experts

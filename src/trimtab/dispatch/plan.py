@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.compiled import CompiledKernels, SlotPlaces
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import no_values
@@ -195,6 +195,10 @@ def plan_experts(
     (+ padding); its expert rows beyond offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
     `level`: dtype of experts that make zeros of a row of zeros, so that `kernels` may lengthen segments for speed.
+
+    Raises:
+        ConfigError: no such alignment.
+        InputError: more slots are kept than `num_slots`; a static plan does not see it.
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
@@ -202,7 +206,9 @@ def plan_experts(
     static = static_by_default(ids_MK) if static is None else static
     readable = not static and _in_memory(ids_MK)
     if isinstance(kernels, CompiledKernels) and readable:
-        return ExpertPlan.of(kernels.place_slots(ids_MK, num_experts, alignment), top_k)
+        places = kernels.place_slots(ids_MK, num_experts, alignment)
+        _check_slots(num_slots, places.bag_index.shape[0])
+        return ExpertPlan.of(places, top_k)
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
@@ -223,11 +229,19 @@ def plan_experts(
     slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)
     slot_R = slot_R.scatter_(0, torch.where(kept_N, place_N, total), slots_N)[:total]
     row_R = slot_R.div(max(top_k, 1), rounding_mode="floor")
+    row_bags = bags_of(place_N, kept_N, rows, num_slots, static=static)
+    if not static:
+        _check_slots(num_slots, row_bags.index.shape[0])
     return ExpertPlan(
         slot_R=slot_R,
         row_R=row_R,
-        row_bags=bags_of(place_N, kept_N, rows, num_slots, static=static),
+        row_bags=row_bags,
         counts_e=counts_e,
         offsets_e=offsets_e,
         top_k=top_k,
     )
+
+
+def _check_slots(num_slots: int | None, kept: int) -> None:
+    if num_slots is not None and kept > num_slots:
+        raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")

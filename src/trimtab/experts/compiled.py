@@ -26,7 +26,6 @@ from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import Context
 from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
-from trimtab.errors import InputError
 from trimtab.experts.activations import spelled
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
 from trimtab.experts.mlp import function_of
@@ -127,9 +126,6 @@ def expert_mlp_op(
     weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
     pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[2 if transposed else 1])
     call = _call(x, ids, weights, activation, side, kernels, num_slots, keep, pre if keep else None)
-    if keep and call.plan.row_R.shape[0] > pre.shape[0]:
-        kept = call.plan.row_R.shape[0]
-        raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
     pre[call.plan.row_R.shape[0] :] = 0
     with torch.no_grad(), without_autocast():
         y = function_of(call).forward(Context(), call, x, w, *weights.each, None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
@@ -13,7 +13,7 @@ from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_dtype
+from trimtab.options import VALUES, check_dtype, check_flags, holds_values
 
 
 def refuse_transforms(who: str) -> None:
@@ -30,6 +30,28 @@ def refuse_transforms(who: str) -> None:
         raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
 
 
+def check_options(
+    *, dtype: torch.dtype | None, main_grad: str, delay_wgrad: bool, recipe: Recipe | None, kernels: KernelChoice | str
+) -> None:
+    """Whether a `GroupedModule` can have them, whatever its device and widths.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    check_dtype(dtype)
+    check_flags(delay_wgrad=delay_wgrad)
+    check_mode(main_grad)
+    if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
+        raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")
+    _choice_of(kernels)
+
+
+def _choice_of(kernels: KernelChoice | str) -> KernelChoice:
+    if not isinstance(kernels, (str, KernelChoice)):
+        raise ConfigError(f"kernels={kernels!r} is neither a name nor a KernelChoice, which takes kernels as well")
+    return KernelChoice(kernels) if isinstance(kernels, str) else kernels
+
+
 class GroupedModule(nn.Module):
     """Args are those of the modules that derive from it, which describe them."""
 
@@ -38,14 +60,9 @@ class GroupedModule(nn.Module):
         kernels: KernelChoice | str,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_dtype(dtype)
-        check_mode(main_grad)
-        if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
-            raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")
-        if not isinstance(kernels, (str, KernelChoice)):
-            raise ConfigError(f"kernels={kernels!r} is neither a name nor a KernelChoice, which takes kernels as well")
+        check_options(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
-        self.kernels = KernelChoice(kernels) if isinstance(kernels, str) else kernels
+        self.kernels = _choice_of(kernels)
         self._delayed = DelayedGradients()
 
     def _refuse_transforms(self) -> None:
@@ -53,6 +70,18 @@ class GroupedModule(nn.Module):
         InputError: see `refuse_transforms`.
         """
         refuse_transforms(type(self).__name__)
+
+    def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
+        """Raises:
+        ConfigError: a parameter was cast to a dtype that is not computed with.
+        """
+        for param in params:
+            if param is not None and not holds_values(param.dtype):
+                raise ConfigError(
+                    f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {param.dtype}: keep parameters "
+                    f"in {VALUES}; a recipe of trimtab.experts.recipes quantises what is multiplied",
+                    phase="experts",
+                )
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         """(in, out) features of each product."""

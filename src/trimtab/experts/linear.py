@@ -27,8 +27,9 @@ from trimtab.experts.per_group import convert_state
 from trimtab.experts.products import GroupWeights, Plain
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
+from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_sizes
+from trimtab.options import VALUES, check_flags, check_sizes, holds_values
 from trimtab.routing.recompute import always_recomputed
 
 
@@ -75,6 +76,7 @@ class GroupedLinear(GroupedModule):
     ) -> None:
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        check_flags(bias=bias, single_parameter=single_parameter, save_original_input=save_original_input)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.single_parameter, self.has_bias = single_parameter, bias
         self.save_original_input = save_original_input
@@ -115,12 +117,13 @@ class GroupedLinear(GroupedModule):
         """[R, out_features] in x's dtype, computed in the weights' dtype or in autocast's, as `nn.Linear` is.
 
         Args:
-            x_RD: [R, in_features] floating, R >= 0, grouped. Rows beyond the sum of the sizes may hold anything:
-                their output is zero and so is their gradient.
+            x_RD: [R, in_features] in float64, float32, bfloat16 or float16, R >= 0, grouped. Rows beyond the sum of
+                the sizes may hold anything: their output is zero and so is their gradient.
             group_sizes: G of them, a list, NumPy array, CPU tensor or tensor on x's device (int32 or int64); the latter
                 is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
+            ConfigError: a parameter was cast to another dtype than x may have.
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
 
@@ -132,11 +135,12 @@ class GroupedLinear(GroupedModule):
             y: Tensor = eagerly(self.forward, x_RD, group_sizes)
             return y
         self._refuse_transforms()
-        if x_RD.ndim != 2 or x_RD.shape[1] != self.in_features or not x_RD.is_floating_point():
-            raise InputError(
-                f"x must be floating [R, {self.in_features}], got {x_RD.dtype} {tuple(x_RD.shape)}", phase="experts"
-            )
+        legal = dense(x_RD) and x_RD.ndim == 2 and x_RD.shape[1] == self.in_features
+        if not legal or not holds_values(x_RD.dtype):
+            wanted = f"floating [R, {self.in_features}], dense, in {VALUES}"
+            raise InputError(f"x must be {wanted}, got {described(x_RD)}", phase="experts")
         params = GroupWeights(self.weights, self.biases, self.single_parameter)
+        self._refuse_codes((*params.weights, *params.biases))
         where = params.weights[0].device
         if x_RD.device != where:
             raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")

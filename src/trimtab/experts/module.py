@@ -22,12 +22,23 @@ from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
+from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_sizes
+from trimtab.options import VALUES, check_flags, check_sizes, holds_values, is_whole
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
 
 WEIGHTS = ("experts", "combine")
+
+
+def check_names(activation: str, weights: str) -> None:
+    """Raises:
+    ConfigError: no such activation, or no such place for the routing weights.
+    """
+    if activation not in tuple(BY_NAME):
+        raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
 
 
 class ExpertMLP(GroupedModule):
@@ -96,7 +107,7 @@ class ExpertMLP(GroupedModule):
     `up_state` and `down_state`, saved with them.
 
     Raises:
-        ConfigError: sizes or names that do not fit.
+        ConfigError: sizes, names or flags that do not fit.
         BackendError: the recipe cannot run on the device.
     """
 
@@ -118,10 +129,8 @@ class ExpertMLP(GroupedModule):
     ) -> None:
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
-        if activation not in BY_NAME:
-            raise ConfigError(f"activation {activation!r} is not one of {tuple(BY_NAME)}")
-        if weights not in WEIGHTS:
-            raise ConfigError(f"weights={weights!r} is not one of {WEIGHTS}")
+        check_flags(bias=bias)
+        check_names(activation, weights)
         self.num_experts, self.dim, self.hidden = num_experts, dim, hidden
         self.activation, self.weights = activation, weights
         made = BY_NAME[activation]()
@@ -154,31 +163,37 @@ class ExpertMLP(GroupedModule):
         "triton" do not round them to the other.
 
         Args:
-            x_MD: floating, M >= 0.
+            x_MD: in float64, float32, bfloat16 or float16, M >= 0.
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
-            w_MK: floating routing weights; their gradient comes back in their dtype.
+            w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
-            InputError: shapes or dtypes other than these; under a transform of `torch.func`.
+            ConfigError: a parameter was cast to another dtype than these.
+            InputError: shapes, dtypes or layouts other than these; more slots are kept than `num_slots`, on the CPU;
+                under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
         """
-        legal = x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape and x_MD.shape[0] == ids_MK.shape[0]
-        legal = legal and x_MD.shape[1] == self.dim and x_MD.is_floating_point()
-        if not legal or not holds_ids(ids_MK) or not w_MK.is_floating_point():
+        legal = dense(x_MD) and dense(ids_MK) and dense(w_MK)
+        legal = legal and x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape
+        legal = legal and x_MD.shape[0] == ids_MK.shape[0] and x_MD.shape[1] == self.dim
+        if not legal or not holds_ids(ids_MK) or not holds_values(x_MD.dtype) or not holds_values(w_MK.dtype):
             raise InputError(
-                f"expected floating x [M, {self.dim}], int ids [M, K] and floating weights [M, K], got {x_MD.dtype} "
-                f"{tuple(x_MD.shape)}, {ids_MK.dtype} {tuple(ids_MK.shape)}, {w_MK.dtype} {tuple(w_MK.shape)}",
+                f"expected floating x [M, {self.dim}], int ids [M, K] and floating weights [M, K], all dense, the "
+                f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
+        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        self._refuse_codes(weights.each)
         if torch.compiler.is_compiling():
             from trimtab.experts.compiled import compiled_experts
 
             return compiled_experts(self, x_MD, ids_MK, w_MK, num_slots)
         self._refuse_transforms()
+        if num_slots is not None and (not is_whole(num_slots) or num_slots < 0):
+            raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
         low = self._lowered()
-        kernels = self.kernels.on(x_MD.device, computed_in(self.up), (self.dim, self.hidden))
-        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        kernels = self.kernels.on(x_MD.device, computed_in(weights.up), (self.dim, self.hidden))
         defer = self._delayed.add if self.delay_wgrad else None
         alignment = 1 if low is None else low.alignment
         if kernels.name == "triton":  # there is Triton then

@@ -14,7 +14,7 @@ from torch.autograd.function import Function
 from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
-from trimtab.options import check_sizes, holds_values
+from trimtab.options import check_flags, check_sizes, holds_values
 
 
 class _Activate(Function):
@@ -76,7 +76,8 @@ class SharedExperts(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(dim=dim, hidden=hidden)
-        if activation not in BY_NAME:
+        check_flags(gated=gated)
+        if activation not in tuple(BY_NAME):
             raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(BY_NAME)}")
         self.name, self.activation = activation, BY_NAME[activation]()
         width = 2 * hidden if self.activation.gated else hidden

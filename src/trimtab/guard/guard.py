@@ -34,6 +34,7 @@ from trimtab.guard.turn import turn_of
 from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
 from trimtab.launched import end_behind_gloo
+from trimtab.options import check_flags
 
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
@@ -53,6 +54,7 @@ class Guard(SharedByCopies):
     def __init__(self, *, deadline: float = DEADLINE, patience: float = 1.0, look: bool = True) -> None:
         if not deadline > 0 or not patience > 0:
             raise ConfigError(f"deadline {deadline} s and patience {patience} s must be above 0")
+        check_flags(look=look)
         self.deadline, self.patience, self.look = deadline, patience, look
         self.layers = 0
         self._group: dist.ProcessGroup | None = None

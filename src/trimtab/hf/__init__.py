@@ -30,14 +30,13 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
         ConfigError: there is no transport or combine of that name, transformers has another implementation of it, or
             it was registered with other options.
     """
-    from trimtab.dispatch.dispatcher import COMBINES
+    from trimtab.dispatch.dispatcher import check_combine
     from trimtab.errors import BackendError, ConfigError
     from trimtab.parallel.wiring import TRANSPORTS
 
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
-    if combine not in COMBINES:
-        raise ConfigError(f"combine={combine!r} is not one of {COMBINES}")
+    check_combine(combine)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
 

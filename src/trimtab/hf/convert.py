@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trimtab.checkpoint import folder as on_disk
@@ -21,10 +20,10 @@ from trimtab.checkpoint.tensors import make_index
 from trimtab.errors import ConfigError, InputError
 from trimtab.hf.convert_dcp import DcpFolder, write_dcp
 from trimtab.hf.convert_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
-from trimtab.hf.convert_model import carry, first_difference, without, without_prefix
+from trimtab.hf.convert_model import carry, first_difference, without_prefix
 from trimtab.hf.convert_record import Record, check_content, write_record
 from trimtab.hf.convert_source import FORMS, TRANSFORMERS, Source, open_source, shapes_of_experts
-from trimtab.hf.convert_store import Digested, content_hash
+from trimtab.hf.convert_store import Digested, content_hash, is_left
 from trimtab.hf.convert_ways import ToDcp, ToSafetensors, Way
 from trimtab.hf.layouts import ExpertLayout
 
@@ -78,7 +77,7 @@ def convert(
         to: "safetensors" or "dcp".
         layout: of the checkpoint's MoE blocks: "transformers", or the name of a `BlockLayout` where the model has
             `trimtab.MoE` in their place. If not given, what the checkpoint's record says, else "transformers".
-        leave: globs of tensor names in the source to leave behind.
+        leave: globs of tensor names in the source to leave behind. Nothing else is looked at of these tensors.
         config: a folder with the config.json to go by, if not the source's.
         shard_bytes: of a file of safetensors, at most, where tensors are not larger.
         on_tensor: told (tensors done, of how many).
@@ -93,16 +92,15 @@ def convert(
     src, dst = Path(src), Path(dst).resolve()  # a link's folder gets its name, not the link
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
-    source = open_source(src, to=to, layout=layout, config=None if config is None else Path(config))
+    source = open_source(src, to=to, layout=layout, leave=leave, config=None if config is None else Path(config))
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ConfigError(f"{dst}: not empty{_left_of_a_conversion(dst)}; name a folder that is not there yet")
     if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
         raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
-    left = [name for name in source.store.infos if any(fnmatchcase(name, pattern) for pattern in leave)]
-    idle = [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in source.store.infos)]
+    idle = [glob for glob in leave if not any(is_left(name, [glob]) for name in source.left)]
     if idle:
         raise ConfigError(f"--leave {idle[0]}: {source.folder} has no tensor of that name")
-    digested = Digested(without(source.store, left))
+    digested = Digested(source.store)
     way: Way
     if to == "dcp":
         way = ToDcp(source.model, source.blocks, digested, source.folder)
@@ -127,7 +125,7 @@ def convert(
             write_dcp(way.view, work, done=step)
         else:
             write_safetensors(way.view, work, shard_bytes=shard_bytes, done=step)
-        check_content(source.record, source.folder, digested.finish(), left)
+        check_content(source.record, source.folder, digested.finish(), source.left)
         written = Digested(DcpFolder(work, whole=False) if to == "dcp" else SafetensorsFolder(work))
         _prove(way, digested, written, source, step)
         record = Record(
@@ -136,7 +134,7 @@ def convert(
             source_hash=content_hash(digested.digests),
             hash=content_hash(written.finish()),
             tensors=written.digests,
-            left=left,
+            left=source.left,
         )
         carry(source.described, work, source.model)
         write_record(work, record)
@@ -156,7 +154,7 @@ def convert(
         source_hash=record.source_hash,
         hash=record.hash,
         recorded=source.record is not None,
-        left=left,
+        left=source.left,
         optimizer=(len(source.optimizer), sum(source.optimizer.values())),
     )
 

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trimtab.checkpoint.folder import MODEL, read_index
 from trimtab.checkpoint.tensors import errors_of, metadata_of
 from trimtab.errors import InputError
-from trimtab.hf.convert_store import TensorInfo, TensorStore
+from trimtab.hf.convert_store import TensorInfo, TensorStore, is_left
 
 
 class DcpFolder:
     """The model's tensors of a whole checkpoint folder, by their names in the module.
 
+    leave: globs; what of the model has such a name is in `left`, and is looked at no further.
     left_behind: key -> bytes, of the tensors that are not the model's (optimiser state).
     whole: False for a folder that is being written and has no index yet.
 
@@ -32,17 +33,24 @@ class DcpFolder:
         InputError: the folder is not whole or damaged, or a tensor is stored in part.
     """
 
-    def __init__(self, folder: Path, *, whole: bool = True) -> None:
+    def __init__(self, folder: Path, *, whole: bool = True, leave: Sequence[str] = ()) -> None:
         self.folder = folder
+        self.left: list[str] = []
         self.index = read_index(folder) if whole else None
         self._reader = _Reader(folder)
         self._infos: dict[str, TensorInfo] = {}
         self.left_behind: dict[str, int] = {}
         found = metadata_of(self._reader, folder).state_dict_metadata
         for key, stored in found.items():
+            if key.startswith(MODEL) and is_left(key.removeprefix(MODEL), leave):
+                self.left.append(key.removeprefix(MODEL))
+                continue
             if not isinstance(stored, TensorStorageMetadata):
                 if key.startswith(MODEL):
-                    raise InputError(f"{folder}: {key} is no tensor and has no place in safetensors")
+                    raise InputError(
+                        f"{folder}: {key} is no tensor and has no place in safetensors; what is to be left behind must "
+                        "be named (--leave 'GLOB')"
+                    )
                 self.left_behind[key] = 0
                 continue
             info = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
@@ -53,7 +61,7 @@ class DcpFolder:
                     raise InputError(f"{folder}: {key} is {info}, but {held} of its values are stored")
             else:
                 self.left_behind[key] = info.nbytes
-        if not self._infos:
+        if not self._infos and not self.left:
             raise InputError(f"{folder}: holds no tensor of a model ({MODEL}...), only {sorted(found)[:3]}")
 
     @property

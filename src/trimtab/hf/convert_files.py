@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.hf.convert_store import TensorInfo, TensorStore
+from trimtab.hf.convert_store import TensorInfo, TensorStore, is_left
 from trimtab.hf.writing import writing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,13 +35,16 @@ def holds_safetensors(folder: Path) -> bool:
 class SafetensorsFolder:
     """The tensors of such a folder, read one by one.
 
+    leave: globs; tensors of these names are in `left`, and are looked at no further.
+
     Raises:
         InputError: a file is missing, cut off, a folder, a link to nothing or not in the index; a name is nowhere or
             twice; an unknown dtype.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, leave: Sequence[str] = ()) -> None:
+        self.folder, self.leave = folder, leave
+        self.left: list[str] = []
         self._file_of: dict[str, str] = {}
         self._opened: dict[str, Any] = {}  # mapped into memory, not read
         self._infos: dict[str, TensorInfo] = {}
@@ -87,13 +90,19 @@ class SafetensorsFolder:
             raise InputError(f"{self.folder / file}: not a whole safetensors file ({error})") from error
         self._opened[file] = opened
         for name in list(opened.keys()):
+            if name in self._file_of:
+                raise InputError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
+            self._file_of[name] = file
+            if is_left(name, self.leave):
+                self.left.append(name)
+                continue
             kind = opened.get_slice(name)
             if kind.get_dtype() not in _DTYPES:
-                raise InputError(f"{self.folder / file}: {name} is {kind.get_dtype()}, not to be converted")
-            if name in self._infos:
-                raise InputError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
+                raise InputError(
+                    f"{self.folder / file}: {name} is {kind.get_dtype()}, not to be converted; what is to be left "
+                    "behind must be named (--leave 'GLOB')"
+                )
             self._infos[name] = TensorInfo(shape=tuple(kind.get_shape()), dtype=_DTYPES[kind.get_dtype()])
-            self._file_of[name] = file
 
 
 def write_safetensors(

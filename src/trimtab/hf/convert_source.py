@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ class Source:
 
     folder: of the tensors. described: of config.json. model: on the meta device.
     experts: by experts module, how transformers lays it out. blocks: the checkpoint's MoE blocks.
+    left: names of tensors that are left behind on request, and not in the store.
     optimizer: key -> bytes, of optimiser state. record: of the conversion that wrote the folder, if one did.
     """
 
     folder: Path
     described: Path
     store: TensorStore
+    left: list[str]
     model: Any
     experts: dict[str, ExpertLayout]
     blocks: Blocks
@@ -42,8 +44,11 @@ class Source:
     record: Record | None
 
 
-def open_source(src: Path, *, to: str, layout: str | None, config: Path | None) -> Source:
-    """Open what is to be converted to the form `to`. Raises as `trimtab.hf.convert.convert` does."""
+def open_source(src: Path, *, to: str, layout: str | None, leave: Sequence[str], config: Path | None) -> Source:
+    """Open what is to be converted to the form `to`, but for what is to be left behind.
+
+    Raises as `trimtab.hf.convert.convert` does.
+    """
     form, folder = form_of(src)
     if form == to:
         other = next(name for name in FORMS if name != to)
@@ -54,14 +59,15 @@ def open_source(src: Path, *, to: str, layout: str | None, config: Path | None) 
     check_layouts(record, folder, experts)
     said = record.layout if record is not None and form == "dcp" else None
     blocks = _blocks(model, layout, said, folder)
-    store: SafetensorsFolder | DcpFolder = DcpFolder(folder) if form == "dcp" else SafetensorsFolder(folder)
+    store: SafetensorsFolder | DcpFolder
+    store = DcpFolder(folder, leave=leave) if form == "dcp" else SafetensorsFolder(folder, leave=leave)
     optimizer: Mapping[str, int] = {}
     if isinstance(store, DcpFolder):
         optimizer = store.left_behind
         _check_dcp(store, blocks)
     return Source(
-        folder=folder, described=described, store=store, model=model, experts=experts, blocks=blocks,
-        optimizer=optimizer, record=record,
+        folder=folder, described=described, store=store, left=store.left, model=model, experts=experts,
+        blocks=blocks, optimizer=optimizer, record=record,
     )  # fmt: skip
 
 
@@ -119,6 +125,7 @@ def _check_dcp(store: DcpFolder, blocks: Blocks) -> None:
     assert store.index is not None
     found, modules = store.infos, store.index.experts
     said = {f"{name}.{own}": tuple(shape) for name, shapes in modules.items() for own, shape in shapes.items()}
+    said = {name: shape for name, shape in said.items() if name not in store.left}
     if wrong := first_difference(said, {name: found[name].shape for name in said if name in found}):
         raise InputError(f"{store.folder}: {on_disk.INDEX} and the tensors disagree: {wrong}")
     ours = next((name for name in found if name.endswith("experts.up")), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
@@ -39,6 +40,11 @@ class TensorInfo:
 def info_of(tensor: Tensor) -> TensorInfo:
     """The kind of a tensor."""
     return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def is_left(name: str, leave: Sequence[str]) -> bool:
+    """Whether the tensor is to be left behind: one of the globs is its name's."""
+    return any(fnmatchcase(name, glob) for glob in leave)
 
 
 class TensorStore(Protocol):

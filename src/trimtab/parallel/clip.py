@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import InputError
+from trimtab.options import check_flags
 
 
 @torch.no_grad()
@@ -33,12 +34,15 @@ def clip_grad_norm_(
 
     Args:
         norm_type: 2, another power, or inf.
+        error_if_nonfinite: whether a norm that is not finite raises.
         pp_mesh: pipeline stages, whose parameters are summed up too.
 
     Raises:
+        ConfigError: `error_if_nonfinite` is neither True nor False.
         InputError: a gradient whose parts are not summed yet (Partial), one on another mesh than its parameter, or a
             norm that is not finite where asked for.
     """
+    check_flags(error_if_nonfinite=error_if_nonfinite)
     params: list[Tensor]
     if isinstance(parameters, nn.Module):
         params = list(parameters.parameters())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trimtab.dispatch.dispatcher import COMBINES, Combine, Dispatcher
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import AllTokens, MoE
@@ -75,8 +75,8 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
         if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
-        if combine is not None and combine not in COMBINES:
-            raise ConfigError(f"combine={combine!r} is not one of {COMBINES}")
+        if combine is not None:
+            check_combine(combine)
         if cp_mesh is not None and cp_mesh.ndim != 1:
             raise ConfigError(f"cp_mesh={cp_mesh}: hand in a mesh of one dim")
         self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trimtab.errors import ConfigError
-from trimtab.options import check_sizes, is_finite, is_whole
+from trimtab.options import check_flags, check_sizes, is_finite, is_whole
 
 if TYPE_CHECKING:
     from trimtab.routing.router import Router
@@ -56,7 +56,7 @@ class RouterConfig:
         jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
 
     Raises:
-        ConfigError: names unknown or numbers that do not fit.
+        ConfigError: names unknown, flags that are none or numbers that do not fit.
     """
 
     num_experts: int
@@ -88,6 +88,7 @@ class RouterConfig:
         for name, known in named:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
+        check_flags(normalize=self.normalize, bias=self.bias, pad=self.pad)
         check_sizes(groups=self.groups, top_groups=self.top_groups, sinkhorn_iterations=self.sinkhorn_iterations)
         for name in ("scale", "bias_rate", "jitter", *COEFFICIENTS):
             if not is_finite(getattr(self, name)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.alltoall import AllToAll
-from trimtab.dispatch.dispatcher import COMBINES, Combine, Dispatcher, Rows
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows, check_combine
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
@@ -56,8 +56,7 @@ class TokenExchange:
     def __init__(self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: Combine = "sum") -> None:
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
-        if combine not in COMBINES:
-            raise ConfigError(f"combine={combine!r} is not one of {COMBINES}")
+        check_combine(combine)
         self.num_experts, self.top_k = num_experts, top_k
         self.pad_multiple, self.combine_mode = pad_multiple, combine
         self.wire(None)

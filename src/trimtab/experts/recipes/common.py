@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from trimtab.experts.recipes.base import Backend, RecipeState, Way
 from trimtab.experts.recipes.describe import ErrorBound, Formats
 from trimtab.experts.recipes.engine import Engine
 from trimtab.experts.recipes.machine import Hardware, check_backend_name, missing
+from trimtab.options import check_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class RecipeBase:
 
     def __post_init__(self) -> None:
         check_backend_name(self.backend)
+        check_flags(**{f.name: getattr(self, f.name) for f in fields(self) if isinstance(f.default, bool)})
 
     def hardware(self) -> Hardware:
         """The real kernel that computes these products, and what it runs on."""
