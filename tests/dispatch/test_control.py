@@ -35,6 +35,10 @@ def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
         y[0] = y[0][1:]
     if guilty and what == "dtype":
         y[0] = y[0].double()
+    if what == "half":
+        y[0] = y[0].to(torch.bfloat16 if guilty else torch.float16)
+    if what == "narrow":
+        y[0] = y[0].half()[:, : D - guilty]  # rows are padded to the same bytes
     if guilty and what == "flat":
         y[0] = y[0].reshape(-1)
     if guilty and what == "swapped routes":
@@ -51,7 +55,9 @@ MISTAKES: dict[str, tuple[type[TrimtabError], str]] = {
         r"layer (a|b), rank.*rank 1: count forward of layer b, call \d.*rank 2: count forward of layer a",
     ),
     "rows": (InputError, r"layer a, rank 1, phase combine"),
-    "dtype": (DesyncError, r"phase combine.*rows of 32, 64, 32 bytes come from ranks 0\.\.2"),
+    "dtype": (DesyncError, r"phase combine.*rows of 8 float32, 8 float64, 8 float32 come from ranks 0\.\.2"),
+    "half": (DesyncError, r"phase combine.*rows of 8 float16, 8 bfloat16, 8 float16 come from ranks 0\.\.2"),
+    "narrow": (DesyncError, r"phase combine.*rows of 8 float16, 7 float16, 8 float16 come from ranks 0\.\.2"),
     "flat": (InputError, r"layer a, rank 1, phase combine"),
     "swapped routes": (DesyncError, r"rank 1: combine forward of layer b.*rank 2: combine forward of layer a"),
     "no backward": (DesyncError, r"rank 1: count forward of layer a, call \d.*rank 2: combine backward of layer a"),
