@@ -33,6 +33,10 @@ def holds_values(dtype: Any) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
+VALUES = "float64, float32, bfloat16 or float16"
+"""The dtypes that hold values, for messages."""
+
+
 def check_sizes(least: int = 1, **sizes: Any) -> None:
     """Raises:
     ConfigError: one of the sizes is not a whole number, or less than `least`.
@@ -47,4 +51,4 @@ def check_dtype(dtype: Any) -> None:
     ConfigError: parameters cannot be of it; None is the default one.
     """
     if dtype is not None and not holds_values(dtype):
-        raise ConfigError(f"dtype={dtype!r} is none of parameters: float64, float32, bfloat16 or float16 of torch")
+        raise ConfigError(f"dtype={dtype!r} is none of parameters: {VALUES} of torch")

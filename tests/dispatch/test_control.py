@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dispatch.cases import case
 from dispatch.test_schedule import recorded
@@ -21,6 +23,15 @@ from trimtab.errors import DesyncError, InputError, TrimtabError
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, RANKS = 6, 2, 8, 3
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "int32": Tensor.int, "complex": lambda y: y + 0j, "float8": lambda y: y.to(torch.float8_e5m2),
+    "scalar": Tensor.sum, "sparse": Tensor.to_sparse, "meta": lambda y: y.to("meta"),
+    "nested": lambda y: torch.nested.nested_tensor(list(y)),
+    "nested, jagged": lambda y: torch.nested.nested_tensor(list(y), layout=torch.jagged),
+    "DTensor": lambda y: DTensor.from_local(y, DeviceMesh.from_group(dist.group.WORLD, "cpu"), run_check=False),
+}  # fmt: skip
+"""Tensors that no rank can send."""
 
 
 def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
@@ -41,6 +52,8 @@ def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
         y[0] = y[0].half()[:, : D - guilty]  # rows are padded to the same bytes
     if guilty and what == "flat":
         y[0] = y[0].reshape(-1)
+    if guilty and what in KINDS:
+        y[0] = KINDS[what](y[0])
     if guilty and what == "swapped routes":
         d[0].combine(rows[1].x, rows[1])
     out = d[0].combine(y[0], rows[0])
@@ -60,6 +73,7 @@ MISTAKES: dict[str, tuple[type[TrimtabError], str]] = {
     "narrow": (DesyncError, r"phase combine.*rows of 8 float16, 7 float16, 8 float16 come from ranks 0\.\.2"),
     "flat": (InputError, r"layer a, rank 1, phase combine"),
     "swapped routes": (DesyncError, r"rank 1: combine forward of layer b.*rank 2: combine forward of layer a"),
+    **dict.fromkeys(KINDS, (InputError, r"layer a, rank 1, phase combine")),
     "no backward": (DesyncError, r"rank 1: count forward of layer a, call \d.*rank 2: combine backward of layer a"),
 }
 

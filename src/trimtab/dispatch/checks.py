@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.kernels.memory import dense, described
+from trimtab.options import VALUES, holds_values
 from trimtab.routing.ids import holds_ids
 
 NAME_BYTES = 64
@@ -30,6 +32,16 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
     return problems
+
+
+def rows_problem(y: Tensor, rows: Tensor) -> str:
+    """What is wrong with what experts made of `rows` [M', *], or ""."""
+    if not dense(y) or not holds_values(y.dtype) or y.device != rows.device:
+        return f"combine takes dense rows in {VALUES} on {rows.device}, got {described(y)} on {y.device}"
+    if y.dim() != 2 or y.shape[0] != rows.shape[0]:
+        got = sum(y.shape[:1])
+        return f"combine got {got} rows for the {rows.shape[0]} that dispatch gave out, as {tuple(y.shape)}"
+    return ""
 
 
 def name_bytes(layer: str) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.checks import bad_slots, bad_tokens, name_bytes, raise_if_bad, shape_problems
+from trimtab.dispatch.checks import bad_slots, bad_tokens, name_bytes, raise_if_bad, rows_problem, shape_problems
 from trimtab.dispatch.control import (
     BAD,
     GRAD,
@@ -217,17 +217,15 @@ class Dispatcher:
             either, this combine would have a backward on the other ranks alone, who would wait for it.
 
         Raises:
-            InputError: another number of rows; on every rank of the group where a guard waits, else here alone.
+            InputError: `y` is not [M', D] like the rows that dispatch gave out, dense, on their device and in float64,
+                float32, bfloat16 or float16; on every rank of the group where a guard waits, else here alone.
             DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
         """
         if self._runs_eagerly():
             return cast(Tensor, self._eagerly(self.combine, y, rows, tuple(params)))
-        if y.dim() != 2 or y.shape[0] != rows.x.shape[0]:
-            error = InputError(
-                f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out, as {tuple(y.shape)}",
-                rank=None if self.transport is None else self.transport.rank, layer=self.layer, phase="combine",
-            )  # fmt: skip
-            rows.route.refuse(error, y)
+        if problem := rows_problem(y, rows.x):
+            rank = None if self.transport is None else self.transport.rank
+            rows.route.refuse(InputError(problem, rank=rank, layer=self.layer, phase="combine"), rows.x)
         if params := tuple(params):
             y = Trained.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None:

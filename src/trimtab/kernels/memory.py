@@ -23,6 +23,22 @@ def in_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and (t.data_ptr() != 0 or not t.nbytes)
 
 
+def dense(t: Tensor) -> bool:
+    """Whether it is a dense tensor of this rank's own, with values or without: not sparse, not nested, no DTensor."""
+    if type(t) in (Tensor, nn.Parameter):
+        return t.layout is torch.strided and not t.is_nested
+    from torch.distributed.tensor import DTensor
+
+    return t.layout is torch.strided and not t.is_nested and not isinstance(t, DTensor)
+
+
+def described(t: Tensor) -> str:
+    """Dtype and shape for a message, or what it is that may have no shape."""
+    if dense(t):
+        return f"{t.dtype} {tuple(t.shape)}"
+    return f"a {'nested ' * t.is_nested}{type(t).__name__} of {t.dtype} in {t.layout}"
+
+
 def plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
     known = type(t) in (Tensor, nn.Parameter)
