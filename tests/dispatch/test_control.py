@@ -152,7 +152,10 @@ def unusable_on_rank(guilty_rank: int) -> list[str]:
     x, ids, w, mask = case("masked", dist.get_rank(), RANKS, E, K, D, torch.float32)
     wrong: list[Callable[[], tuple[Tensor, ...]]] = [
         lambda: (x[None], ids, w, mask), lambda: (x, ids[1:], w, mask), lambda: (x, ids, w.long(), mask),
-        lambda: (x, ids, w, mask.float()), lambda: (x, ids, w, mask),
+        lambda: (x, ids, w, mask.float()), lambda: (x, ids, w.to(torch.float8_e5m2), mask),
+        *(lambda kind=kind: (kind(x), ids, w, mask) for kind in KINDS.values()),
+        *(lambda kind=kind: (x, kind(ids), w, mask) for name, kind in KINDS.items() if name != "int32"),
+        lambda: (x, ids, w, mask.to_sparse()), lambda: (x, ids, w, mask.to("meta")), lambda: (x, ids, w, mask),
     ]  # fmt: skip
     said = []
     for make in wrong:

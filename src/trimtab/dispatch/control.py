@@ -32,7 +32,7 @@ COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNUSABLE = -1
-"""BAD of a rank that can take no part: what it was given has the wrong shape."""
+"""BAD of a rank that can take no part: it cannot send what it was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +133,12 @@ def raise_if_desynced(headers: Headers, rank: int, tag: Tag, phase: str) -> None
 
 
 def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:
-    """A rank that was given something of the wrong shape says so instead of staying away."""
+    """A rank that was given something that it cannot send says so instead of staying away."""
     guilty = tuple(p for p, told in enumerate(received) if told[BAD] == UNUSABLE)
     if guilty:
         raise InputError(
-            f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype; "
-            "the error there says which",
+            f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype, "
+            "of a layout that cannot be sent, or on several devices; the error there says which",
             ranks=guilty, layer=layer, phase=phase,
         )  # fmt: skip
 
