@@ -26,7 +26,7 @@ E, K, D, RANKS = 6, 2, 8, 3
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "int32": Tensor.int, "complex": lambda y: y + 0j, "float8": lambda y: y.to(torch.float8_e5m2),
-    "scalar": Tensor.sum, "sparse": Tensor.to_sparse, "meta": lambda y: y.to("meta"),
+    "scalar": Tensor.sum, "of width 0": lambda y: y[:, :0], "sparse": Tensor.to_sparse, "meta": lambda y: y.to("meta"),
     "nested": lambda y: torch.nested.nested_tensor(list(y)),
     "nested, jagged": lambda y: torch.nested.nested_tensor(list(y), layout=torch.jagged),
     "DTensor": lambda y: DTensor.from_local(y, DeviceMesh.from_group(dist.group.WORLD, "cpu"), run_check=False),

@@ -28,8 +28,8 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
         return problems  # some have no shape
     if any(t.device != x.device for _, t in given):
         problems.append(f"all must be on one device, got {', '.join(f'{name} on {t.device}' for name, t in given)}")
-    if x.dim() != 2 or not holds_values(x.dtype):
-        problems.append(f"tokens must be floating [T, D] in {VALUES}, got {x.dtype} {tuple(x.shape)}")
+    if x.dim() != 2 or x.shape[1] < 1 or not holds_values(x.dtype):
+        problems.append(f"tokens must be floating [T, D] in {VALUES} with D >= 1, got {x.dtype} {tuple(x.shape)}")
     tokens = sum(x.shape[:1])
     if ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != tokens or ids.shape[1] < 1:
         problems.append(f"expert ids must be int [{tokens}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
@@ -45,9 +45,9 @@ def rows_problem(y: Tensor, rows: Tensor) -> str:
     """What is wrong with what experts made of `rows` [M', *], or ""."""
     if not dense(y) or not holds_values(y.dtype) or y.device != rows.device:
         return f"combine takes dense rows in {VALUES} on {rows.device}, got {described(y)} on {y.device}"
-    if y.dim() != 2 or y.shape[0] != rows.shape[0]:
-        got = sum(y.shape[:1])
-        return f"combine got {got} rows for the {rows.shape[0]} that dispatch gave out, as {tuple(y.shape)}"
+    if y.dim() != 2 or y.shape[0] != rows.shape[0] or y.shape[1] < 1:
+        got = f"combine got {sum(y.shape[:1])} rows for the {rows.shape[0]} that dispatch gave out"
+        return f"{got}, as {tuple(y.shape)}: expected [{rows.shape[0]}, D >= 1]"
     return ""
 
 

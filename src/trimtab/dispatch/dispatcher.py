@@ -147,7 +147,7 @@ class Dispatcher:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
-            x_TD: tokens, in float64, float32, bfloat16 or float16, any number of them (ranks may differ).
+            x_TD: tokens, in float64, float32, bfloat16 or float16, D >= 1, any number of them (ranks may differ).
             ids_TK: global expert ids, int; -1 drops a slot.
             w_TK: routing weights, in one of these dtypes; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
