@@ -50,7 +50,8 @@ def test_wrong_input_names_the_layer() -> None:
     moe = build(layer="blocks.3.moe")
     x = torch.randn(2, 5, D)
     for wrong, says in (
-        ({"x": x[..., 1:]}, "x must be"), ({"x": x[0, 0]}, "x must be"),
+        ({"x": x[..., 1:]}, "x must be"), ({"x": x[0, 0]}, "x must be"), ({"x": x.to_sparse()}, "x must be .*dense"),
+        ({"x": x.to(torch.float8_e5m2)}, "x must be .* in float64, float32"), ({"x": x.long()}, "x must be floating"),
         ({"x": x, "token_mask": torch.ones(5, 2).bool()}, "token_mask must be bool"),
         ({"x": x, "token_mask": torch.ones(2, 5)}, "token_mask must be bool"),
         ({"x": x, "ids": torch.zeros(5, 2, K).long()}, "ids must be"),

@@ -25,8 +25,9 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP, check_names
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
+from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import check_flags, check_sizes
+from trimtab.options import VALUES, check_flags, check_sizes, holds_values
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import unseen
 from trimtab.routing.router import Router
@@ -178,7 +179,7 @@ class MoE(nn.Module):
         """Route, run the experts, add up. Every rank of the expert group must call.
 
         Args:
-            x: floating [..., D]; of three dims and more the first is the batch.
+            x: [..., D] in float64, float32, bfloat16 or float16; of three dims and more the first is the batch.
             token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
             ids: int [..., K], decisions to replay; scores and weights stay live.
 
@@ -235,9 +236,10 @@ class MoE(nn.Module):
         return mine, x_TD, mask_T, ids_TK
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
+        if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):
+            wanted = f"floating [..., {self.config.dim}], dense, in {VALUES}"
+            raise InputError(f"x must be {wanted}, got {described(x)}", layer=self.dispatcher.layer, phase="route")
         lead, problems = tuple(x.shape[:-1]), []
-        if x.dim() < 2 or x.shape[-1] != self.config.dim:
-            problems.append(f"x must be [..., {self.config.dim}], got {tuple(x.shape)}")
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != lead):
             problems.append(f"token_mask must be bool {lead} as x is, got {mask.dtype} {tuple(mask.shape)}")
         if ids is not None and tuple(ids.shape[:-1]) != lead:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dispatch.cases import case
 from dispatch.test_schedule import recorded
@@ -21,6 +23,15 @@ from trimtab.errors import DesyncError, InputError, TrimtabError
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, RANKS = 6, 2, 8, 3
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "int32": Tensor.int, "complex": lambda y: y + 0j, "float8": lambda y: y.to(torch.float8_e5m2),
+    "scalar": Tensor.sum, "of width 0": lambda y: y[:, :0], "sparse": Tensor.to_sparse, "meta": lambda y: y.to("meta"),
+    "nested": lambda y: torch.nested.nested_tensor(list(y)),
+    "nested, jagged": lambda y: torch.nested.nested_tensor(list(y), layout=torch.jagged),
+    "DTensor": lambda y: DTensor.from_local(y, DeviceMesh.from_group(dist.group.WORLD, "cpu"), run_check=False),
+}  # fmt: skip
+"""Tensors that no rank can send."""
 
 
 def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
@@ -35,8 +46,14 @@ def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
         y[0] = y[0][1:]
     if guilty and what == "dtype":
         y[0] = y[0].double()
+    if what == "half":
+        y[0] = y[0].to(torch.bfloat16 if guilty else torch.float16)
+    if what == "narrow":
+        y[0] = y[0].half()[:, : D - guilty]  # rows are padded to the same bytes
     if guilty and what == "flat":
         y[0] = y[0].reshape(-1)
+    if guilty and what in KINDS:
+        y[0] = KINDS[what](y[0])
     if guilty and what == "swapped routes":
         d[0].combine(rows[1].x, rows[1])
     out = d[0].combine(y[0], rows[0])
@@ -51,9 +68,12 @@ MISTAKES: dict[str, tuple[type[TrimtabError], str]] = {
         r"layer (a|b), rank.*rank 1: count forward of layer b, call \d.*rank 2: count forward of layer a",
     ),
     "rows": (InputError, r"layer a, rank 1, phase combine"),
-    "dtype": (DesyncError, r"phase combine.*rows of 32, 64, 32 bytes come from ranks 0\.\.2"),
+    "dtype": (DesyncError, r"phase combine.*rows of 8 float32, 8 float64, 8 float32 come from ranks 0\.\.2"),
+    "half": (DesyncError, r"phase combine.*rows of 8 float16, 8 bfloat16, 8 float16 come from ranks 0\.\.2"),
+    "narrow": (DesyncError, r"phase combine.*rows of 8 float16, 7 float16, 8 float16 come from ranks 0\.\.2"),
     "flat": (InputError, r"layer a, rank 1, phase combine"),
     "swapped routes": (DesyncError, r"rank 1: combine forward of layer b.*rank 2: combine forward of layer a"),
+    **dict.fromkeys(KINDS, (InputError, r"layer a, rank 1, phase combine")),
     "no backward": (DesyncError, r"rank 1: count forward of layer a, call \d.*rank 2: combine backward of layer a"),
 }
 
@@ -132,7 +152,10 @@ def unusable_on_rank(guilty_rank: int) -> list[str]:
     x, ids, w, mask = case("masked", dist.get_rank(), RANKS, E, K, D, torch.float32)
     wrong: list[Callable[[], tuple[Tensor, ...]]] = [
         lambda: (x[None], ids, w, mask), lambda: (x, ids[1:], w, mask), lambda: (x, ids, w.long(), mask),
-        lambda: (x, ids, w, mask.float()), lambda: (x, ids, w, mask),
+        lambda: (x, ids, w, mask.float()), lambda: (x, ids, w.to(torch.float8_e5m2), mask),
+        *(lambda kind=kind: (kind(x), ids, w, mask) for kind in KINDS.values()),
+        *(lambda kind=kind: (x, kind(ids), w, mask) for name, kind in KINDS.items() if name != "int32"),
+        lambda: (x, ids, w, mask.to_sparse()), lambda: (x, ids, w, mask.to("meta")), lambda: (x, ids, w, mask),
     ]  # fmt: skip
     said = []
     for make in wrong:

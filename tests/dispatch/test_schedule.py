@@ -251,6 +251,9 @@ def test_shapes_are_checked_with_what_was_expected() -> None:
         ((x, ids[:, :0], w[:, :0], None), "K >= 1"),
         ((x, ids, w[:, 1:], None), "weights must be floating"),
         ((x, ids, w, torch.ones(11)), "token mask must be bool"),
+        ((x.to(torch.float8_e4m3fn), ids, w, None), r"tokens must be floating \[T, D\] in float64, float32"),
+        ((x.to_sparse(), ids, w, None), "tokens must be a dense local tensor, got a Tensor of .* in torch.sparse_coo"),
+        ((x.to("meta"), ids, w, None), "tokens on meta, expert ids on cpu, weights on cpu"),
     ]:
         with pytest.raises(InputError, match=message):
             dispatcher.dispatch(*bad)

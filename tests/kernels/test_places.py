@@ -41,6 +41,17 @@ def test_places_are_those_of_the_sort(ids: str, alignment: int) -> None:
         assert got[name].dtype == tensor.dtype
 
 
+@pytest.mark.parametrize(
+    ("dtype", "experts"),
+    [(torch.uint8, 256), (torch.int8, 128), (torch.int16, 2**15), *((t, 8) for t in (torch.uint16, torch.uint64))],
+)
+def test_ids_in_any_integers(dtype: torch.dtype, experts: int) -> None:
+    ids = torch.tensor([[0, min(experts - 1, 127)], [1, 2]])
+    want = fields(plan_experts(ids, experts))
+    for got in (plan_experts(ids.to(dtype), experts, kernels=kernels) for kernels in (None, compiled_kernels())):
+        assert all(torch.equal(value, want[name]) for name, value in fields(got).items() if name != "top_k")
+
+
 def test_a_static_plan_is_made_by_sorting() -> None:
     """Its sizes must not depend on what ids hold."""
     got = plan_experts(IDS["any"], E, static=True, kernels=compiled_kernels())

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.kernels.memory import dense, described
+from trimtab.options import VALUES, holds_values
 from trimtab.routing.ids import holds_ids
 
 NAME_BYTES = 64
@@ -19,17 +21,40 @@ SHOWN = 8
 
 
 def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> list[str]:
-    """What is wrong with shapes and dtypes, and what was expected. The host knows these."""
-    problems = []
-    if x.dim() != 2 or not x.is_floating_point():
-        problems.append(f"tokens must be floating [T, D], got {x.dtype} {tuple(x.shape)}")
-    if ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
-        problems.append(f"expert ids must be int [{x.shape[0]}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
-    if w.shape != ids.shape or not w.is_floating_point():
-        problems.append(f"weights must be floating {tuple(ids.shape)} like the ids, got {w.dtype} {tuple(w.shape)}")
+    """What is wrong with layouts, devices, shapes and dtypes, and what was expected. The host knows these."""
+    given = [("tokens", x), ("expert ids", ids), ("weights", w), *([] if mask is None else [("the token mask", mask)])]
+    problems = [f"{name} must be a dense local tensor, got {described(t)}" for name, t in given if not dense(t)]
+    if problems:
+        return problems  # some have no shape
+    if any(t.device != x.device for _, t in given):
+        problems.append(f"all must be on one device, got {', '.join(f'{name} on {t.device}' for name, t in given)}")
+    if x.dim() != 2 or x.shape[1] < 1 or not holds_values(x.dtype):
+        problems.append(f"tokens must be floating [T, D] in {VALUES} with D >= 1, got {x.dtype} {tuple(x.shape)}")
+    tokens = sum(x.shape[:1])
+    if ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != tokens or ids.shape[1] < 1:
+        problems.append(f"expert ids must be int [{tokens}, K >= 1], got {ids.dtype} {tuple(ids.shape)}")
+    if w.shape != ids.shape or not holds_values(w.dtype):
+        wanted = f"floating {tuple(ids.shape)} like the ids, in {VALUES}"
+        problems.append(f"weights must be {wanted}, got {w.dtype} {tuple(w.shape)}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-        problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
+        problems.append(f"the token mask must be bool [{tokens}], got {mask.dtype} {tuple(mask.shape)}")
     return problems
+
+
+def rows_problem(y: Tensor, rows: Tensor) -> str:
+    """What is wrong with what experts made of `rows` [M', *], or ""."""
+    if not dense(y) or not holds_values(y.dtype) or y.device != rows.device:
+        return f"combine takes dense rows in {VALUES} on {rows.device}, got {described(y)} on {y.device}"
+    if y.dim() != 2 or y.shape[0] != rows.shape[0] or y.shape[1] < 1:
+        got = f"combine got {sum(y.shape[:1])} rows for the {rows.shape[0]} that dispatch gave out"
+        return f"{got}, as {tuple(y.shape)}: expected [{rows.shape[0]}, D >= 1]"
+    return ""
+
+
+def meeting_device(*tensors: Tensor) -> torch.device:
+    """Of tensors on several devices the one that ranks are likely to meet on: what was forgotten is on the CPU, and
+    nobody meets where there are no values."""
+    return max((t.device for t in tensors), key=lambda device: ("meta", "cpu", device.type).index(device.type))
 
 
 def name_bytes(layer: str) -> Tensor:

@@ -1,7 +1,8 @@
 """What ranks tell each other before rows move, in one shape for every movement: who is where, and how much will come.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD, GRAD every transport, one host sync
-    combine   forward    ROWS that follow, EXPECTED rows, ROW_BYTES, BAD    guarded, where the host waits anyway (CPU)
+    combine   forward    ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
+                         BAD, their DTYPE
     combine   backward   the same
     dispatch  backward   the same
 
@@ -26,11 +27,12 @@ from trimtab.errors import DesyncError, InputError
 
 NAME_COLUMNS = 4
 ROWS, SLOTS, TOKENS, BAD, GRAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(12)
-EXPECTED, ROW_BYTES = SLOTS, TOKENS
+EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNUSABLE = -1
-"""BAD of a rank that can take no part: what it was given has the wrong shape."""
+"""BAD of a rank that can take no part: it cannot send what it was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +75,31 @@ def fill(rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: T
     return message
 
 
-def announce(
-    transport: Transport, lanes: Lanes, tag: Tag, phase: str, direction: str, *, row_bytes: int = 0, bad: int = 0
-) -> None:
+def announce(transport: Transport, lanes: Lanes, tag: Tag, phase: str, direction: str, rows: Tensor | None) -> None:
     """Tell each peer what comes and check what they tell, before rows move on the CPU. Collective.
+
+    rows: those whose width and dtype the tag does not say; None for what this rank cannot send.
 
     Raises:
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
-    tail = [row_bytes, bad, 0, *tag.columns(phase, direction)]
+    kind = [0, UNUSABLE, 0] if rows is None else [rows.shape[1], 0, DTYPES.index(rows.dtype)]
+    tail = [*kind, *tag.columns(phase, direction)]
     pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
     headers = transport.exchange_headers(
         torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu")
     )
     raise_if_unusable(headers.received, tag.layer, phase)
     raise_if_desynced(headers, transport.rank, tag, phase)
-    widths = [told[ROW_BYTES] for told in headers.received]
-    if len(set(widths)) > 1:
+    kinds = [(told[VALUES], told[DTYPE]) for told in headers.received]
+    if len(set(kinds)) > 1:
+        each = ", ".join(f"{values} {str(DTYPES[dtype]).removeprefix('torch.')}" for values, dtype in kinds)
         raise DesyncError(
-            f"rows of {', '.join(map(str, widths))} bytes come from ranks 0..{len(widths) - 1} ({direction}, call "
-            f"{tag.call}): the width or the dtype of what the experts gave back differs between ranks",
-            ranks=tuple(p for p, width in enumerate(widths) if width != row_bytes), layer=tag.layer, phase=phase,
+            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {tag.call}): the width or the "
+            "dtype of what the experts gave back differs between ranks",
+            ranks=tuple(p for p, kind in enumerate(kinds) if kind != kinds[transport.rank]),
+            layer=tag.layer, phase=phase,
         )  # fmt: skip
     wrong = {
         p: f"rank {p} will send {told[ROWS]} rows where {coming} are expected, and expects {told[EXPECTED]} where "
@@ -128,12 +133,12 @@ def raise_if_desynced(headers: Headers, rank: int, tag: Tag, phase: str) -> None
 
 
 def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:
-    """A rank that was given something of the wrong shape says so instead of staying away."""
+    """A rank that was given something that it cannot send says so instead of staying away."""
     guilty = tuple(p for p, told in enumerate(received) if told[BAD] == UNUSABLE)
     if guilty:
         raise InputError(
-            f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype; "
-            "the error there says which",
+            f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype, "
+            "of a layout that cannot be sent, or on several devices; the error there says which",
             ranks=guilty, layer=layer, phase=phase,
         )  # fmt: skip
 

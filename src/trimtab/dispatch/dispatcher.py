@@ -19,7 +19,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.checks import bad_slots, bad_tokens, name_bytes, raise_if_bad, shape_problems
+from trimtab.dispatch.checks import (
+    bad_slots,
+    bad_tokens,
+    meeting_device,
+    name_bytes,
+    raise_if_bad,
+    rows_problem,
+    shape_problems,
+)
 from trimtab.dispatch.control import (
     BAD,
     GRAD,
@@ -146,15 +154,16 @@ class Dispatcher:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
-            x_TD: tokens, any floating dtype, any number of them (ranks may differ).
+            x_TD: tokens, in float64, float32, bfloat16 or float16, D >= 1, any number of them (ranks may differ).
             ids_TK: global expert ids, int; -1 drops a slot.
-            w_TK: routing weights, floating; sums and gradients are taken in float32 at least.
+            w_TK: routing weights, in one of these dtypes; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K: what is made for them on a device, or
                 in a graph of `torch.compile`, is of so many rows. Over ranks they are counted anyway.
 
         Raises:
-            InputError: shapes, dtypes, ids out of range or weights not finite, on every rank of the group.
+            InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
+                out of range or weights not finite. On every rank of the group.
             DesyncError: the ranks of the group are not in the same call; another thread of this rank is in an exchange
                 (`Guard.alone`).
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
@@ -224,17 +233,15 @@ class Dispatcher:
             either, this combine would have a backward on the other ranks alone, who would wait for it.
 
         Raises:
-            InputError: another number of rows; on every rank of the group where a guard waits, else here alone.
+            InputError: `y` is not [M', D] like the rows that dispatch gave out, dense, on their device and in float64,
+                float32, bfloat16 or float16; on every rank of the group where a guard waits, else here alone.
             DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
         """
         if self._runs_eagerly():
             return cast(Tensor, self._eagerly(self.combine, y, rows, tuple(params)))
-        if y.dim() != 2 or y.shape[0] != rows.x.shape[0]:
-            error = InputError(
-                f"combine got {y.shape[0]} rows for the {rows.x.shape[0]} that dispatch gave out, as {tuple(y.shape)}",
-                rank=None if self.transport is None else self.transport.rank, layer=self.layer, phase="combine",
-            )  # fmt: skip
-            rows.route.refuse(error, y)
+        if problem := rows_problem(y, rows.x):
+            rank = None if self.transport is None else self.transport.rank
+            rows.route.refuse(InputError(problem, rank=rank, layer=self.layer, phase="combine"), rows.x)
         if params := tuple(params):
             y = Trained.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None:
@@ -309,8 +316,10 @@ class Dispatcher:
         if not problems:
             return
         if self._named is not None:  # take part all the same, so that the peers raise instead of waiting
-            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=x.device)
-            message = fill(nothing_P, nothing_P, 0, UNUSABLE, self._tag(x, ids))
+            device = meeting_device(x, ids, w)
+            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=device)
+            tag = self._tag(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
+            message = fill(nothing_P, nothing_P, 0, UNUSABLE, tag)
             self._at("count")
             self._named.exchange_headers(message)
             self.calls += 1

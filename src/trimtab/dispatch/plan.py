@@ -28,6 +28,7 @@ from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.rows import Bags
 from trimtab.layout import ALIGNMENTS
+from trimtab.routing.ids import wide_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +203,7 @@ def plan_experts(
     """
     if alignment not in ALIGNMENTS:
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
+    ids_MK = wide_ids(ids_MK)
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
     readable = not static and _in_memory(ids_MK)

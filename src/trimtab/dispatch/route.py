@@ -18,8 +18,7 @@ from typing import Literal, NoReturn, Protocol, cast
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.control import MOVEMENTS, UNUSABLE, Tag, announce
-from trimtab.dispatch.packing import row_bytes
+from trimtab.dispatch.control import MOVEMENTS, Tag, announce
 from trimtab.dispatch.plan import RankPlan, bags_of
 from trimtab.dispatch.transport import Lanes, Transport, guard_of
 from trimtab.errors import InputError
@@ -127,7 +126,7 @@ class RankRoute:
         guard = guard_of(self.transport)
         if guard is not None and like.device.type == "cpu":
             with suppress(InputError), guard.alone(self.tag.layer, "combine"):
-                announce(self.transport, self.rows.reversed(), self.tag, "combine", "forward", bad=UNUSABLE)
+                announce(self.transport, self.rows.reversed(), self.tag, "combine", "forward", None)
         raise error
 
     @contextmanager
@@ -140,7 +139,7 @@ class RankRoute:
         with guard.alone(tag.layer, phase):
             guard.at(tag.layer, phase, direction, tag.call)
             if rows[0].device.type == "cpu" and (phase, direction) in MOVEMENTS:
-                announce(self.transport, lanes, tag, phase, direction, row_bytes=row_bytes(rows))
+                announce(self.transport, lanes, tag, phase, direction, rows[0])
             yield
         after, turn, state = _AFTER[phase, direction]
         guard.at(tag.layer, after, turn, tag.call, state)

@@ -34,6 +34,7 @@ from trimtab.kernels.triton.metadata import place_slots
 from trimtab.kernels.triton.moves import combine
 from trimtab.kernels.triton.rows_gemm import grouped_rows
 from trimtab.kernels.triton.weight_grad import weight_grad
+from trimtab.routing.ids import wide_ids
 
 
 def fused(call: ExpertCall) -> bool:
@@ -47,7 +48,7 @@ def plan_on_device(
     ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None
 ) -> ExpertPlan:  # fmt: skip
     """`plan_experts` in three launches; see `trimtab.kernels.triton.metadata`."""
-    places = place_slots(ids_MK.contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
+    places = place_slots(wide_ids(ids_MK).contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
     return ExpertPlan.of(places, ids_MK.shape[1])
 
 

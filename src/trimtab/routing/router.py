@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.options import check_dtype, check_sizes
+from trimtab.kernels.memory import dense, described
+from trimtab.options import VALUES, check_dtype, check_sizes, holds_values
 from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
@@ -144,7 +145,7 @@ class Router(nn.Module):
         """Route this rank's tokens.
 
         Args:
-            x_TD: floating.
+            x_TD: in float64, float32, bfloat16 or float16.
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
@@ -313,8 +314,9 @@ class Router(nn.Module):
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int) -> None:
         problems = []
-        if x.dim() != 2 or x.shape[1] != self.dim or not x.is_floating_point():
-            problems.append(f"tokens must be floating [T, {self.dim}], got {x.dtype} {tuple(x.shape)}")
+        if not dense(x) or x.dim() != 2 or x.shape[1] != self.dim or not holds_values(x.dtype):
+            wanted = f"floating [T, {self.dim}], dense, in {VALUES}"
+            raise InputError(f"tokens must be {wanted}, got {described(x)}", layer=self.layer, phase="route")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
         if ids is not None and (ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != x.shape[0]):

@@ -17,6 +17,7 @@ from gpu.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_o
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_launches import OTHERS, layer_launches
 from trimtab.bench.gpu_tables import Section, launch_table
+from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.mlp_triton import plan_on_device
 from trimtab.kernels.rows import Bags
 from trimtab.kernels.selftest import KernelChoice, self_test
@@ -39,6 +40,17 @@ def promised_too_few() -> None:
     got = plan_on_device(ids, 2, num_slots=5)
     assert got.slot_R.tolist() == [0, 1, 2, 3, 4]
     assert got.row_bags.index.tolist() == [0, 1, 2, 3, 4]
+
+
+def ids_in_any_integers() -> None:
+    """Compared as what they are, none wraps around to another."""
+    for ids, experts in (
+        (torch.tensor([[255], [3]], dtype=torch.uint8), 256), (torch.tensor([[127], [-1]], dtype=torch.int8), 128),
+        (torch.tensor([[2**32], [1], [2 - 2**40]]), 4),
+    ):  # fmt: skip
+        wanted, got = plan_experts(ids.long(), experts, static=True), plan_on_device(ids, experts)
+        assert torch.equal(got.slot_R, wanted.slot_R), (ids, got.slot_R)
+        assert torch.equal(got.counts_e, wanted.counts_e), (ids, got.counts_e)
 
 
 def moves(dtype: torch.dtype) -> None:
@@ -119,6 +131,7 @@ def main() -> None:
         print(f"plan {fall}")
     plan_is_true(Case(fall="dropped", rows=2200), "cpu", 1)  # more chunks than the scan takes in a step
     promised_too_few()
+    ids_in_any_integers()
     print("plan of many chunks")
     every_tile_once()
     print("every tile once")

@@ -123,8 +123,10 @@ void backward(const Call& c) {
     const long most = largest(c, all);
     const Shared shared(c, all);
     const Ends ends(c);
+    const unsigned word = control_word();
 #pragma omp parallel num_threads(c.threads)
     {
+        const Controlled controlled(word);
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
         const Combine<T> dx(c, ends, c.dx, false);

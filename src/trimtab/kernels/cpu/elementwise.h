@@ -6,6 +6,7 @@
 // Rows of float, gate and up as halves of a row of `pre`. A row's bits depend on that row alone.
 #pragma once
 #include "activation.h"
+#include "control.h"
 
 struct Between {  // mirrored by trimtab.kernels.abi, field by field
     int32_t act, threads;
@@ -25,10 +26,15 @@ INLINE void by_parts(long n, const Part& part) {
 // run(row, gate, up, weight) for each row; gate and up are one without a gate.
 template <class Run>
 void by_rows(const Between& c, long I, const Run& run) {
-#pragma omp parallel for num_threads(c.threads) schedule(static)
-    for (int64_t r = 0; r < c.R; r++) {
-        const float* g = c.pre + r * I;
-        run(r, g, g + I - c.F, c.w ? c.w[r] : 1.0f);
+    const unsigned word = control_word();
+#pragma omp parallel num_threads(c.threads)
+    {
+        const Controlled controlled(word);
+#pragma omp for schedule(static) nowait
+        for (int64_t r = 0; r < c.R; r++) {
+            const float* g = c.pre + r * I;
+            run(r, g, g + I - c.F, c.w ? c.w[r] : 1.0f);
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "call.h"
+#include "control.h"
 #include "gemm.h"
 
 struct Rows {  // expert rows of one expert that one thread takes

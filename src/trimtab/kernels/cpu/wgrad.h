@@ -181,8 +181,10 @@ void weight_gradients(const Operands<T>& o, const Wave& wave, Scratch s) {
 
 template <class T, class Op>
 void weight_gradients(const Call& c) {
+    const unsigned word = control_word();
 #pragma omp parallel num_threads(c.threads)
     {
+        const Controlled controlled(word);
         [[maybe_unused]] const typename Op::Session session;
         const Operands<T> o = {c, (const T*)c.d_pre, width(c), nullptr};
         weight_gradients<T, Op>(o, {0, c.E, 0, c.R}, Scratch(c, omp_get_thread_num(), 0));

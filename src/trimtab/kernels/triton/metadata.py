@@ -26,10 +26,10 @@ def _count(ids, counts, slots, experts, EXPERTS: tl.constexpr, CHUNK: tl.constex
     """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero."""
     chunk = tl.program_id(0)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
-    kept = (expert >= 0) & (expert < experts)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
+    kept = (expert >= 0) & (expert < experts)  # before it is narrowed: a wild id must not wrap around to a good one
     column = tl.arange(0, EXPERTS)
-    found = tl.histogram(tl.where(kept, expert, experts), EXPERTS)
+    found = tl.histogram(tl.where(kept, expert, experts).to(tl.int32), EXPERTS)
     found = tl.where(column < experts, found, tl.where(column == experts, tl.sum(kept.to(tl.int32), axis=0), 0))
     tl.store(counts + chunk * EXPERTS + column, found)
 
@@ -59,7 +59,7 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 def _place(  # type: ignore[no-untyped-def]
-    ids,  # [N] int
+    ids,  # [N] int32 or int64
     before,  # [C, EXPERTS] int32
     offsets_e,  # [e + 1] int64
     slot_R,  # [R] int64, -1 before
@@ -76,9 +76,9 @@ def _place(  # type: ignore[no-untyped-def]
     chunk = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     slot = chunk * CHUNK + lane
-    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
     kept = (expert >= 0) & (expert < experts)
-    key = tl.where(kept, expert, experts)
+    key = tl.where(kept, expert, experts).to(tl.int32)
     earlier = (key[:, None] == key[None, :]) & (lane[None, :] < lane[:, None])
     place = tl.load(offsets_e + key, mask=kept, other=0) + tl.load(before + chunk * EXPERTS + key, mask=kept, other=0)
     place += tl.sum(earlier.to(tl.int32), axis=1)
@@ -101,7 +101,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
 
     Args:
-        ids_MK: int, contiguous, K >= 1.
+        ids_MK: int32 or int64, contiguous, K >= 1.
         num_slots: how many are kept, or how many at most, where it is known; else R is the bound N (+ padding).
     """
     (rows, top_k), power = ids_MK.shape, segments_power(num_experts)
