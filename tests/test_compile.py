@@ -118,6 +118,26 @@ def test_a_capacity_is_no_symbol(router: dict[str, Any], dynamic: bool | None) -
             assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("losses", [{"aux_loss": 0.1}, {}, {"aux_loss": 0.1, "global_aux_loss": 0.1}], ids=str)
+def test_a_router_compiled_alone_is_counted_once_by_a_checkpoint(use_reentrant: bool, losses: dict[str, float]) -> None:
+    moe = build(router=losses)
+    moe.router.compile(backend="eager")
+    x = torch.randn(6, moe.config.dim, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        out = moe(x)
+        return out.y.square().sum() + sum(out.losses.values())
+
+    loss = checkpoint(run, x, use_reentrant=use_reentrant)
+    if "global_aux_loss" in losses:
+        with pytest.raises(ConfigError, match="count this micro-batch twice"):
+            loss.backward()
+    else:
+        loss.backward()
+    assert moe.router.take_loads().sum() == 6 * K
+
+
 @pytest.mark.parametrize("how", ["class", "instance", "hook", "hook on all"])
 def test_a_router_that_somebody_changes_says_nothing_of_its_room(how: str) -> None:
     """Here none of its ids are dropped after all."""

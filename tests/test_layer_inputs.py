@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,24 @@ def test_the_router_compiles_without_a_break() -> None:
         )
         assert_close(compiled_grad, grad, 2e-6, "gradient")
     assert moe.router.take_loads().sum() == 2 * 6 * K
+
+
+class Plain(torch.nn.Module):
+    """A router of one's own, which knows of what a layer needs and no more."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> SimpleNamespace:
+        ids = torch.arange(x.shape[0])[:, None] % E
+        weights, loads = torch.ones(ids.shape), torch.bincount(ids.flatten(), minlength=E)
+        return SimpleNamespace(ids_TK=ids, weights_TK=weights, losses={"mine": x.sum()}, loads_E=loads)
+
+
+def test_a_router_of_one_s_own() -> None:
+    moe = build(router={"aux_loss": 0.1})
+    moe.router = Plain()  # type: ignore[assignment]
+    x = torch.randn(7, D)
+    out = moe(x)
+    assert set(out.losses) == {"mine"}
+    assert torch.equal(out.y, moe.experts(x, out.ids_TK, torch.ones(7, 1)))
 
 
 def on_ranks() -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -127,6 +127,32 @@ class _Shaped(Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         return d.reshape(ctx.shape), None
+
+
+class _Zeroed(Function):
+    """The mask is no saved tensor: a rank without one saves nothing here either, so that a checkpoint that runs a layer
+    again begins and ends at the same place, among the exchanges, on both."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_TD: Tensor, mask_T: Tensor) -> Tensor:
+        ctx.mask_T = mask_T
+        return rows_TD.masked_fill(~mask_T[:, None], 0)
+
+    @staticmethod
+    @eager_backward
+    def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
+        return d_TD.masked_fill(~ctx.mask_T[:, None], 0), None
+
+
+def zeroed(rows_TD: Tensor, mask_T: Tensor, *, over_ranks: bool) -> Tensor:
+    """`rows_TD` with zeros where the mask is False, in the gradient as well, which may be NaN there."""
+    if torch.compiler.is_compiling():
+        if not over_ranks:
+            return rows_TD.masked_fill(~mask_T[:, None], 0)
+        from trimtab.eager import eagerly
+
+        return cast(Tensor, eagerly(zeroed, rows_TD, mask_T, over_ranks=True))
+    return cast(Tensor, forward_of(_Zeroed, rows_TD, mask_T))
 
 
 def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:

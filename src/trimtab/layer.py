@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
 
 from trimtab.autocast import narrowed
-from trimtab.backward import not_a_view
+from trimtab.backward import not_a_view, zeroed
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
@@ -29,7 +28,7 @@ from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.options import VALUES, check_flags, check_sizes, holds_values
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.recompute import unseen
+from trimtab.routing.recompute import is_always_recomputed, unseen
 from trimtab.routing.router import Router
 
 
@@ -142,7 +141,7 @@ class MoE(nn.Module):
     again is the same graph, and its loads are counted once.
 
     In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
-    of the last 64 are kept, 2 bytes a slot. Evaluate in `eval()`, which keeps none.
+    of the last 64 are kept, 2 bytes a slot and with a mask 1 a token. Evaluate in `eval()`, which keeps none.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
@@ -193,29 +192,30 @@ class MoE(nn.Module):
         mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
         batch = mine.shape[0] if mine.dim() > 2 else 1
         ours = self._ours_routes()
-        route = self.router(x_TD, token_mask_T=mask_T, ids_TK=ids_TK, batch=batch, **({"later": True} if ours else {}))
+        options: dict[str, Any] = {"token_mask_T": mask_T, "ids_TK": ids_TK, "batch": batch}
+        route = self.router(x_TD, **options, later=True) if ours else self.router(x_TD, **options)
         sent = self.to_latent(x_TD)
-        own = isinstance(self.experts, ExpertMLP)
-        if own:
+        if isinstance(self.experts, ExpertMLP):
             sent = narrowed(sent, self.experts)
         given = sent, route.ids_TK, route.weights_TK
-        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if ours else None)
-        losses = route.losses if route.pending is None else self.router.take_losses(route.pending)
+        known = ours and route.ids_TK is route.pending.ids_TK  # no hook has put others in their place
+        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if known else None)
+        losses = {**route.losses, **self.router.take_losses(route.pending)} if ours else route.losses
         # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
-        with unseen() if own else nullcontext():
+        with unseen() if is_always_recomputed(type(self.experts).forward) else nullcontext():
             out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        if mask_T is not None:  # zero it is; this is for the gradient, which may be NaN there
-            y_TD = y_TD.masked_fill(~mask_T[:, None], 0)
+        if mask_T is not None:
+            y_TD = zeroed(y_TD, mask_T, over_ranks=self.dispatcher.transport is not None)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
         return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _ours_routes(self) -> bool:
-        """Whether nobody may have changed what a `Router` says of its ids, or looks for its losses."""
-        forward = getattr(self.router.forward, "__func__", None)
-        return forward is Router.forward and not (self.router._forward_hooks or _global_forward_hooks)
+        """Whether the router's forward is `Router`'s. The order of exchanges hangs on it, so hooks do not count, which
+        one rank may have alone."""
+        return getattr(self.router.forward, "__func__", None) is Router.forward
 
     def _refuse_transforms(self) -> None:
         if not torch.compiler.is_compiling():

@@ -200,6 +200,12 @@ def unlike_on_rank() -> list[str]:
         return parallelize(MoEConfig(dim=8, hidden=8, router=config).build(name), mesh, {"": ExpertParallel()})
 
     one, other, unlike = layer("one", 4), layer("other", 4), layer("unlike", 4 + 2 * rank)
+    hooked = layer("hooked", 4)
+    seen: list[dict[str, Any]] = []
+    if rank:  # as somebody logs on one rank
+        hooked.get_submodule("router").register_forward_hook(lambda _m, _a, made: seen.append(made.losses))
+    assert set(hooked(torch.randn(3 + rank, 8)).losses) == {"aux", "sequence_aux", "global_aux", "z"}
+    assert seen == [{}] * rank
     for each in (unlike, one if rank else other):
         with pytest.raises(DesyncError) as raised:
             each(torch.randn(3 + rank, 8))

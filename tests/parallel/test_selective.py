@@ -76,7 +76,8 @@ class InBlocks(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
         router = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1)
-        self.block = nn.Sequential(nn.LayerNorm(D), MoEConfig(dim=D, hidden=8, router=router).build())
+        # Shared experts are what a backward comes to first: before FSDP2 has gathered the others.
+        self.block = nn.Sequential(nn.LayerNorm(D), MoEConfig(dim=D, hidden=8, router=router, shared_hidden=6).build())
 
     def forward(self, x: Tensor, mask: Tensor | None, kept: Sequence[str] | None) -> Tensor:
         def run(h: Tensor) -> Tensor:

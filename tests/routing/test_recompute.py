@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from routing.recompute_case import Block, D, E, T, grads, micro_batches, on_ranks, perturbed, run, twins
+from trimtab.experts.module import ExpertMLP
 from trimtab.layer import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import Memory, Remembered, sum_of
@@ -326,6 +329,65 @@ def test_selective_checkpointing_keeps_what_its_policy_says(kept: list[str]) -> 
         assert block.moe.router.take_loads().sum() == 2 * T * 3
         found.append(grads(block, xs))
     compare(found[1], found[0])
+
+
+class Adapted(ExpertMLP):
+    """Experts of one's own: ours, and a product beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(E, D, 6, dtype=torch.float64)
+        self.beside = nn.Linear(D, D, bias=False, dtype=torch.float64)
+
+    def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
+        y: Tensor = super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots) + self.beside(x_MD)
+        return y
+
+
+def test_a_policy_sees_the_products_of_experts_of_one_s_own() -> None:
+    block, seen = Block(twins()), []
+
+    def policy(_c: object, op: torch._ops.OpOverload, *_a: object, **_k: object) -> CheckpointPolicy:
+        seen.append(op.name())
+        return CheckpointPolicy.MUST_SAVE if op.name() == "aten::mm" else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for own in (0, 1):
+        if own:
+            block.moe.experts = Adapted()
+        seen.clear()
+        context = partial(create_selective_checkpoint_contexts, policy)
+        y, aux = checkpoint(block, micro_batches(1)[0], use_reentrant=False, context_fn=context)
+        (y.square().sum() + aux).backward()
+        assert seen.count("aten::mm") == 1 + own, "the logits, and those beside"
+
+
+def test_what_watches_one_of_the_two_runs_changes_nothing() -> None:
+    """A hook on the router or on all modules, as a counter of operations has, in the first run alone."""
+    router = RouterConfig(num_experts=E, top_k=2, aux_loss=0.1)
+    made = MoEConfig(dim=D, hidden=6, latent_dim=4, router=router, dtype=torch.float64)
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        block, xs = Block(made.build()), micro_batches(1)
+        hook = block.moe.router.register_forward_hook(lambda *_: None) if watched else None
+        with FlopCounterMode(display=False) if watched else nullcontext():
+            loss = run(block, xs[0], False)
+        if hook is not None:
+            hook.remove()
+        loss.backward()
+        found.append(grads(block, xs))
+    compare(found[1], found[0])
+
+
+def test_hooks_of_one_s_own_on_saved_tensors_are_looked_at_no_further() -> None:
+    def pack(x: Tensor) -> Tensor:
+        return x if True else later
+
+    block, xs = Block(twins()), micro_batches(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = run(block, xs[0], None)
+    later = None
+    loss.backward()
+    assert all(grad.isfinite().all() for grad in grads(block, xs).values())
 
 
 @pytest.mark.parametrize("mode", [None, True, False])

@@ -3,13 +3,10 @@
     Spread   forward P,   backward P^T     tokens and routing weights -> rows
     Collect  forward P^T, backward P       rows -> tokens
 
-Neither saves a row, and neither can be differentiated twice (it raises). Collect also takes `sent`, of no elements,
+Neither saves a tensor, and neither can be differentiated twice (it raises). Collect also takes `sent`, of no elements,
 which Spread gave out beside the rows: so Spread's backward follows its own on every rank, even where the experts in
 between returned rows that depend on nothing (a loop over experts does, where none has a row). Nobody else reads it, so
 its gradient, None, is added to no other.
-
-Collect's backward begins by unpacking `sent`: where activation checkpointing runs the forward again, its collectives
-come before this one's on every rank, also where one rank alone saved something for what follows, as a mask.
 
 Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -66,13 +63,11 @@ class Collect(Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
         ctx.route = route
-        ctx.save_for_backward(sent)
         return _whole(route.collect([rows])[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
-        _ = ctx.saved_tensors
         return None, ctx.route.spread([dy_TD], "backward")[0], None
 
 
@@ -114,13 +109,11 @@ class CollectSlots(Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
         ctx.route, ctx.row_R = route, row_R
-        ctx.save_for_backward(sent)
         return _whole(route.collect_slots(rows_RD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
-        _ = ctx.saved_tensors
         (dy,) = ctx.route.spread([dy_TD], "backward")
         return None, gather_rows(dy, ctx.row_R), None, None
 

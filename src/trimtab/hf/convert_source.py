@@ -125,7 +125,8 @@ def _check_dcp(store: DcpFolder, blocks: Blocks) -> None:
     assert store.index is not None
     found, modules = store.infos, store.index.experts
     said = {f"{name}.{own}": tuple(shape) for name, shapes in modules.items() for own, shape in shapes.items()}
-    said = {name: shape for name, shape in said.items() if name not in store.left}
+    left = set(store.left)
+    said = {name: shape for name, shape in said.items() if name not in left}
     if wrong := first_difference(said, {name: found[name].shape for name in said if name in found}):
         raise InputError(f"{store.folder}: {on_disk.INDEX} and the tensors disagree: {wrong}")
     ours = next((name for name in found if name.endswith("experts.up")), None)

@@ -15,8 +15,8 @@ MKL is slow go to cpu/wgrad.h.
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`); a weight in float32 beside rows in bfloat16 is rounded to it on the way. Sums are taken in
 float32, and an expert row's bits depend on no other row, on no thread and on no number of threads: whether denormals
-count says the thread that calls (cpu/control.h). Where an expert has few rows its weights are read where they lie
-(cpu/gemm.h).
+count says, on x86, the thread that calls (cpu/control.h). Where an expert has few rows its weights are read where they
+lie (cpu/gemm.h).
 
 TRIMTAB_COMPILED=0 in the environment switches them off.
 

@@ -5,10 +5,10 @@ change and recompute fails, or worse, does not. So each router remembers its dec
 any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
 again is told by the checkpoint that runs it, and within one by its mask and its logits, of which decisions are made:
 their sum over the tokens, by weights that tell positions apart, is nearly equal for the same tokens in the same order,
-and far from equal for others. A reentrant checkpoint does not say which it is. Where several are equal there, so are
-their decisions, but for a jitter from the router's own generator and the step's counts before them, for
-`global_aux_loss`: a backward asks for each of them once, the last forward first, as it goes; backwards of their own, in
-the order of the forwards, get each other's. Those that were given their `ids` are given them again.
+and far from equal for others. A reentrant checkpoint, or another inside or around it, does not say which it is. Where
+several are equal there, so are their decisions, but for a jitter from the router's own generator and the step's counts
+before them, for `global_aux_loss`: a backward asks for each of them once, the last forward first, as it goes; backwards
+of their own, in the order of the forwards, get each other's. Those that were given their `ids` are given them again.
 
 A decision lives as long as the autograd graph of its forward; under non-reentrant checkpointing, as long as anything
 can be asked for that the checkpoint makes again: of a backward in two halves, the second may run the forward again for
@@ -150,15 +150,23 @@ def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
 
     # Dynamo counts compiled graphs by code object, and gives up at eight: each function has a count of its own.
     wrapped.__code__ = wrapped.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    wrapped.always_recomputed = True  # type: ignore[attr-defined]
     return wrapped
+
+
+def is_always_recomputed(function: Callable[..., Any]) -> bool:
+    """Whether `always_recomputed` is around it."""
+    return getattr(function, "always_recomputed", False)
 
 
 def _checkpoint() -> tuple[_CheckpointFrame | None, bool]:
     """The non-reentrant checkpoint that this forward is in, which every tensor that it saves holds; and whether the
     checkpoint runs it again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public function says this
-    cells = () if hooks is None else getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
-    for held in (cell.cell_contents for cell in cells):
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != torch.utils.checkpoint.__name__:
+        return None, False
+    for held in (cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()):
         again = isinstance(held, weakref.ref)
         frame = held() if again else held
         if isinstance(frame, _CheckpointFrame):

@@ -32,8 +32,13 @@ MANY = 1000
 
 
 class Pending(NamedTuple):
-    """A decision whose losses are still to be taken, see `Router.take_losses`. again: whether it was counted before."""
+    """A decision whose losses are still to be taken, see `Router.take_losses`.
 
+    ids_TK: those that were given out with it. again: whether it was counted before; None where a compiled graph made
+    it, which cannot know.
+    """
+
+    ids_TK: Tensor
     logits_TE: Tensor
     scores_TE: Tensor
     chosen_TK: Tensor
@@ -41,7 +46,7 @@ class Pending(NamedTuple):
     real_T: Tensor | None
     batch: int
     counts_before_E: Tensor
-    again: bool
+    again: bool | None
 
 
 class Routing(NamedTuple):
@@ -149,8 +154,9 @@ class Router(nn.Module):
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
-            later: leave the losses, for which ranks meet, and what is counted in `pending` for `take_losses`: once the
-                experts' ranks have compared their calls, no rank waits there for one that is elsewhere.
+            later: leave the losses, for which ranks meet, and what is counted in `pending` for `take_losses`, as `MoE`
+                does: once the experts' ranks have compared their calls, none waits there for one that is elsewhere.
+                Hooks on the router see no losses then.
 
         Raises:
             InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
@@ -183,8 +189,6 @@ class Router(nn.Module):
             weights = weights.masked_fill(choice.kept < 0, 0)
         weights = weights + (logits.detach() * 0.0).sum(-1, keepdim=True)  # NaN where one of them is not finite
         chosen_E = count_ids(choice.chosen, c.num_experts)
-        pending = Pending(logits, scores, choice.chosen, chosen_E, real_T, batch, before_E, again is not None)
-        losses = {} if later else self.take_losses(pending)
         if again is None and self.tap is not None:
             with unseen():
                 self.tap(choice, batch)
@@ -203,6 +207,9 @@ class Router(nn.Module):
             filled = padding(ids, c, room)
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
             most = None if most is None else most_slots(ids, c, room)
+        counted = None if torch.compiler.is_compiling() else again is not None
+        pending = Pending(ids, logits, scores, choice.chosen, chosen_E, real_T, batch, before_E, counted)
+        losses = {} if later else self.take_losses(pending)
         return Routing(
             ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most,
             pending=pending if later else None,
@@ -218,7 +225,7 @@ class Router(nn.Module):
         )  # fmt: skip
         if self.training and not p.again:
             with unseen():
-                self._count(p.chosen_E, counts_E)
+                self._count(p.chosen_E, counts_E, unknown=p.again is None)
         return losses
 
     def _given(self, ids_TK: Tensor | None, real_T: Tensor | None, tokens: int, batch: int) -> Choice | None:
@@ -251,10 +258,10 @@ class Router(nn.Module):
         kept = drop_over(chosen, weights, c.num_experts, room, c.drop)
         return Choice(chosen=chosen, kept=kept, most=most, whole=whole)
 
-    def _count(self, chosen_E: Tensor, counts_E: Tensor | None) -> None:
-        """chosen_E: of this rank. counts_E: of all, where a loss counted them."""
+    def _count(self, chosen_E: Tensor, counts_E: Tensor | None, *, unknown: bool) -> None:
+        """chosen_E: of this rank. counts_E: of all, where a loss counted them. unknown: whether they were before."""
         of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
-        if torch.compiler.is_compiling():
+        if unknown:
             from trimtab.routing.compiled import counted_once
 
             chosen_E = counted_once(chosen_E, False)

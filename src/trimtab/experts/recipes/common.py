@@ -31,7 +31,7 @@ class RecipeBase:
 
     def __post_init__(self) -> None:
         check_backend_name(self.backend)
-        check_flags(**{f.name: getattr(self, f.name) for f in fields(self) if isinstance(f.default, bool)})
+        check_flags(**{f.name: getattr(self, f.name) for f in fields(self) if f.type in (bool, "bool")})
 
     def hardware(self) -> Hardware:
         """The real kernel that computes these products, and what it runs on."""

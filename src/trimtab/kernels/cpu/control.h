@@ -1,5 +1,5 @@
 // How a thread rounds and whether denormals count to it: a team takes the word of the thread that called, for a row's
-// bits must not depend on who computes it.
+// bits must not depend on who computes it. On x86 alone.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
