@@ -135,13 +135,13 @@ class _Zeroed(Function):
 
     @staticmethod
     def forward(ctx: Any, rows_TD: Tensor, mask_T: Tensor) -> Tensor:
-        ctx.mask_T = mask_T
-        return rows_TD.masked_fill(~mask_T[:, None], 0)
+        ctx.masked_T1 = ~mask_T[:, None]
+        return rows_TD.masked_fill(ctx.masked_T1, 0)
 
     @staticmethod
     @eager_backward
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
-        return d_TD.masked_fill(~ctx.mask_T[:, None], 0), None
+        return d_TD.masked_fill(ctx.masked_T1, 0), None
 
 
 def zeroed(rows_TD: Tensor, mask_T: Tensor, *, over_ranks: bool) -> Tensor:
