@@ -10,6 +10,11 @@ import torch
 
 from trimtab.errors import ConfigError
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Those that hold values."""
+VALUES = "float64, float32, bfloat16 or float16"
+"""The same in words."""
+
 
 def is_whole(value: Any) -> bool:
     """Whether it stands for an integer, as NumPy's do; True and False do not."""
@@ -35,11 +40,7 @@ def is_finite(value: Any) -> bool:
 
 def holds_values(dtype: Any) -> bool:
     """Whether it is a dtype of numbers that are computed with: floating, and none of 8 bits, which hold codes."""
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-
-
-VALUES = "float64, float32, bfloat16 or float16"
-"""The dtypes that hold values, for messages."""
+    return isinstance(dtype, torch.dtype) and dtype in DTYPES
 
 
 def check_sizes(least: int = 1, **sizes: Any) -> None:

@@ -35,12 +35,19 @@ def policy(kept: Sequence[str], _c: object, op: Any, *_a: object, **_k: object) 
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def selecting(kept: Sequence[str]) -> dict[str, Any]:
+    """Options of a checkpoint that keeps these operators' results."""
+    return {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, partial(policy, kept)),
+    }
+
+
 def gradients(model: Model, kept: Sequence[str] | None) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(7 + dist.get_rank())
     x = torch.randn(2, 3, D, requires_grad=True)
-    context = partial(create_selective_checkpoint_contexts, partial(policy, kept or ()))
-    y, losses = model(x) if kept is None else checkpoint(model, x, use_reentrant=False, context_fn=context)
+    y, losses = model(x) if kept is None else checkpoint(model, x, **selecting(kept))
     (y.square().sum() + losses).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return [x.grad.clone(), *(getattr(g, "_local_tensor", g).clone() for g in found)]  # type: ignore[union-attr]
@@ -85,8 +92,7 @@ class InBlocks(nn.Module):
             return h + out.y + out.losses["aux"]
 
         h = self.first(x)
-        context = partial(create_selective_checkpoint_contexts, partial(policy, kept or ()))
-        h = run(h) if kept is None else checkpoint(run, h, use_reentrant=False, context_fn=context)
+        h = run(h) if kept is None else checkpoint(run, h, **selecting(kept))
         y: Tensor = self.last(h)
         return y
 
@@ -140,8 +146,7 @@ def masked_on_rank() -> dict[str, float]:
             return list(torch.autograd.grad(y.square().sum() + losses, [x, *model.parameters()]))
 
         truth = found()
-        context = partial(create_selective_checkpoint_contexts, partial(policy, ["mm"]))
-        for how in ({"use_reentrant": False}, {"use_reentrant": False, "context_fn": context}):
+        for how in ({"use_reentrant": False}, selecting(["mm"])):
             errors = [relative_error(a, b) for a, b in zip(found(**how), truth, strict=True)]
             gaps[f"etp {etp} {combine} {aux} {len(how)}"] = max(errors)
     return gaps

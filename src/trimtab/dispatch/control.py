@@ -24,13 +24,13 @@ from torch import Tensor
 
 from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
 from trimtab.errors import DesyncError, InputError
+from trimtab.options import DTYPES
 
 NAME_COLUMNS = 4
 ROWS, SLOTS, TOKENS, BAD, GRAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(12)
 EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNUSABLE = -1
 """BAD of a rank that can take no part: it cannot send what it was given."""
 

@@ -32,8 +32,8 @@ def refuse_transforms(who: str) -> None:
 
 def check_options(
     *, dtype: torch.dtype | None, main_grad: str, delay_wgrad: bool, recipe: Recipe | None, kernels: KernelChoice | str
-) -> None:
-    """Whether a `GroupedModule` can have them, whatever its device and widths.
+) -> KernelChoice:
+    """The kernels' choice, if a `GroupedModule` can have all these, whatever its device and widths.
 
     Raises:
         ConfigError: one of them is none.
@@ -43,10 +43,6 @@ def check_options(
     check_mode(main_grad)
     if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
         raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")
-    _choice_of(kernels)
-
-
-def _choice_of(kernels: KernelChoice | str) -> KernelChoice:
     if not isinstance(kernels, (str, KernelChoice)):
         raise ConfigError(f"kernels={kernels!r} is neither a name nor a KernelChoice, which takes kernels as well")
     return KernelChoice(kernels) if isinstance(kernels, str) else kernels
@@ -60,9 +56,10 @@ class GroupedModule(nn.Module):
         kernels: KernelChoice | str,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_options(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
+        self.kernels = check_options(
+            dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels
+        )
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
-        self.kernels = _choice_of(kernels)
         self._delayed = DelayedGradients()
 
     def _refuse_transforms(self) -> None:

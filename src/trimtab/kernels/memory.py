@@ -25,11 +25,12 @@ def in_memory(t: Tensor) -> bool:
 
 def dense(t: Tensor) -> bool:
     """Whether it is a dense tensor of this rank's own, with values or without: not sparse, not nested, no DTensor."""
-    if type(t) in (Tensor, nn.Parameter):
-        return t.layout is torch.strided and not t.is_nested
-    from torch.distributed.tensor import DTensor
+    if type(t) not in (Tensor, nn.Parameter):
+        from torch.distributed.tensor import DTensor
 
-    return t.layout is torch.strided and not t.is_nested and not isinstance(t, DTensor)
+        if isinstance(t, DTensor):
+            return False
+    return t.layout is torch.strided and not t.is_nested
 
 
 def described(t: Tensor) -> str:

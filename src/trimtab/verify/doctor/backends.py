@@ -13,9 +13,9 @@ from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.compiler import blames_cxx
 from trimtab.kernels.grouped import KERNELS, get_kernels
 from trimtab.kernels.selftest import SelfTest, self_test
+from trimtab.options import DTYPES
 from trimtab.verify.doctor.findings import Finding
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEEDED = (torch.float32, torch.bfloat16)
 """Dtypes without which the kernels that "auto" takes are of no use."""
 
