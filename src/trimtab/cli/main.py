@@ -26,6 +26,13 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False} | options)  # half an option's name is more likely another's
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A subcommand refuses what it does not know itself: its --help is the one to read."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"trimtab: {message} (see {self.prog} --help)\n")
 
