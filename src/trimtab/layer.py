@@ -183,8 +183,8 @@ class MoE(nn.Module):
             ids: int [..., K], decisions to replay; scores and weights stay live.
 
         Raises:
-            InputError: shapes or dtypes other than these, ids out of range, logits not finite; under a transform of
-                `torch.func`.
+            InputError: shapes or dtypes other than these, ids out of range, logits not finite (on CUDA without a group
+                the last two are asserted on the device, see `Dispatcher.dispatch`); under a transform of `torch.func`.
             DesyncError: the ranks of the group are not in the same call.
         """
         self._refuse_transforms()

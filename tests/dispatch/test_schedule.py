@@ -17,6 +17,7 @@ import trimtab
 from dispatch.cases import PATTERNS, case
 from trimtab.dispatch.allgather import AllGather, all_gather_tensor
 from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.checks import assert_good
 from trimtab.dispatch.control import COLUMNS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
 from trimtab.dispatch.plan import plan_experts
@@ -285,3 +286,11 @@ def test_the_oracle_is_small_and_stands_alone() -> None:
     source = (Path(trimtab.__file__).parent / "oracle.py").read_text()
     assert len(source.splitlines()) <= 60
     assert "trimtab" not in source
+
+
+def test_what_is_asserted_on_a_device_names_the_layer() -> None:
+    assert_good(torch.tensor(0), E, layer="blocks.3")
+    with pytest.raises(
+        RuntimeError, match=rf"trimtab: \[layer blocks.3, phase route\] an expert id is outside -1..{E - 1}"
+    ):
+        assert_good(torch.tensor(2), E, layer="blocks.3")

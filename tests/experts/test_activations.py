@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cut import cut
 from experts.test_expert_module import TRUTH
-from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU
+from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU, generators
 
 
 def geglu_tanh(pre: Tensor) -> Tensor:
@@ -31,6 +31,18 @@ CASES: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
     "clamped_halves": (ClampedSwiGLU(1.0, 7.0, 0.0, interleaved=False), clamped_halves),
     "gelu_tanh": (GELU("tanh"), lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
 }
+
+
+def test_a_device_s_own_generator_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function on a GPU draws from that one; it cannot be read while a graph is captured."""
+    capturing, offset = False, torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _device: offset)
+    host, device = generators(torch.device("cuda"))
+    assert torch.equal(host, torch.get_rng_state())
+    assert device is offset
+    capturing = True
+    assert generators(torch.device("cuda")) == []
 
 
 @pytest.mark.usefixtures("poisoned")

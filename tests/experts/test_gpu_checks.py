@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.expert_checks import BOUNDS, HARDWARE, SIZES, LinearCase, hardware_is_emulation, linear_is_true, mlp_is_true
+from gpu.expert_checks import (
+    BOUNDS,
+    HARDWARE,
+    SIZES,
+    LinearCase,
+    drawing_is_refused,
+    hardware_is_emulation,
+    linear_is_true,
+    mlp_is_true,
+)
 from trimtab.experts.main_grad import MODES
 
 
@@ -25,6 +34,10 @@ def test_grouped_linear_is_true(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_expert_mlp_is_true(tokens: int, weights: str) -> None:
     mlp_is_true("cpu", tokens, weights)
+
+
+def test_an_activation_that_draws_is_refused() -> None:
+    drawing_is_refused("cpu")
 
 
 @pytest.mark.parametrize("name", HARDWARE)

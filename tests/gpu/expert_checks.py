@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from comparing import assert_close
 from experts.linear_truth import true_results
 from trimtab import oracle
+from trimtab.errors import InputError
+from trimtab.experts.activations import Recomputed
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
@@ -106,6 +109,14 @@ def hardware_is_emulation(case: LinearCase) -> None:
     wanted = run(emulated)
     for name, value in run(case).items():
         assert_close(value, wanted[name], 2e-2, f"{case}: {name}")
+
+
+def drawing_is_refused(device: str) -> None:
+    """From the device's own generator, which is another one on a GPU."""
+    pre = torch.randn(8, 2 * F, device=device)
+    with pytest.raises(InputError, match="draws random numbers"):
+        Recomputed(torch.nn.Dropout(0.5)).forward(pre)
+    assert Recomputed(torch.nn.Dropout(0.0)).forward(pre).equal(pre)
 
 
 def mlp(device: str, recipe: Recipe | None = None, weights: str = "experts") -> ExpertMLP:

@@ -23,6 +23,7 @@ from gpu.expert_checks import (
     B,
     G,
     LinearCase,
+    drawing_is_refused,
     hardware_is_emulation,
     linear_is_true,
     mlp,
@@ -81,6 +82,10 @@ def test_grouped_linear_is_true(dtype: torch.dtype, sizes: list[int], form: str)
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_expert_mlp_is_true(tokens: int, weights: str) -> None:
     mlp_is_true(CUDA, tokens, weights)
+
+
+def test_an_activation_that_draws_is_refused() -> None:
+    drawing_is_refused(CUDA)
 
 
 @pytest.mark.parametrize("name", HARDWARE)

@@ -80,6 +80,12 @@ def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     return bad_ids | (bad_w & (ids_TK >= 0))
 
 
+def assert_good(bad: Tensor, num_experts: int, *, layer: str) -> None:
+    """`raise_if_bad` where the host does not wait: an assertion on the device, which is of no use after it."""
+    problem = f"an expert id is outside -1..{num_experts - 1} or a weight is not finite"
+    torch._assert_async(bad == 0, f"trimtab: {InputError(problem, layer=layer, phase='route')}")
+
+
 def raise_if_bad(
     bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False, tokens: Sequence[int] = ()
 ) -> None:

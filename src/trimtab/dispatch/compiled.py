@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.checks import raise_if_bad
+from trimtab.dispatch.checks import assert_good, raise_if_bad
 
 
 @torch.library.custom_op("trimtab::checked_ids", mutates_args=())
@@ -21,10 +21,11 @@ def checked_ids(ids_TK: Tensor, bad: Tensor, name: Tensor, num_experts: int) -> 
     Raises:
         InputError: as `Dispatcher.dispatch`; on a device an assertion there.
     """
+    layer = bytes(name.tolist()).decode(errors="replace").rstrip()
     if bad.device.type == "cpu":
-        raise_if_bad([int(bad)], num_experts, layer=bytes(name.tolist()).decode(errors="replace").rstrip())
+        raise_if_bad([int(bad)], num_experts, layer=layer)
     else:
-        torch._assert_async(bad == 0, "trimtab: expert id out of range or routing weight not finite")
+        assert_good(bad, num_experts, layer=layer)
     return ids_TK.clone()
 
 

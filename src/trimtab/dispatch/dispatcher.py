@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.checks import (
+    assert_good,
     bad_slots,
     bad_tokens,
     meeting_device,
@@ -163,7 +164,8 @@ class Dispatcher:
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
-                out of range or weights not finite. On every rank of the group.
+                out of range or weights not finite. On every rank of the group. (What ids and weights are is asserted on
+                the device, and not raised, where the host does not wait for one: CUDA without a transport.)
             DesyncError: the ranks of the group are not in the same call; another thread of this rank is in an exchange
                 (`Guard.alone`).
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
@@ -193,7 +195,7 @@ class Dispatcher:
             elif bad.device.type == "cpu":
                 self._raise_if_bad([int(bad)], ids, w)
             else:
-                torch._assert_async(bad == 0, "expert id out of range or routing weight not finite")
+                assert_good(bad, self.num_experts, layer=self.layer)
             route: Route = LocalRoute(ids_TK=ids, num_slots=most_slots)
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:

@@ -185,8 +185,9 @@ class GELU(Activation):
 class Recomputed(Activation):
     """A differentiable row-wise function, run again for its backward.
 
-    It runs under the autocast that this was made under. It must give the same twice: one that draws random numbers on
-    the CPU where a backward may come is refused, and what it uses must not be changed in place before the backward.
+    It runs under the autocast that this was made under. It must give the same twice: one that draws random numbers from
+    torch's generator of the CPU, or of the CUDA device it runs on, is refused where a backward may come (not while a
+    CUDA graph is captured), and what it uses must not be changed in place before the backward.
 
     Args:
         function: [n, I] -> [n, F], any number of rows including none.
@@ -213,10 +214,11 @@ class Recomputed(Activation):
             if not self._keep or self._tried or no_values(pre_nI.device):
                 return self.function(pre_nI)
             self._tried = True
-            before = torch.get_rng_state()
+            before = generators(pre_nI.device)
             h = self.function(pre_nI)
-            if torch.equal(before, torch.get_rng_state()) or torch.equal(h, self.function(pre_nI)):
-                return h  # it may be another thread that drew
+            same = all(map(torch.equal, before, generators(pre_nI.device)))
+            if same or torch.equal(h, self.function(pre_nI)):  # it may be another thread that drew
+                return h
         raise InputError(
             "the experts' activation or norm draws random numbers, which its backward cannot draw again; "
             "transformers' own experts implementations keep what was drawn",
@@ -243,6 +245,15 @@ class Recomputed(Activation):
         d_pre, *d_wanted = torch.autograd.grad(h_nF, [pre_nI, *wanted], dh_nF.to(h_nF.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators for what runs on `device`, all on the host; none while a graph is captured."""
+    if device.type != "cuda":
+        return [torch.get_rng_state()]
+    if torch.cuda.is_current_stream_capturing():
+        return []
+    return [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
 
 
 BY_NAME: dict[str, Callable[[], BuiltIn]] = {

@@ -86,6 +86,11 @@ class StepTotals:
         object.__setattr__(self, "tokens", whole.double())
 
 
+def _beside(number: Tensor, like: Tensor) -> Tensor:
+    """To compute with `like`. A scalar of the CPU stays there, where every device takes it from without a wait."""
+    return number.to(like.dtype) if number.ndim == 0 and number.device.type == "cpu" else number.to(like)
+
+
 def fraction(counts: Tensor) -> Tensor:
     """Counts [..., E] over their sum, in float64; zeros where nothing was counted."""
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
@@ -148,7 +153,7 @@ def balance_losses(
     if totals is not None and totals.counts_E is not None:
         step_E = totals.counts_E.double()
     f, step_f = num_experts * fraction(counts_E), num_experts * fraction(step_E)
-    tokens = (n if totals is None else cast(Tensor, totals.tokens).to(n)).clamp(min=1)
+    tokens = (n if totals is None else _beside(cast(Tensor, totals.tokens), n)).clamp(min=1)
     scale = groups.gradient_scale
 
     def joined(local: Tensor, everywhere: Tensor) -> Tensor:
