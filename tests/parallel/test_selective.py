@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from comparing import relative_error
 from parallel.layout_truth import D, Model, build
 from trimtab.dispatch.dispatcher import COMBINES
+from trimtab.experts.activations import BY_NAME
 from trimtab.layer import MoEConfig
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
@@ -74,6 +76,26 @@ def test_what_a_policy_keeps_is_what_was_brought() -> None:
     for gaps in run_ranks(selective_on_rank, 2):
         assert len(gaps) == 2 * len(KEPT)
         assert max(gaps.values()) < 1e-6, gaps
+
+
+def everything(*_a: object, **_k: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("activation", BY_NAME)
+def test_shared_experts_under_a_policy_that_keeps_everything(activation: str) -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(
+        dim=D, hidden=8, router=RouterConfig(num_experts=4, top_k=2), shared_hidden=6, shared_gate=True,
+        activation=activation,
+    )  # fmt: skip
+    layer, x = config.build(), torch.randn(2, 3, D, requires_grad=True)
+    kept = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, everything)}
+    found = [
+        [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+        for y in (layer(x).y, checkpoint(lambda x: layer(x).y, x, **kept))
+    ]
+    assert all(map(torch.equal, *found))
 
 
 class InBlocks(nn.Module):

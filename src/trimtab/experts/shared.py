@@ -15,6 +15,7 @@ from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
 from trimtab.options import check_flags, check_sizes, holds_values
+from trimtab.routing.recompute import unseen
 
 
 class _Activate(Function):
@@ -24,7 +25,8 @@ class _Activate(Function):
     def forward(ctx: Any, pre_TI: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(pre_TI)
         ctx.activation = activation
-        return activation.forward(pre_TI)
+        with unseen():  # it works in place, on what selective checkpointing may have kept
+            return activation.forward(pre_TI)
 
     @staticmethod
     @once_differentiable
