@@ -121,6 +121,26 @@ def test_picture_and_model_stand_alone(pair: Path) -> None:
     assert 0 < float(result.stdout) < 10
 
 
+def test_router_logits_of_a_family_without_a_balance_loss(text: Path, tmp_path: Path) -> None:
+    """transformers gives them where the configuration asks, and DeepSeek-V3's knows no coefficient."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    from trimtab.train.tokens import byte_tokenizer
+
+    config = DeepseekV3Config(
+        vocab_size=264, hidden_size=32, num_hidden_layers=1, first_k_dense_replace=0, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=16, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        eos_token_id=256, output_router_logits=True,
+    )  # fmt: skip
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    values: dict[str, Any] = {"seq_len": 32, "max_steps": 1, "batch_size": 2}
+    run_forked(TrainConfig(model=str(model), data=(str(text),), out=str(tmp_path / "run"), **values), 1)
+    assert len(metrics(tmp_path / "run")) == 1
+
+
 def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -> None:
     chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well. " * 9}]

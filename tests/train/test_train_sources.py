@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import InputError
-from trimtab.train.sources import check_documents, check_lines, documents, find_files, mix
+from trimtab.train.sources import (
+    SNIFF_BYTES,
+    check_documents,
+    check_lines,
+    documents,
+    find_files,
+    mix,
+    other_encodings,
+)
 
 
 def test_directory_gives_text_files_only(tmp_path: Path) -> None:
@@ -39,9 +47,21 @@ def test_default_is_the_standard_library() -> None:
     assert {"argparse.py", "os.py"} <= names
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "empty"])
+def test_other_encodings_are_left_out_by_name(tmp_path: Path) -> None:
+    """Not read with letters replaced, as before. A letter of UTF-8 that the look at the beginning cuts is none."""
+    for name, content in {
+        "latin.txt": "naïve".encode("latin-1"), "utf16.txt": "日本語".encode("utf-16"), "c.bin": b"\0\xff",
+        "cut.txt": b"a" * (SNIFF_BYTES - 1) + "é".encode(), "bom.txt": "x".encode("utf-8-sig"), "l.jsonl": b"\xff",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    assert [p.name for p in find_files([str(tmp_path)])] == ["bom.txt", "cut.txt", "l.jsonl"]
+    assert [p.name for p in other_encodings([str(tmp_path), str(tmp_path / "cut.txt")])] == ["latin.txt", "utf16.txt"]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "latin.txt", "empty"])
 def test_refuses_unusable_paths(tmp_path: Path, name: str) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\0")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=name):
         find_files([str(tmp_path / name)])

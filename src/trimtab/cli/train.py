@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--model", metavar="NAME|PATH", help="preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint")
-    add("--data", nargs="+", metavar="FILE|DIR", help="text, or .jsonl with `text` or `messages`")
+    add("--data", nargs="+", metavar="FILE|DIR", help="text in UTF-8, or .jsonl with `text` or `messages`")
     add("--out", metavar="DIR", help="where everything is written, shared by all hosts (default runs/train)")
     add("--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)")
     add("--ep", type=int, metavar="N", help="ranks that share the experts (default: as many as fit)")
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add("--max-steps", type=int, metavar="N", help="optimizer steps (default 100)")
     add("--batch-size", type=int, metavar="N", help="sequences per data-parallel rank (default 8)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence (default 128 for presets, 512 for checkpoints)")
-    add("--grad-accum", type=int, metavar="N", help="batches per optimizer step (default 1)")
+    add("--grad-accum", type=int, metavar="N", help="batches per optimizer step, each balanced by itself (default 1)")
     add("--lr", type=float, metavar="X", help="peak learning rate (default 4e-3 for presets, 2e-5 for checkpoints)")
     add("--warmup", type=int, metavar="N", help="warm-up steps (default: a tenth of the steps, at most 100)")
     add("--seed", type=int, metavar="N", help="of a preset's weights and the order of the data (default 0)")

@@ -1,8 +1,10 @@
-"""The balance loss of softmax routers, over the global batch.
+"""The balance loss of softmax routers, over a batch of all ranks.
 
 Per layer it is E * sum_e f_e p_e summed over the K choices: f_e the fraction of tokens that chose expert e, p_e its
 mean probability; K when the load is even. f carries no gradient, so f of the whole batch with each rank's own p
 has, averaged over the ranks, exactly the gradient of a single process: the layout of the ranks changes nothing.
+With gradient accumulation it is the mean over a step's batches, each with an f of its own. transformers' own loss takes
+f and p over all layers together, which lets one layer's load make up for another's; with one layer it is the same.
 """
 
 from __future__ import annotations

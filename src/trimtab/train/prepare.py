@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
+import sys
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from trimtab.train.packing import TokenStream
 from trimtab.train.presets import is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS
-from trimtab.train.sources import check_lines, find_files
+from trimtab.train.sources import check_lines, find_files, other_encodings
 
 INIT = "init"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -69,8 +70,10 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
 
 def check_data(plan: Plan) -> None:
     """Read all lines of JSON and tokenise the beginning of the data, so that what is wrong with it shows before ranks
-    start. A run that goes on has read them."""
+    start; say which files are left out for their encoding. A run that goes on has read and said it."""
     if plan.config.resume is None:
+        if left := other_encodings(plan.config.data):
+            print(f"trimtab: --data: {len(left)} file(s) left out that are not UTF-8, {left[0]} …", file=sys.stderr)
         check_lines(plan.stream.files, plan.tokenizer)
     next(iter(plan.stream))
 

@@ -7,6 +7,7 @@ them: memory holds the list of file names and one buffer, never the data.
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 import sysconfig
@@ -21,6 +22,7 @@ from trimtab.train.report import LOGS, RUN
 
 JSON_LINES = (".jsonl", ".ndjson")
 SNIFF_BYTES = 4096
+NUL = "it holds NUL bytes"
 BUFFER_DOCUMENTS = 1024
 BUFFER_CHARS = 16 << 20
 
@@ -78,9 +80,9 @@ def standard_library() -> list[Path]:
 def find_files(paths: Sequence[str]) -> list[Path]:
     """List the data files under `paths` (the standard library when none is given), sorted.
 
-    A directory gives every text file below it that is not hidden and that no run of `trimtab train` left there; a
-    .json file there is plain text, as in any source tree, but named by itself it is refused, for it is likely meant as
-    records.
+    A directory gives every text file below it that is not hidden and that no run of `trimtab train` left there, UTF-8
+    by its beginning (bytes further on that are not become U+FFFD); a .json file there is plain text, as in any source
+    tree, but named by itself it is refused, for it is likely meant as records.
 
     Raises InputError for a path that does not exist, cannot be read or is not text, and when no file is left.
     """
@@ -90,23 +92,26 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            below = sorted(path.rglob("*"))
-            runs = {p.parent for p in below if p.name == RUN and (p.parent / LOGS).is_dir()}
-            below = [p for p in below if p.is_file() and not _is_hidden(p.relative_to(path))]
-            files += [p for p in below if runs.isdisjoint(p.parents) and _is_text(p)]
+            files += [p for p in _below(path) if not _why_no_text(p)]
         elif not path.exists():
             raise InputError(f"--data {name}: no such file or directory")
         elif not path.is_file():
             raise InputError(f"--data {name}: neither a file nor a folder; what comes through a pipe is read once only")
         elif path.suffix == ".json":
             raise InputError(f"--data {name}: a .json file; write one object per line and name it .jsonl")
-        elif not _is_text(path):
-            raise InputError(f"--data {name}: not a text file (it holds NUL bytes)")
+        elif why := _why_no_text(path):
+            raise InputError(f"--data {name}: not a text file in UTF-8 ({why})")
         else:
             files.append(path)
     if not files:
         raise InputError(f"--data {' '.join(paths)}: no text file found there")
     return files
+
+
+def other_encodings(paths: Sequence[str]) -> list[Path]:
+    """What `find_files` leaves out of the folders among `paths` though it may be text: not UTF-8, and without NUL."""
+    below = (p for name in paths if Path(name).is_dir() for p in _below(Path(name)))
+    return [p for p in below if _why_no_text(p) not in ("", NUL)]
 
 
 def check_documents(files: Sequence[Path], seed: int) -> None:
@@ -190,9 +195,26 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _is_text(path: Path) -> bool:
+def _below(folder: Path) -> list[Path]:
+    """The files below a folder, sorted, but for hidden ones and those of runs."""
+    found = sorted(folder.rglob("*"))
+    runs = {p.parent for p in found if p.name == RUN and (p.parent / LOGS).is_dir()}
+    found = [p for p in found if p.is_file() and not _is_hidden(p.relative_to(folder))]
+    return [p for p in found if runs.isdisjoint(p.parents)]
+
+
+def _why_no_text(path: Path) -> str:
+    """Empty for what begins as UTF-8 text does. Of JSON, `check_lines` looks at every line."""
     try:
         with path.open("rb") as file:
-            return b"\0" not in file.read(SNIFF_BYTES)
+            head = file.read(SNIFF_BYTES)
     except OSError as error:
         raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None
+    if b"\0" in head:
+        return NUL
+    try:
+        if path.suffix not in JSON_LINES:
+            codecs.getincrementaldecoder("utf-8")().decode(head)  # its last letter may be cut
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is none of it; convert the file, with iconv for example"
+    return ""
