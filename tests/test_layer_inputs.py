@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from comparing import assert_close
@@ -316,6 +318,8 @@ def on_ranks() -> dict[str, float]:
                 gaps[f"{router} {tokens} {name}"] = float(difference.max()) if difference.numel() else 0.0
         with pytest.raises(InputError, match=r"layer parted.*rank 0: \d+ slot"):
             parted(torch.full((3, D), float("nan") if rank == 0 else 1.0, dtype=torch.float64))
+        with pytest.raises(InputError, match=r"layer parted.*got a DTensor of .*, whose to_local\(\) is dense"):
+            parted(DTensor.from_local(torch.ones(3, D), init_device_mesh("cpu", (ranks,))))
     return gaps
 
 

@@ -37,7 +37,8 @@ def described(t: Tensor) -> str:
     """Dtype and shape for a message, or what it is that may have no shape."""
     if dense(t):
         return f"{t.dtype} {tuple(t.shape)}"
-    return f"a {'nested ' * t.is_nested}{type(t).__name__} of {t.dtype} in {t.layout}"
+    way_out = ", whose to_local() is dense" if hasattr(t, "to_local") else ""
+    return f"a {'nested ' * t.is_nested}{type(t).__name__} of {t.dtype} in {t.layout}{way_out}"
 
 
 def plain(t: Tensor, dtype: torch.dtype) -> bool:
