@@ -41,11 +41,15 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
 
-# Two processes: a device that has failed once answers nothing more in that process.
+# Two processes: a device that has failed once answers nothing more in that process. At SIGINT pytest says what failed
+# before; where the device hangs nothing hears it, so a stack is printed earlier. No C++ is compiled for the truth.
 gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
-	@failed=0; for part in triton experts; do \
-		PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} timeout 240 \
-			$(GPU_PYTHON) -m pytest -q --durations=5 tests/gpu/test_gpu_$$part.py || failed=1; \
+	@$(GPU_PYTHON) -c 'import sys, torch; \
+		torch.cuda.is_available() or sys.exit("make gpu-check needs a CUDA device; nothing was checked")'
+	@failed=0; for part in experts triton; do \
+		PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} TRIMTAB_COMPILED=0 timeout -s INT -k 10 230 \
+			$(GPU_PYTHON) -m pytest -q --tb=short --maxfail=15 --durations=5 -o faulthandler_timeout=120 \
+			tests/gpu/test_gpu_$$part.py || failed=1; \
 	done; exit $$failed
 
 gpu-bench: $(GPU_READY)  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md

@@ -14,7 +14,7 @@ from trimtab.bench import gpu, gpu_tables
 from trimtab.bench.gpu import SHAPES, main, write_gpu_page
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_race import Replay, race
-from trimtab.bench.gpu_tables import Section, heading, layer_table
+from trimtab.bench.gpu_tables import Section, heading, layer_tables
 from trimtab.errors import InputError
 
 CPU = torch.device("cpu")
@@ -41,21 +41,21 @@ def test_a_graph_holds_its_pool_and_a_run_without_a_device_was_not_measured() ->
 
 def test_what_was_not_measured_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = GpuCase(dim=32, hidden=16, experts=4, top_k=2, tokens=8, device=CPU)
-    text = layer_table(case, ("loop",), Section([]), rounds=3, peer=False)
+    text = "\n".join(layer_tables(case, ("loop",), Section([]), rounds=3, peer=False))
     assert text.splitlines()[0].endswith("| memory |")
     assert text.count("| not measured |") == 2
     assert " 0.0 MB" not in text
     monkeypatch.setattr(gpu_tables, "race", lambda runs, device, *, rounds: race(
         {name: Replay(graph=Graph(), kept=None, pool=5_000_000) for name in runs}, device, rounds=rounds, seconds=0.0
     ))  # fmt: skip
-    assert "| 5.0 MB, pool of the graph |" in layer_table(case, ("loop",), Section([]), rounds=3, peer=False)
+    assert "| 5.0 MB, pool of the graph |" in next(layer_tables(case, ("loop",), Section([]), rounds=3, peer=False))
 
 
 def test_a_graph_that_only_transformers_cannot_have_is_said_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case, section = GpuCase(dim=32, hidden=16, experts=4, top_k=2, tokens=8, device=CPU), Section([])
     failed = {f"{who}, {gpu_tables.GRAPH}": "a sync" for who in (gpu_tables.PEER, "trimtab loop")}
     monkeypatch.setattr(gpu_tables, "_layer_runs", lambda *_: ({"forward": {}, gpu_tables.BOTH: {}}, failed))
-    text = layer_table(case, ("loop",), section, rounds=3, peer=True)
+    text = "\n".join(layer_tables(case, ("loop",), section, rounds=3, peer=True))
     assert text.count("| failed |") == text.count("| a sync |") == 2
     assert section.failed == ["trimtab loop, CUDA graph"]
 
@@ -117,6 +117,74 @@ def test_what_a_shape_had_measured_when_it_ended_is_on_the_page(
     case = GpuCase(dim=dim, hidden=hidden, experts=experts, top_k=top_k, tokens=8, device=CPU)
     said = "\n\n".join([*(parts or [heading(case)]), f"The rest was not measured: {end}."])
     assert section_of(monkeypatch, parts, end) == (1, said)
+
+
+def measured_apart(monkeypatch: pytest.MonkeyPatch, *found: Section | str) -> tuple[list[str], Section]:
+    """(what processes were started with, the section) of a shape where they gave these, or ended so with nothing."""
+    started, left = list[str](), list(found)
+
+    def ended(command: list[str], limit: float) -> str:
+        started.append(" ".join(command[command.index("--kernels") + 1 : -2]).replace(" --shape 32,16,4,2", ""))
+        gave = left.pop(0)
+        if isinstance(gave, Section):
+            Path(command[-1]).write_text(json.dumps(vars(gave)))
+        return gave if isinstance(gave, str) else "its process ended with 1"
+
+    monkeypatch.setattr(gpu, "_ended", ended)
+    options = gpu._parser().parse_args(["--device", "cpu", "--kernels", "stock", "triton"])
+    section = gpu.apart(options, (32, 16, 4, 2))
+    assert not left
+    return started, section
+
+
+WHOLE = Section(["## D", "| all |"], line="a line", whole=True)
+LAUNCHES = Section(["## D", "| launches |"], whole=True)
+
+
+def test_all_contestants_are_measured_in_one_process_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, section = measured_apart(monkeypatch, WHOLE, LAUNCHES)
+    assert started == ["stock triton", "triton --launches 0"]
+    assert section.parts == ["## D", "| all |", "The launches of the Triton layer, one by one:", "| launches |"]
+    assert (section.failed, section.line) == ([], "a line")
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_where_triton_breaks_the_device_or_hangs_the_others_are_measured_without_it(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    first = Section(["## D", "| stock failed too |"], broken=True) if broken else "it was stopped after 100 s"
+    started, section = measured_apart(monkeypatch, first, Section(["## D", "| stock |"], whole=True), LAUNCHES)
+    assert started == ["stock triton", "stock", "triton --launches 0"]
+    why = "the device answered nothing more" if broken else "it was stopped after 100 s"
+    assert section.failed == [why]
+    assert f"The rest was not measured: {why}." in section.parts
+    assert section.parts[-4:] == ["Again, without Triton:", "| stock |", section.parts[-2], "| launches |"]
+
+
+def test_a_launch_that_ends_its_process_loses_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks = Section(["## D", "| one |", "| two, which broke the device |"], launches=2, broken=True)
+    crashes = Section(["## D", "| three |"], launches=1)
+    started, section = measured_apart(monkeypatch, WHOLE, breaks, crashes, LAUNCHES)
+    assert started[1:] == ["triton --launches 0", "triton --launches 2", "triton --launches 4"]
+    assert [part for part in section.parts if part[0] == "|"][1:] == [*breaks.parts[1:], "| three |", "| launches |"]
+
+
+def test_launches_that_cannot_begin_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, section = measured_apart(monkeypatch, WHOLE, Section(["## D", "it failed"], broken=True))
+    assert len(started) == 2
+    assert section.failed == ["the device answered nothing more"]
+
+
+def test_no_launch_is_begun_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 140.0, 151.0])
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(times))
+    started, _ = measured_apart(monkeypatch, WHOLE, Section(["## D", "| one |"], launches=1))
+    assert len(started) == 2
+
+
+def test_who_failed_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert section_of(monkeypatch, ["## D"], "its process ended with -11")[0] == 1
+    assert capsys.readouterr().out.endswith("Failed, D: its process ended with -11\n")
 
 
 def test_lines_for_the_table_are_printed_at_the_end(

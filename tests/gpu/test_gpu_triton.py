@@ -5,6 +5,8 @@ Skipped only where there is no CUDA device, one test where there is one.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from comparing import assert_close
 from gpu.test_gpu_experts import no_sync
 from gpu.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
 from trimtab.bench.gpu_case import captured
+from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.selftest import KernelChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -53,23 +56,42 @@ def test_a_layer_on_a_device_that_is_not_current_is_true() -> None:
         experts_are_true(Case(), "cuda:1")
 
 
+Large = tuple[ExpertMLP, tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def large_layer() -> Large:
+    """Its parameters are drawn on the device: the host takes seconds."""
+    torch.manual_seed(0)
+    module = ExpertMLP(
+        LARGE.experts, LARGE.dim, LARGE.hidden, dtype=LARGE.dtype, kernels=LARGE.kernels, device=CUDA
+    )  # fmt: skip
+    return module, inputs_of(LARGE, CUDA)
+
+
+@pytest.fixture(scope="module")
+def large() -> Large:
+    return large_layer()
+
+
 def step(module: torch.nn.Module, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     y = module(x, ids, w)
     return [y.detach(), *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
 
 
-def test_a_large_layer_equals_stock_and_itself_bit_for_bit() -> None:
-    module, given = module_of(LARGE, CUDA), inputs_of(LARGE, CUDA)
+def test_a_large_layer_equals_stock_and_itself_bit_for_bit(large: Large) -> None:
+    module, given = large
     first, second = step(module, *given), step(module, *given)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    other = module_of(LARGE, CUDA)
+    del second
+    other = copy.copy(module)
     other.kernels = KernelChoice("stock")
     for name, got, wanted in zip(("y", "dx", "dw", "dup", "ddown"), first, step(other, *given), strict=True):
-        assert_close(got.cpu(), wanted.cpu(), 3e-2, name)
+        for i, (part, true) in enumerate(zip(got.chunk(8), wanted.chunk(8), strict=True)):  # float64 of all is much
+            assert_close(part, true, 3e-2, f"{name}, part {i}")
 
 
-def test_nothing_waits_for_the_device() -> None:
-    module, given = module_of(LARGE, CUDA), inputs_of(LARGE, CUDA)
+def test_nothing_waits_for_the_device(large: Large) -> None:
+    module, given = large
     step(module, *given)  # self-tests and compilation
     torch.cuda.synchronize()
     with no_sync():
@@ -87,8 +109,8 @@ def test_one_graph_serves_every_routing() -> None:
             assert torch.equal(got, wanted), (fall, i)
 
 
-def test_what_is_saved_is_the_tokens_and_the_pre_activations() -> None:
-    module, (x, ids, w, _) = module_of(LARGE, CUDA), inputs_of(LARGE, CUDA)
+def test_what_is_saved_is_the_tokens_and_the_pre_activations(large: Large) -> None:
+    module, (x, ids, w, _) = large
     kept: list[Tensor] = []
     module(x, ids, w)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -1,8 +1,9 @@
 """`python -m trimtab.bench.gpu --out docs`: the layer, its GEMMs and its row moves on one CUDA device.
 
 Prints a page, and writes it to docs/benchmarks-gpu.md, to which docs/benchmarks.md links; and prints the lines for
-`trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds. Each shape has a process of its own, for
+`trimtab.kernels.measured`. Under 8 minutes on an H200 by its number of rounds. Each shape has processes of its own, for
 a device that has failed once answers nothing more in that process, and a limit of time; the page is written after each.
+Where the first of them did not come to its end, another measures all contestants but Triton's.
 
 Legend: D model dim, F expert hidden dim, E experts, K experts per token.
 """
@@ -17,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from trimtab.errors import InputError
 SHAPES = ((2048, 768, 128, 8), (4096, 1536, 128, 8), (4096, 14336, 8, 2))
 TOKENS = 16384
 LIMIT = 150.0
+TRITON = "triton"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"page: {options.out / GPU_PAGE}\n")
     print("For TABLE in src/trimtab/kernels/measured.py:\n")
     print("\n".join(f"    {section.line}," for section in measured if section.line))
+    for section in measured:
+        if section.failed:
+            print(f"Failed, {section.parts[0].removeprefix('## ')}: {'; '.join(dict.fromkeys(section.failed))}")
     return int(any(section.failed for section in measured))
 
 
@@ -78,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
     add("--kernels", nargs="+", default=NAMES, metavar="NAME", help=f"default {' '.join(NAMES)}")
     add("--into", type=Path, help=argparse.SUPPRESS)  # what a process of its own is started with
+    add("--launches", type=int, help=argparse.SUPPRESS)  # and one for the Triton layer's launches, from this one on
     return parser
 
 
@@ -88,15 +95,42 @@ def _case(options: argparse.Namespace, shape: Sequence[int]) -> GpuCase:
 
 
 def apart(options: argparse.Namespace, shape: Sequence[int]) -> Section:
-    """One shape in a process of its own: what that had measured when it ended, or its time did."""
+    """One shape, in processes of its own: what they had measured when they ended, or their time did.
+
+    Where Triton breaks the device, or hangs, the others are measured again without it. The launches of its layer come
+    last, in a process that ends where one of them breaks the device, and in another from behind that one on.
+    """
+    over = time.monotonic() + options.limit
+    others = [name for name in options.kernels if name != TRITON]
+    if len(others) == len(options.kernels):
+        return _process(options, shape, options.kernels, options.limit)
+    section = _process(options, shape, options.kernels, options.limit * 2 / 3)
+    if others and not section.whole:
+        section.add("Again, without Triton:", _process(options, shape, others, options.limit / 3))
+    title, first = "The launches of the Triton layer, one by one:", 0
+    while True:
+        left = max(0.0, over - time.monotonic())
+        launches = _process(options, shape, [TRITON], left, "--launches", first)
+        section.add(title, launches)
+        if launches.whole or not launches.launches or time.monotonic() >= over:
+            return section
+        first += launches.launches + (0 if launches.broken else 1)  # a race that breaks the device is told and counted
+        title = "The launches behind that one:"
+
+
+def _process(
+    options: argparse.Namespace, shape: Sequence[int], kernels: Sequence[str], limit: float, *more: object
+) -> Section:  # fmt: skip
+    """What one process measured of a shape within `limit` seconds; the last part says why where that is not all."""
     said = ["--tokens", options.tokens, "--rounds", options.rounds, "--device", options.device]
-    said += ["--kernels", *options.kernels, "--shape", ",".join(map(str, shape))]
+    said += ["--kernels", *kernels, "--shape", ",".join(map(str, shape)), *more]
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         into = Path(folder) / "section.json"
         command = [sys.executable, "-m", "trimtab.bench.gpu", *map(str, said), "--into", str(into)]
-        end = _ended(command, options.limit)
+        end = _ended(command, limit)
         section = Section(**json.loads(into.read_text(encoding="utf-8"))) if into.exists() else Section([])
     if not section.whole:
+        end = "the device answered nothing more" if section.broken else end
         section.parts = section.parts or [heading(_case(options, shape))]
         section.parts.append(f"The rest was not measured: {end}.")
         section.failed.append(end)
@@ -117,13 +151,18 @@ def _ended(command: Sequence[str], limit: float) -> str:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    def keep(section: Section, part: str) -> None:
+    def write(section: Section) -> None:
         unfinished = options.into.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(vars(section)), encoding="utf-8")
         unfinished.replace(options.into)
+
+    def keep(section: Section, part: str) -> None:
+        write(section)
         print(f"{part}\n", flush=True)
 
-    section = report(_case(options, options.shape[0]), tuple(options.kernels), rounds=options.rounds, done=keep)
+    case, names = _case(options, options.shape[0]), tuple(options.kernels)
+    section = report(case, names, rounds=options.rounds, launches=options.launches, done=keep)
+    write(section)
     return int(bool(section.failed))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class GpuCase:
     @property
     def forward_flops(self) -> float:
         return 6.0 * self.rows * self.dim * self.hidden
+
+    @property
+    def first_flops(self) -> float:
+        """Of the layer's first GEMM."""
+        return 4.0 * self.rows * self.dim * self.hidden
 
     def drawn(self, *shape: int, seed: int) -> Tensor:
         """Normal values on the device."""
@@ -111,6 +116,14 @@ def agree(ours: list[Tensor], theirs: list[Tensor], who: str) -> None:
             raise InputError(f"{who}: result {i} differs by {error:.3g} where the largest value is {largest:.3g}")
 
 
+def answers(device: torch.device) -> bool:
+    """Whether the device computes. After some errors, as an illegal access, it never does again in this process."""
+    try:
+        return float(torch.ones(2, device=device).sum()) == 2.0
+    except Exception:
+        return False
+
+
 def captured(run: Callable[[], T], device: torch.device) -> Replay[T]:
     """`run` as the replay of a CUDA graph. Its pool is what the device reserves for it during the capture.
 
@@ -134,6 +147,12 @@ def captured(run: Callable[[], T], device: torch.device) -> Replay[T]:
     return Replay(graph=graph, kept=kept, pool=torch.cuda.memory_reserved(device) - before)
 
 
+def later(make: Callable[[], Run]) -> Run:
+    """A run that is made when it first runs: kernels that are not there are no other contestant's failure."""
+    made = cache(make)
+    return lambda: made()()
+
+
 def gemms(case: GpuCase, names: tuple[str, ...]) -> dict[str, Run]:
     """The first GEMM of the layer, [R, D] by [D, 2F] per expert: each set of kernels, and one dense product."""
     ids = case.inputs()[1]
@@ -141,10 +160,11 @@ def gemms(case: GpuCase, names: tuple[str, ...]) -> dict[str, Run]:
     x, w = case.drawn(case.rows, case.dim, seed=4), case.drawn(case.experts, 2 * case.hidden, case.dim, seed=5)
     block = Block(slice(0, case.experts), slice(0, case.rows), plan.offsets_e)
     made: dict[str, Run] = {"dense": lambda: torch.mm(x, w[0].t())}
-    for name in names:
-        kernels = get_kernels(name, case.device)
-        made[name] = partial(kernels.grouped_mm, x, w.transpose(1, 2), block)
-    return made
+
+    def grouped(name: str) -> Run:
+        return partial(get_kernels(name, case.device).grouped_mm, x, w.transpose(1, 2), block)
+
+    return made | {name: later(partial(grouped, name)) for name in names}
 
 
 def moves(case: GpuCase, names: tuple[str, ...]) -> dict[str, tuple[Run, int]]:
@@ -154,13 +174,19 @@ def moves(case: GpuCase, names: tuple[str, ...]) -> dict[str, tuple[Run, int]]:
     x, rows = case.drawn(case.tokens, case.dim, seed=6), case.drawn(case.rows, case.dim, seed=7)
     target = torch.empty_like(rows)
     made: dict[str, tuple[Run, int]] = {"copy": (lambda: target.copy_(rows), 2 * rows.nbytes)}
-    for name in names:
-        kernels = get_kernels(name, case.device)
-        # A token's row is read from memory once and from a cache after that: count it once.
-        made[f"gather {name}"] = (partial(kernels.gather, x, plan.row_R), x.nbytes + rows.nbytes)
-    made["combine torch"] = (lambda: combine_rows(rows, plan.row_bags), rows.nbytes + x.nbytes)
-    if "triton" in names:
+
+    def gathered(name: str) -> Run:
+        return partial(get_kernels(name, case.device).gather, x, plan.row_R)
+
+    def combined() -> Run:
         from trimtab.kernels.triton.moves import combine
 
-        made["combine triton"] = (lambda: combine(rows, plan.row_bags), rows.nbytes + x.nbytes)
+        return partial(combine, rows, plan.row_bags)
+
+    # A token's row is read from memory once and from a cache after that: count it once.
+    moved = x.nbytes + rows.nbytes
+    made |= {f"gather {name}": (later(partial(gathered, name)), moved) for name in names}
+    made["combine torch"] = (lambda: combine_rows(rows, plan.row_bags), moved)
+    if "triton" in names:
+        made["combine triton"] = (later(combined), moved)
     return made

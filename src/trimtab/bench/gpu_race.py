@@ -107,8 +107,9 @@ class Raced:
     failed: dict[str, str]
 
 
-def brief(error: BaseException) -> str:
-    """An error as a cell of a table or a line."""
+def told(error: Exception) -> str:
+    """An error as a cell of a table or a line. Prints its traceback as well, which names the last calls alone."""
+    traceback.print_exception(error, limit=-4)
     return textwrap.shorten(f"{type(error).__name__}: {error}".replace("`", "'").replace("|", "/"), 300)
 
 
@@ -127,8 +128,7 @@ def race(
             memory[name] = memory_of(run, device)
             repeats[name] = max(1, int(seconds / max(time_of(run, device, 1), 1e-9)))
         except Exception as error:  # whatever a device throws
-            traceback.print_exc()
-            failed[name] = brief(error)
+            failed[name] = told(error)
     found: dict[str, list[float]] = {name: [] for name in repeats}
     for turn in range(rounds):
         order = list(found) if turn % 2 else list(found)[::-1]
@@ -136,8 +136,7 @@ def race(
             try:
                 found[name].append(time_of(contestants[name], device, repeats[name]))
             except Exception as error:
-                traceback.print_exc()
-                failed[name] = brief(error)
+                failed[name] = told(error)
                 del found[name]
     timings = {
         name: Timing(seconds=tuple(times), memory=memory[name], is_graph=isinstance(contestants[name], Replay))

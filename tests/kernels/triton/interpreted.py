@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from comparing import assert_close
 from gpu.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
 from trimtab.bench.gpu_case import GpuCase
-from trimtab.bench.gpu_launches import OTHERS, layer_launches
-from trimtab.bench.gpu_tables import Section, launch_table
+from trimtab.bench.gpu_launches import OTHERS, layer_launches, words
+from trimtab.bench.gpu_tables import Section, launch_tables
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.mlp_triton import plan_on_device
 from trimtab.kernels.rows import Bags
@@ -106,12 +106,13 @@ def launches_are_raced() -> None:
     """Every launch runs on the operands that the GPU's benchmark gives it, and no table is short of one."""
     sizes = {"dim": 32, "hidden": 32, "experts": 4, "top_k": 2, "tokens": 9, "device": torch.device("cpu")}
     case, section = GpuCase(**sizes, dtype=torch.float32), Section([])  # type: ignore[arg-type]
-    table = launch_table(case, section, rounds=2, launch=LAUNCH)
+    tables = list(launch_tables(case, section, rounds=2, launch=LAUNCH))
     assert section.failed == [], section.failed
-    lines, tiles = table.splitlines(), {each.name: each.tiles for each in layer_launches(case)}
-    wanted = [name for name, field in tiles.items() for _ in range(1 if field is None else 1 + len(OTHERS[field]))]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:-2]] == wanted
-    assert lines[-1].count("x32x") + lines[-1].count("128x") + lines[-1].count("256x") >= len(tiles) - 1
+    for each, table in zip(layer_launches(case), tables, strict=True):
+        names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+        tiles = [] if each.tiles is None else [words(tiles) for tiles in OTHERS[each.tiles]]
+        assert names == [each.name, "---", "dense", "" if each.tiles is None else words(SMALL), *tiles]
+        assert each.tiles is None or table.splitlines()[-1].endswith(tuple(f": {name}." for name in names[3:]))
 
 
 def flops_are_counted(case: Case) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.bench import gpu_tables
+from trimtab.bench import gpu_launches, gpu_tables
 from trimtab.bench.gpu import main
 from trimtab.bench.gpu_case import GpuCase, agree, our_layer, steps
+from trimtab.bench.gpu_launches import LaunchCase
 from trimtab.bench.gpu_race import race
 from trimtab.bench.gpu_tables import report
 from trimtab.errors import InputError
@@ -52,6 +56,82 @@ def test_who_fails_is_a_row_and_the_others_are_raced(monkeypatch: pytest.MonkeyP
     assert section.failed == ["stock", "row moves"]
     assert section.parts[-1] == f"row moves: not measured, it failed: `{why}`"
     assert "trimtab loop" in section.text
+
+
+class Device(TorchDispatchMode):
+    """Computes until it is broken, as a CUDA device in one process."""
+
+    broken = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return func(*args, **(kwargs or {}))
+
+    def breaks(self) -> None:
+        self.broken = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_that_breaks_ends_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, kept = Device(), list[str]()
+    made = {"dense": lambda: None, "stock": device.breaks, "loop": lambda: None}
+    monkeypatch.setattr(gpu_tables, "gemms", lambda *args: made)
+    with device:
+        section = report(CASE, ("loop",), rounds=3, peer=False, done=lambda section, part: kept.append(part))
+    assert (section.broken, section.whole, section.failed) == (True, False, ["stock"])
+    assert kept == section.parts
+    assert [part.splitlines()[0].split(" | ")[0] for part in kept[1:]] == [
+        "| ",
+        "| ",
+        "| grouped GEMM, [R, D] by [D, 2F]",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels run there")
+def test_kernels_that_are_not_there_cost_no_other_contestant_its_numbers() -> None:
+    section = report(CASE, ("loop", "triton"), rounds=3, peer=False)
+    assert section.failed == ["trimtab triton", "triton", "gather triton", "combine triton"]
+    for who in ("trimtab loop", "loop", "dense", "copy", "gather loop", "combine torch"):
+        assert f"| {who} |" in section.text
+
+
+@pytest.mark.parametrize(("table", "usual"), [("gemms", "dense"), ("moves", "copy")])
+def test_the_others_are_measured_where_what_they_are_compared_with_fails(
+    table: str, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    made: dict[str, Any] = {usual: fails, "stock": lambda: None}
+    made = {name: (run, 8) for name, run in made.items()} if table == "moves" else made
+    monkeypatch.setattr(gpu_tables, table, lambda *args: made)
+    section = report(CASE, ("loop",), rounds=3, peer=False)
+    assert section.failed == [usual]
+    (row,) = [line for line in section.text.splitlines() if line.startswith("| stock |")]
+    assert row.endswith(" |  |")
+
+
+def test_each_launch_is_kept_before_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, kept = Device(), list[str]()
+    cases = [
+        LaunchCase(name="first", tiles=None, flops=0.0, run=lambda _: kept.append("ran")),
+        LaunchCase(name="second", tiles=None, flops=1.0, run=lambda _: device.breaks()),
+        LaunchCase(name="third", tiles=None, flops=1.0, run=lambda _: None),
+    ]
+    monkeypatch.setattr(gpu_launches, "layer_launches", lambda case: cases)
+
+    def launches(first: int) -> gpu_tables.Section:
+        return report(CASE, ("triton",), rounds=3, launches=first, done=lambda section, part: kept.append(part[:8]))
+
+    with device:
+        section = launches(0)
+    assert [part for part in kept[1:] if part != "ran"] == ["| first ", "| second"]
+    assert (section.launches, section.broken, section.whole) == (2, True, False)
+    section = launches(2)
+    assert (section.launches, section.whole, section.failed) == (1, True, [])
+    assert "| third |" in section.text
+    assert "first" not in section.text
 
 
 def test_results_that_differ_are_not_timed() -> None:

@@ -44,8 +44,8 @@ def test_graphs_and_syncs() -> None:
     experts.test_one_graph_serves_every_routing_of_an_expert_mlp()
     experts.test_nothing_waits_for_the_device()
     layers.test_one_graph_serves_every_routing()
-    layers.test_nothing_waits_for_the_device()
+    layers.test_nothing_waits_for_the_device(layers.large_layer())
 
 
 def test_a_large_layer() -> None:
-    layers.test_a_large_layer_equals_stock_and_itself_bit_for_bit()
+    layers.test_a_large_layer_equals_stock_and_itself_bit_for_bit(layers.large_layer())

@@ -1,0 +1,45 @@
+"""`make gpu-check` says what it found, however it ends."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+TESTS = """
+import os, signal
+import torch
+
+def test_fails(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: {broken})
+    assert not "what was found"
+
+def test_hangs():
+    print("device hangs")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_failure_is_said_at_once_and_a_broken_device_ends_the_run(broken: bool, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path)
+    (tmp_path / "test_device.py").write_text(TESTS.format(broken=broken))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_device.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "test_fails: AssertionError: assert not 'what was found'" in done.stdout.splitlines()
+    assert ("the device answers nothing more" in done.stdout) == broken
+    assert done.returncode == (2 if broken else -9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so it would run in full")
+def test_without_a_device_nothing_is_checked_and_that_is_said() -> None:
+    command = ["make", "--no-print-directory", "gpu-check", f"GPU_PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "make gpu-check needs a CUDA device; nothing was checked" in done.stderr
+    assert "skipped" not in done.stdout
