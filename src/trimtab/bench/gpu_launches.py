@@ -31,9 +31,9 @@ OTHERS: dict[str, tuple[Tiles, ...]] = {
     "rows": (_tiles(128, 128, 64, stages=4), _tiles(128, 256, 32, stages=4), _tiles(128, 128, 64, warps=4, stages=4)),
     "across": (_tiles(128, 256, 64, stages=3), _tiles(128, 128, 64, stages=4)),
     "gate_up": (_tiles(128, 128, 64, stages=4), _tiles(128, 128, 32, stages=4), _tiles(128, 64, 64, stages=4)),
-    "dh": (_tiles(128, 128, 32, stages=5), _tiles(128, 64, 64, stages=4)),
-    "wgrad": (_tiles(128, 256, 32, stages=4), _tiles(256, 128, 32, stages=4), _tiles(128, 256, 64, stages=3)),
-    "wgrad_gathered": (_tiles(128, 256, 32, stages=7), _tiles(256, 128, 32, stages=7), _tiles(128, 256, 64, stages=5)),
+    "dh": (_tiles(128, 256, 64, stages=3), _tiles(128, 128, 32, stages=5)),
+    "wgrad": (_tiles(128, 128, 64, stages=4), _tiles(256, 128, 64, stages=3)),
+    "wgrad_gathered": (_tiles(128, 128, 64, stages=7), _tiles(256, 128, 64, stages=5)),
 }
 """By the name of the tiles in `Launch`: what else is worth a race on a device."""
 

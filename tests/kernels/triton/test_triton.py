@@ -28,11 +28,11 @@ from trimtab.kernels.triton.rows_gemm import rows_kernel
 from trimtab.kernels.triton.weight_grad import weight_grad_kernel
 
 SHARED_LIMIT = 227 * 1024  # bytes a block can have on compute capability 9.0
-BF16, F32, I64 = "*bf16", "*fp32", "*i64"
+BF16, F16, F32, I64 = "*bf16", "*fp16", "*fp32", "*i64"
 GEMM = {"EVEN": True, "WIDE": False, "EXPERTS": 256}
 WGRADS = ("weight_grad", "weight_grad, x gathered", "weight_grad, dy gathered")
 GEMMS = ("rows, weighted", "rows, back", "gate_up", "hidden_grad", *WGRADS)
-POINTERS = {torch.bfloat16: BF16, torch.float32: F32}
+POINTERS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 LAUNCH = Launch()
 
 
@@ -81,9 +81,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GEMMS)
-def test_a_gemm_uses_hopper_s_tensor_cores_and_spills_nothing(name: str, folder: Path) -> None:
-    built = build_named(name, torch.bfloat16, folder)
+def test_a_gemm_uses_hopper_s_tensor_cores_and_spills_nothing(name: str, dtype: torch.dtype, folder: Path) -> None:
+    built = build_named(name, dtype, folder)
     assert "wgmma.mma_async" in built.ptx
     assert "cp.async" in built.ptx  # tiles are fetched while others are multiplied
     assert (built.spilled, built.shared <= SHARED_LIMIT, built.registers <= 255) == (0, True, True), built.shared

@@ -56,7 +56,7 @@ class Launch:
     rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
     wgrad_gathered: those of a weight gradient with an index. Triton gives half of the stages to the index that a row
-        waits for, so that as many rows are under way with 7 as without an index with 4.
+        waits for, so that as many rows are under way with 5 as without an index with 3.
     float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
 
     The tiles are those that compile for Hopper without spilling a register where widths are multiples of the tile's and
@@ -69,8 +69,8 @@ class Launch:
     across: Tiles = Tiles(m=128, n=256, k=32, warps=8, stages=4)
     gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
     dh: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
-    wgrad: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
-    wgrad_gathered: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=7)
+    wgrad: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+    wgrad_gathered: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=5)
     float32: Tiles = Tiles(m=64, n=64, k=16, warps=8, stages=3)
 
     def tiles(self, usual: Tiles, dtype: torch.dtype) -> Tiles:
@@ -119,6 +119,12 @@ def _tile_of(  # type: ignore[no-untyped-def]
     return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0), place // high
 
 
+def _halves(tile):  # type: ignore[no-untyped-def]
+    """The left columns of a tile and the right ones."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+halves = triton.jit(_halves)
 segment_tiles = triton.jit(_segment_tiles)
 tile_of = triton.jit(_tile_of)
 
