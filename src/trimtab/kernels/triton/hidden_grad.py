@@ -144,7 +144,7 @@ def hidden_grad(
     bound = (triton.cdiv(rows, tiles.m) + experts) * columns
     count(rows, dim, hidden)
     with on_device_of(dy_nD):
-        hidden_grad_kernel[launch.grid(dy_nD.device, bound)](
+        hidden_grad_kernel[launch.grid(dy_nD.device, tiles, bound)](
             dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
             *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
             EXPERTS=segments_power(experts), **tiles.options(),

@@ -34,13 +34,17 @@ FUSED = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis."""
+    """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis.
+
+    per_sm: programs that share a multiprocessor. While one writes its tile, another multiplies.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    per_sm: int = 1
 
     def options(self) -> dict[str, int]:
         """The arguments of a launch that say so."""
@@ -51,7 +55,7 @@ class Tiles:
 class Launch:
     """How kernels are launched.
 
-    programs: of a persistent kernel; 0 takes as many as the device has multiprocessors.
+    programs: of a persistent kernel; 0 takes as many as its tiles want on each of the device's multiprocessors.
     wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
     rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
@@ -77,10 +81,10 @@ class Launch:
         """The tiles of a GEMM of `dtype`: `usual`, one of the above, or those of float32."""
         return self.float32 if dtype is torch.float32 else usual
 
-    def grid(self, device: torch.device, tiles: int) -> tuple[int]:
-        """A grid for at most `tiles` tiles, at least one program."""
-        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count
-        return (max(1, min(most, tiles)),)
+    def grid(self, device: torch.device, tiles: Tiles, bound: int) -> tuple[int]:
+        """A grid for at most `bound` of these tiles, at least one program."""
+        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count * tiles.per_sm
+        return (max(1, min(most, bound)),)
 
 
 def on_device_of(tensor: Tensor) -> torch.cuda.device_of:

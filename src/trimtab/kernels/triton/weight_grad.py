@@ -120,7 +120,7 @@ def weight_grad(
     rows = a_nA.shape[0] if a_index_R is None else a_index_R.shape[0]
     count(a_width, rows, b_width)
     with on_device_of(a_nA):
-        weight_grad_kernel[launch.grid(a_nA.device, bound)](
+        weight_grad_kernel[launch.grid(a_nA.device, tiles, bound)](
             a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
             GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
             EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
