@@ -23,17 +23,22 @@ from trimtab.kernels.triton.rows_gemm import grouped_rows
 from trimtab.kernels.triton.weight_grad import weight_grad
 
 
-def _tiles(m: int, n: int, k: int, *, stages: int, warps: int = 8) -> Tiles:
-    return Tiles(m=m, n=n, k=k, warps=warps, stages=stages)
+def _tiles(m: int, n: int, k: int, *, stages: int) -> Tiles:
+    return Tiles(m=m, n=n, k=k, warps=8, stages=stages)
+
+
+def _two(m: int, n: int, k: int, *, stages: int) -> Tiles:
+    """Half the warps each, two on a multiprocessor."""
+    return Tiles(m=m, n=n, k=k, warps=4, stages=stages, per_sm=2)
 
 
 OTHERS: dict[str, tuple[Tiles, ...]] = {
-    "rows": (_tiles(128, 128, 64, stages=4), _tiles(128, 256, 32, stages=4), _tiles(128, 128, 64, warps=4, stages=4)),
-    "across": (_tiles(128, 256, 64, stages=3), _tiles(128, 128, 64, stages=4)),
-    "gate_up": (_tiles(128, 128, 64, stages=4), _tiles(128, 128, 32, stages=4), _tiles(128, 64, 64, stages=4)),
-    "dh": (_tiles(128, 128, 32, stages=5), _tiles(128, 64, 64, stages=4)),
-    "wgrad": (_tiles(128, 256, 32, stages=4), _tiles(256, 128, 32, stages=4), _tiles(128, 256, 64, stages=3)),
-    "wgrad_gathered": (_tiles(128, 256, 32, stages=7), _tiles(256, 128, 32, stages=7), _tiles(128, 256, 64, stages=5)),
+    "rows": (_tiles(128, 128, 64, stages=4), _tiles(128, 256, 32, stages=4), _two(128, 128, 64, stages=3)),
+    "across": (_tiles(128, 256, 64, stages=3), _tiles(128, 128, 64, stages=4), _two(128, 128, 64, stages=3)),
+    "gate_up": (_tiles(128, 128, 64, stages=4), _tiles(128, 128, 32, stages=4), _two(128, 64, 64, stages=3)),
+    "dh": (_tiles(128, 256, 64, stages=3), _tiles(128, 128, 32, stages=5)),
+    "wgrad": (_tiles(128, 128, 64, stages=4), _tiles(256, 128, 64, stages=3), _two(128, 128, 64, stages=3)),
+    "wgrad_gathered": (_tiles(128, 128, 64, stages=7), _tiles(256, 128, 64, stages=5), _two(128, 128, 64, stages=5)),
 }
 """By the name of the tiles in `Launch`: what else is worth a race on a device."""
 
@@ -60,7 +65,8 @@ class LaunchCase:
 
 def words(tiles: Tiles) -> str:
     """For a table."""
-    return f"{tiles.m}x{tiles.n}x{tiles.k}, {tiles.warps} warps, {tiles.stages} stages"
+    shared = f", {tiles.per_sm} a multiprocessor" if tiles.per_sm > 1 else ""
+    return f"{tiles.m}x{tiles.n}x{tiles.k}, {tiles.warps} warps, {tiles.stages} stages{shared}"
 
 
 def layer_launches(case: GpuCase) -> list[LaunchCase]:

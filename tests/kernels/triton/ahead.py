@@ -16,16 +16,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ALIGNED = [["tt.divisibility", 16]]
+REGISTERS, SHARED, RESERVED = 65536, 228 * 1024, 1024
+"""Of a multiprocessor: registers, bytes of shared memory, and how many of them each block loses to the system."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """One kernel's assembly and what a block of it takes: bytes of shared memory, registers and bytes spilled."""
+    """One kernel's assembly and what a block of it takes: bytes of shared memory, warps, and a thread's registers and
+    spilled bytes."""
 
     ptx: str
     shared: int
+    warps: int
     registers: int
     spilled: int
+
+    @property
+    def fit(self) -> int:
+        """How many blocks a multiprocessor holds; it gives each warp registers by the 256."""
+        of_warp = -(-self.registers * 32 // 256) * 256
+        return min(REGISTERS // (of_warp * self.warps), SHARED // (self.shared + RESERVED))
 
 
 def build(
@@ -47,6 +57,6 @@ def build(
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
     return Built(
-        ptx=built.asm["ptx"], shared=built.metadata.shared, registers=numbers["REG"],
+        ptx=built.asm["ptx"], shared=built.metadata.shared, warps=built.metadata.num_warps, registers=numbers["REG"],
         spilled=numbers["STACK"] + numbers["LOCAL"],
     )  # fmt: skip

@@ -6,8 +6,8 @@ Legend: n rows, K slots per row, R expert rows, e experts, D model dim, F expert
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
+from trimtab.bench.gpu_launches import words
 from trimtab.kernels import fp8_blockwise
 from trimtab.kernels.rows import Bags
 from trimtab.kernels.triton import gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad
@@ -142,6 +143,17 @@ def test_a_gathered_weight_gradient_takes_its_tiles(launched: list[Launched]) ->
     call_all(256, 2, 1)
     stages = [launch.options["num_stages"] for launch in launched if launch.who[1] == "weight_grad_kernel"]
     assert stages == [LAUNCH.wgrad.stages, LAUNCH.wgrad_gathered.stages, LAUNCH.wgrad_gathered.stages]
+
+
+def test_as_many_programs_as_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    device, one = torch.device("cuda"), LAUNCH.rows
+    two = replace(one, per_sm=2)
+    grids = [Launch().grid(device, one, 1000), Launch().grid(device, two, 1000), Launch().grid(device, two, 200)]
+    assert grids == [(132,), (264,), (200,)]
+    assert LAUNCH.grid(device, two, 1000) == (3,)  # what was asked for
+    assert two.options() == one.options()
+    assert words(one) != words(two)
 
 
 def test_nothing_but_counts_is_kept_from_the_compiler() -> None:

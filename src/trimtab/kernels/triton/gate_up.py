@@ -111,7 +111,7 @@ def gate_up(
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
     count(rows, dim, 2 * hidden)
     with on_device_of(x_nD):
-        gate_up_kernel[launch.grid(x_nD.device, bound)](
+        gate_up_kernel[launch.grid(x_nD.device, tiles, bound)](
             x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden, *up_eID.stride(),
             KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
             EXPERTS=segments_power(experts), **tiles.options(),

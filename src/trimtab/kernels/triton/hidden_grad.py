@@ -18,6 +18,7 @@ from torch import Tensor
 from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import (
     Launch,
+    halves,
     kernel,
     on_device_of,
     segment_tiles,
@@ -28,25 +29,33 @@ from trimtab.kernels.triton.language import (
 )
 
 
-def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, f, hidden):  # type: ignore[no-untyped-def]
-    """The activation's backward for some columns; returns sum(h * dh) over them."""
-    inside = here[:, None] & (f < hidden)[None, :]
-    at = lane[:, None] * (2 * hidden) + f[None, :]
-    pre += row * (2 * hidden)
-    d_pre += row * (2 * hidden)
-    gate = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(pre + at + hidden, mask=inside, other=0.0).to(tl.float32)
-    slope = tl.sigmoid(gate)
-    silu = gate * slope
-    h = silu * value
-    dot = tl.sum(h * dh, axis=1)
-    tl.store(
-        hw + row * hidden + lane[:, None] * hidden + f[None, :], (h * w[:, None]).to(hw.dtype.element_ty), mask=inside
-    )
-    dh *= w[:, None]
-    tl.store(d_pre + at + hidden, (dh * silu).to(d_pre.dtype.element_ty), mask=inside)
-    # The slope of silu is sigmoid + silu (1 - sigmoid).
-    tl.store(d_pre + at, (dh * value * (slope + silu * (1 - slope))).to(d_pre.dtype.element_ty), mask=inside)
+def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, column, hidden, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation's backward for a tile whose first column is `column`; returns sum(h * dh) over its columns.
+
+    PART columns at a time: it holds several values for each of dh's.
+    """
+    if dh.shape[1] > PART:
+        left, right = halves(dh)
+        dot = epilogue(left, w, pre, d_pre, hw, row, lane, here, column, hidden, PART)
+        dot += epilogue(right, w, pre, d_pre, hw, row, lane, here, column + left.shape[1], hidden, PART)
+    else:
+        f = column + tl.arange(0, dh.shape[1])
+        inside = here[:, None] & (f < hidden)[None, :]
+        at = lane[:, None] * (2 * hidden) + f[None, :]
+        pre += row * (2 * hidden)
+        d_pre += row * (2 * hidden)
+        gate = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(pre + at + hidden, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.sigmoid(gate)
+        silu = gate * slope
+        h = silu * value
+        dot = tl.sum(h * dh, axis=1)
+        hw += row * hidden
+        tl.store(hw + lane[:, None] * hidden + f[None, :], (h * w[:, None]).to(hw.dtype.element_ty), mask=inside)
+        dh *= w[:, None]
+        tl.store(d_pre + at + hidden, (dh * silu).to(d_pre.dtype.element_ty), mask=inside)
+        # The slope of silu is sigmoid + silu (1 - sigmoid).
+        tl.store(d_pre + at, (dh * value * (slope + silu * (1 - slope))).to(d_pre.dtype.element_ty), mask=inside)
     return dot
 
 
@@ -102,11 +111,8 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
                 right = right.to(tl.float32)
             dh = tl.dot(left, right, dh, input_precision="ieee")
         w = tl.load(weight + row + lane, mask=here, other=0.0)
-        # Half the columns at a time: the activation's backward holds several values for each of dh's.
-        first, second = tl.split(tl.permute(tl.reshape(dh, (BM, 2, BN // 2)), (0, 2, 1)))
-        f = column * BN + tl.arange(0, BN // 2)
-        dot = epilogue(first, w, pre, d_pre, hw, row, lane, here, f, hidden)
-        dot += epilogue(second, w, pre, d_pre, hw, row, lane, here, f + BN // 2, hidden)
+        # The more of dh a thread holds, the fewer registers are left.
+        dot = epilogue(dh, w, pre, d_pre, hw, row, lane, here, column * BN, hidden, PART=64 if BN <= 128 else 32)
         tl.store(dots + (row + lane) * columns + column, dot, mask=here)
 
 
@@ -135,9 +141,10 @@ def hidden_grad(
     columns = triton.cdiv(hidden, tiles.n)
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)
+    bound = (triton.cdiv(rows, tiles.m) + experts) * columns
     count(rows, dim, hidden)
     with on_device_of(dy_nD):
-        hidden_grad_kernel[launch.grid(dy_nD.device, (triton.cdiv(rows, tiles.m) + experts) * columns)](
+        hidden_grad_kernel[launch.grid(dy_nD.device, tiles, bound)](
             dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
             *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
             EXPERTS=segments_power(experts), **tiles.options(),

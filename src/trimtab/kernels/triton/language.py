@@ -34,13 +34,17 @@ FUSED = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis."""
+    """One GEMM's tile: m rows by n columns, in steps of k along the contracted axis.
+
+    per_sm: programs that share a multiprocessor. While one writes its tile, another multiplies.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    per_sm: int = 1
 
     def options(self) -> dict[str, int]:
         """The arguments of a launch that say so."""
@@ -51,12 +55,12 @@ class Tiles:
 class Launch:
     """How kernels are launched.
 
-    programs: of a persistent kernel; 0 takes as many as the device has multiprocessors.
+    programs: of a persistent kernel; 0 takes as many as its tiles want on each of the device's multiprocessors.
     wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
     rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
     wgrad_gathered: those of a weight gradient with an index. Triton gives half of the stages to the index that a row
-        waits for, so that as many rows are under way with 7 as without an index with 4.
+        waits for, so that as many rows are under way with 5 as without an index with 3.
     float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
 
     The tiles are those that compile for Hopper without spilling a register where widths are multiples of the tile's and
@@ -69,18 +73,18 @@ class Launch:
     across: Tiles = Tiles(m=128, n=256, k=32, warps=8, stages=4)
     gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
     dh: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
-    wgrad: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=4)
-    wgrad_gathered: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=7)
+    wgrad: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=3)
+    wgrad_gathered: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=5)
     float32: Tiles = Tiles(m=64, n=64, k=16, warps=8, stages=3)
 
     def tiles(self, usual: Tiles, dtype: torch.dtype) -> Tiles:
         """The tiles of a GEMM of `dtype`: `usual`, one of the above, or those of float32."""
         return self.float32 if dtype is torch.float32 else usual
 
-    def grid(self, device: torch.device, tiles: int) -> tuple[int]:
-        """A grid for at most `tiles` tiles, at least one program."""
-        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count
-        return (max(1, min(most, tiles)),)
+    def grid(self, device: torch.device, tiles: Tiles, bound: int) -> tuple[int]:
+        """A grid for at most `bound` of these tiles, at least one program."""
+        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count * tiles.per_sm
+        return (max(1, min(most, bound)),)
 
 
 def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
@@ -119,6 +123,12 @@ def _tile_of(  # type: ignore[no-untyped-def]
     return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0), place // high
 
 
+def _halves(tile):  # type: ignore[no-untyped-def]
+    """The left columns of a tile and the right ones."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+halves = triton.jit(_halves)
 segment_tiles = triton.jit(_segment_tiles)
 tile_of = triton.jit(_tile_of)
 

@@ -100,7 +100,7 @@ def grouped_rows(
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
     count(rows, contracted, width)
     with on_device_of(x_RA):
-        rows_kernel[launch.grid(x_RA.device, bound)](
+        rows_kernel[launch.grid(x_RA.device, tiles, bound)](
             x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
             SCALE=scale_R is not None, TAIL=zero_tail,
             EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, WIDE=launch.wide, EXPERTS=segments_power(experts),

@@ -10,7 +10,28 @@ from __future__ import annotations
 from torch import Tensor
 
 from trimtab.kernels.counted import count
-from trimtab.kernels.triton.language import Launch, kernel, on_device_of, tl, triton
+from trimtab.kernels.triton.language import Launch, halves, kernel, on_device_of, tl, triton
+
+PART = tl.constexpr(32)
+"""Columns that are written at once: the addresses of more spill."""
+
+
+def _put(total, out, i, column, a_width, b_width, out_a, out_b, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile whose first column is `column`, or add it to what is there."""
+    if total.shape[1] > PART:
+        left, right = halves(total)
+        put(left, out, i, column, a_width, b_width, out_a, out_b, ADD)
+        put(right, out, i, column + left.shape[1], a_width, b_width, out_a, out_b, ADD)
+    else:
+        j = column + tl.arange(0, total.shape[1])
+        inside = (i < a_width)[:, None] & (j < b_width)[None, :]
+        at = out + i[:, None] * out_a + j[None, :] * out_b
+        if ADD:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+put = triton.jit(_put)
 
 
 def _weight_grad(  # type: ignore[no-untyped-def]
@@ -43,11 +64,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
         j = tile % down * BN + tl.arange(0, BN)
         first = tl.load(offsets + expert)
         end = tl.load(offsets + expert + 1)
-        inside = (i < a_width)[:, None] & (j < b_width)[None, :]
-        out_at = out + expert * out_e + i[:, None] * out_a + j[None, :] * out_b
         total = tl.zeros((BM, BN), dtype=tl.float32)
-        if ADD:
-            total += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
         for row in range(first, end, BK):
             lane = tl.arange(0, BK)
             a_read = lane < end - row
@@ -74,7 +91,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
                 left = left.to(tl.float32)
                 right = right.to(tl.float32)
             total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
+        put(total, out + expert * out_e, i, tile % down * BN, a_width, b_width, out_a, out_b, ADD)
 
 
 weight_grad_kernel = kernel(_weight_grad, "experts")
@@ -103,7 +120,7 @@ def weight_grad(
     rows = a_nA.shape[0] if a_index_R is None else a_index_R.shape[0]
     count(a_width, rows, b_width)
     with on_device_of(a_nA):
-        weight_grad_kernel[launch.grid(a_nA.device, bound)](
+        weight_grad_kernel[launch.grid(a_nA.device, tiles, bound)](
             a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
             GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
             EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
