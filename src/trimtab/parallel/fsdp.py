@@ -67,6 +67,7 @@ def fully_shard_moe(
     of another dtype than the rest of its unit, as `MoEConfig(dtype=torch.bfloat16)` builds it, is a unit of its own.
     Evaluate behind the optimiser's step: after a forward without gradients FSDP2 keeps whole weights of the model's own
     unit, which a step between backward and the next forward does not change. `model.reshard()` gives them up.
+    torch's FSDP2 gives wrong gradients where a unit inside a reentrant checkpoint is used several times in a forward.
     Not under zero-bubble pipeline schedules: FSDP2 (torch 2.13) loses gradients of nested modules whose backward comes
     in two halves.
 
