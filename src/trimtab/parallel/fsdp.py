@@ -14,6 +14,7 @@ efsdp / dp where it enters the layer and FSDP2 averages over efsdp, as `trimtab.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -21,13 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.plan import matches
+from trimtab.parallel.units import find_units
+from trimtab.routing.recompute import unseen
+from trimtab.routing.router import Router
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 """Types of a reduction in which FSDP2 divides once, whatever the mesh."""
@@ -52,28 +55,32 @@ def fully_shard_moe(
             context parallelism a mesh of all DP x CP ranks, or mesh["dp", "cp"], replicated over dp.
         efsdp_mesh: the ranks that hold the same experts, one dim or (replicate, shard); a slice of the mesh that the
             experts were parallelised on.
-        blocks: patterns of modules that are sharded as units of their own, such as "layers.*".
+        blocks: patterns of modules that are sharded as units of their own, such as "layers.*", in any order; what two
+            of them match is one. Nothing inside a layer whose tokens are spread over a tp_mesh: that is sharded whole.
         options: for `fully_shard` (reshard_after_forward, mp_policy, offload_policy).
 
     The balance losses become those of the global batch, see `trimtab.parallel.data`. Delayed weight gradients are
     reduced by the experts' `backward_dw()`.
 
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
-    Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes.
+    Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes. A router
+    of another dtype than the rest of its unit, as `MoEConfig(dtype=torch.bfloat16)` builds it, is a unit of its own.
     Evaluate behind the optimiser's step: after a forward without gradients FSDP2 keeps whole weights of the model's own
     unit, which a step between backward and the next forward does not change. `model.reshard()` gives them up.
+    torch's FSDP2 gives wrong gradients where a unit inside a reentrant checkpoint is used several times in a forward.
     Not under zero-bubble pipeline schedules: FSDP2 (torch 2.13) loses gradients of nested modules whose backward comes
     in two halves.
 
     Raises:
-        ConfigError: no parallel experts, meshes that do not fit together, a pattern that matches nothing, an option
-            that `fully_shard` has not or that is set here, or experts with `main_grad`, whose buffers FSDP2 would not
-            reduce.
+        ConfigError: no parallel experts, meshes that do not fit together, an option that `fully_shard` has not or that
+            is set here, experts with `main_grad`, whose buffers FSDP2 would not reduce, a pattern that matches nothing
+            or what can be no unit, or trained parameters of several dtypes in one. Nothing has been changed then.
     """
     if other := sorted(options.keys() - (signature(fully_shard).parameters.keys() - SET_HERE)):
         raise ConfigError(f"{', '.join(other)}: no option of fully_shard, or one that follows from the meshes given")
     if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
         raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
+    units = find_units(model, blocks, options.get("ignored_params") or ())
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)
     for module in experts:
         sharded = fully_shard(module, mesh=efsdp_mesh, shard_placement_fn=_placement(module, efsdp_mesh), **options)
@@ -85,13 +92,35 @@ def fully_shard_moe(
         else:
             module.gradient_scale = efsdp_mesh.size() / dp_mesh.size()
         module.reduce_delayed = partial(_reduce_now, sharded)
-    for pattern in blocks:
-        found = [module for name, module in model.named_modules() if name and matches(name, pattern)]
-        if not found:
-            raise ConfigError(f"blocks pattern {pattern!r} matches no module of {type(model).__name__}")
-        for block in found:
-            fully_shard(block, mesh=dp_mesh, **options)
+    for unit in units:
+        if isinstance(unit, Router):
+            _shard_router(unit, dp_mesh, options)
+        else:
+            fully_shard(unit, mesh=dp_mesh, **options)
     return fully_shard(model, mesh=dp_mesh, **options)
+
+
+def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """As a unit that is called with what the layer has, answers in its own types, and may be in a checkpoint."""
+    # FSDP2 warns of a result that is a view.
+    router.register_forward_hook(lambda _, __, out: out._replace(weights_TK=out.weights_TK.clone()))
+    policy = options.get("mp_policy", MixedPrecisionPolicy())
+    own = options | {"mp_policy": replace(policy, cast_forward_inputs=False, output_dtype=None)}
+    state = fully_shard(router, mesh=mesh, **own)._get_fsdp_state()
+    for hooks in (router._forward_pre_hooks, router._forward_hooks):
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = _unseen(hook)
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What it gathers, a checkpoint's first run may gather and its second find there."""
+
+    def hidden(*args: Any) -> Any:
+        with unseen():
+            return hook(*args)
+
+    return hidden
 
 
 def _reduce_now(module: FSDPModule) -> None:
