@@ -20,14 +20,17 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Delayed
 
 E, D, F, M, K = 4, 16, 24, 12, 2
-LATEST = FP8Delayed(backend="emulated", history=8, algorithm="latest")
+DELAYED = {
+    "fp8_delayed_latest": FP8Delayed(backend="emulated", history=8, algorithm="latest"),
+    "fp8_delayed_short": FP8Delayed(backend="emulated", history=1),  # fewer steps than are in flight
+}
 LAYERS = ("linear", "linear_original", "mlp", "mlp_combine", "mlp_delayed")
-NAMES = (*(n for n in RECIPES if n != "nvfp4"), "fp8_delayed_latest")  # nvfp4 draws other noise
+NAMES = (*(n for n in RECIPES if n != "nvfp4"), *DELAYED)  # nvfp4 draws other noise
 
 
 def make(layer: str, name: str) -> tuple[torch.nn.Module, Callable[..., Tensor]]:
     torch.manual_seed(0)
-    recipe = LATEST if name == "fp8_delayed_latest" else RECIPES[name]
+    recipe = (RECIPES | DELAYED)[name]
     if layer.startswith("linear"):
         linear = GroupedLinear(E, D, D, recipe=recipe, save_original_input=layer == "linear_original")
         return linear, lambda x, ids, w: linear(x, torch.bincount(ids[:, 0], minlength=E).tolist()) * w[:, :1]
@@ -109,3 +112,59 @@ def test_a_recompute_tells_the_history_of_another_microbatch_nothing(options: di
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(outputs(None), outputs(reentrant), strict=True))
+
+
+@pytest.mark.parametrize("backward", ["train", "eval"])
+@pytest.mark.parametrize("forward", ["train", "eval"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_has_the_scales_of_the_mode_that_its_forward_ran_in(
+    reentrant: bool, forward: str, backward: str
+) -> None:
+    """Three calls in flight, behind training steps that moved the scales; where both have one mode, on the data of
+    those steps. Evaluation and a training step come in between."""
+
+    def outcome(layer: str, name: str, way: bool | None) -> list[Tensor]:
+        module, call = make(layer, name)
+        *steps, between = batches(4)
+        held = [tuple(t.detach() * (1.0 if forward == backward else 1.5) for t in part[::2]) for part in steps]
+        for part in steps:
+            call(*part).square().sum().backward()
+        module.train(forward == "train")
+        parts = [(x.requires_grad_(), step[1], w.requires_grad_()) for (x, w), step in zip(held, steps, strict=True)]
+        ys = [call(*part) if way is None else checkpoint(call, *part, use_reentrant=way) for part in parts]
+        with torch.no_grad():
+            module.eval()
+            for i in range(3):
+                call(between[0] * i, *between[1:])
+        module.train()
+        call(*between).square().sum().backward()
+        module.train(backward == "train")
+        for y in ys:
+            y.square().sum().backward()
+        found = [*ys, *(part[i].grad for part in parts for i in (0, 2)), *(p.grad for p in module.parameters())]
+        return [t.detach() for t in found] + [b for key, b in module.named_buffers() if key.endswith("history_He")]
+
+    for layer in ("linear", "mlp"):
+        for name in DELAYED:
+            plain, recomputed = (outcome(layer, name, way) for way in (None, reentrant))
+            assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), (layer, name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_calls_on_the_same_data_in_both_modes(reentrant: bool) -> None:
+    """Each runs again in its own mode, the first one first."""
+
+    def gradients(way: bool | None) -> list[Tensor]:
+        module, call = make("linear", "fp8_delayed_latest")
+        small, large, _ = batches(3)
+        module(large[0].detach(), [M, 0, 0, 0])
+        ys = []
+        for training in (True, False):
+            module.train(training)
+            ys.append(call(*small) if way is None else checkpoint(call, *small, use_reentrant=way))
+        for training, y in zip((True, False), ys, strict=True):
+            module.train(training)
+            y.square().sum().backward()
+        return [small[0].grad, *(p.grad for p in module.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients(reentrant), strict=True))

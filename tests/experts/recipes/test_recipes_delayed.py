@@ -104,6 +104,54 @@ def test_a_recomputed_forward_finds_its_scale_by_its_magnitudes_and_moves_nothin
     assert torch.equal(h.history_He, before)
 
 
+@pytest.mark.parametrize(("length", "remembered"), [(1, 64), (70, 70)])
+def test_a_recompute_finds_as_many_calls_as_the_history_has_steps_and_no_fewer_than_64(
+    length: int, remembered: int
+) -> None:
+    h = history(length, latest=True)
+    scales = [step(h, float(i)) for i in range(remembered + 1)]
+    assert [again(h, float(i)) for i in range(1, remembered + 1)] == scales[1:]
+    assert again(h, 0.0) == [remembered] != scales[0]  # forgotten: as in eval mode
+    assert h.state_dict().keys() == {"history_He"}
+
+
+def test_a_recompute_asks_for_calls_of_its_mode_first() -> None:
+    h = history(latest=True)
+    assert [step(h, x) for x in (4.0, 2.0, 8.0)] == [[4], [4], [2]]
+    h.eval()
+    assert again(h, 2.0) == [4]  # a forward in training, run again in eval mode
+    assert step(h, 2.0) == step(h, 3.0) == [8]
+    assert again(h, 2.0) == [8]
+    h.train()
+    assert step(h, 16.0) == [8]
+    assert (again(h, 2.0), again(h, 3.0)) == ([4], [8])
+    h.eval()
+    assert (again(h, 2.0), again(h, 5.0)) == ([8], [16])
+    for _ in range(100):  # an evaluation makes no call in training forgotten
+        step(h, 1.0)
+    assert again(h, 4.0) == [4]
+
+
+def test_a_call_without_tokens_is_found_too() -> None:
+    h, weights = history(), history()
+    for amax in (8.0, 2.0):
+        step(weights, amax)
+        step(h, 0.0)
+    for module in (h, weights):
+        module.eval()
+    which = h.which(torch.zeros(1))
+    assert magnitudes(weights, weights.again(torch.tensor([2.0]), which)) == [8]
+
+
+def test_inference_before_training() -> None:
+    h = history()
+    with torch.inference_mode():
+        step(h.eval(), 4.0)
+        assert (h.first_2Ne < 0).all()  # nothing of that runs again
+    assert step(h, 2.0) == step(h.train(), 2.0) == [2]
+    assert step(h, 1.0) == [2]
+
+
 def test_margin_is_headroom_and_what_is_beyond_it_saturates() -> None:
     x = torch.full((16, 4), 3.0)
     for margin, growth, wanted in ((0, 1.0, 3), (0, 2.0, 3), (1, 2.0, 6), (1, 4.0, 6), (3, 4.0, 12)):

@@ -8,13 +8,16 @@ A step is one call of a layer, forward and backward. Its first product that take
 and every other product of that call uses the same scale, whatever other calls came in between: the call holds it.
 
 An expert whose history is all zeros (its first tokens, or none for H steps) takes its scale from the data, as current
-scaling does. In eval mode scales are used and nothing moves.
+scaling does. In eval mode scales are used and the history does not move.
 
-A recomputed forward is the same step again: it moves nothing and finds its scales by the activations' magnitudes, which
-are those of one of the last H steps to the bit. (The weights' are those of all microbatches of an optimiser step.) So
-activation checkpointing needs no help, however many microbatches are in flight.
+A recomputed forward is the same call again: it moves nothing and finds its scales by the activations' magnitudes, which
+are to the bit those of one of the calls remembered for it. (The weights' are those of all microbatches of an optimiser
+step.) These are the last N in training and the last N in eval mode, each kept apart from the other's: calls on the same
+data have other scales there. The mode of the recompute is asked first. Calls in eval mode without gradients are among
+them: the first run of a reentrant checkpoint looks no different. So activation checkpointing needs no help with up to N
+calls in flight; the recompute of an older one takes the scales that a new call in eval mode would.
 
-Legend: H steps of history, e experts.
+Legend: H steps of history, N calls remembered, e experts.
 """
 
 from __future__ import annotations
@@ -29,30 +32,37 @@ from trimtab.errors import InputError
 from trimtab.experts.recipes.formats import ElementFormat
 from trimtab.experts.recipes.scales import Scale, float_scale
 
-NAMES = ("history_He", "basis_He", "first_He")
+EMPTY = {"history_He": 0.0, "first_2Ne": -1.0, "basis_2Ne": 0.0}
+"""What the buffers begin with: -1 is no magnitude, also not that of an expert without tokens."""
+
+REMEMBERED = 64
+"""N, at least: a pipeline has as many calls in flight as it has stages."""
 
 
 class AmaxHistory(nn.Module):
-    """Buffers: history_He [H, e], newest first; basis_He and first_He [H, e], not saved, for recomputed forwards.
+    """Buffers, newest first: history_He [H, e]; first_2Ne and basis_2Ne [2, N, e], not saved, for recomputed forwards:
+    what came and what gave the scale, in eval mode and in training.
 
     They have no experts until `reserve` or a first call gives them their width, and follow the data to its device.
 
     Args:
-        length: H.
+        length: H; N is that too, 64 at least.
         form: element format; the scale puts the magnitude at its largest value.
         margin: powers of two left above it.
         algorithm: "max" of the history, or the "latest".
     """
 
     history_He: Tensor
-    basis_He: Tensor
-    first_He: Tensor
+    first_2Ne: Tensor
+    basis_2Ne: Tensor
 
     def __init__(self, length: int, form: ElementFormat, margin: int, algorithm: Literal["max", "latest"]) -> None:
         super().__init__()
         self.form, self.margin, self.algorithm = form, margin, algorithm
-        for name in NAMES:
-            self.register_buffer(name, torch.zeros(length, 0, dtype=torch.float32), persistent=name == "history_He")
+        for name, empty in EMPTY.items():
+            saved = name == "history_He"
+            rows = (length,) if saved else (2, max(length, REMEMBERED))
+            self.register_buffer(name, torch.full((*rows, 0), empty, dtype=torch.float32), persistent=saved)
 
     def reserve(self, num_groups: int) -> None:
         """Zeros for so many experts.
@@ -68,34 +78,35 @@ class AmaxHistory(nn.Module):
         self._widen(num_groups)
 
     def step(self, amax_e: Tensor) -> Tensor:
-        """The magnitude that gives a new step its scale, [e]; records this step's own."""
+        """The magnitude that gives a new call its scale, [e]; records this call's own."""
         if amax_e.is_meta:
             return amax_e
         past_e = self._past(amax_e)
         basis_e = torch.where(past_e > 0, past_e, amax_e)
         if self.training:
-            for rows_He, newest_e in ((self.history_He, amax_e), (self.first_He, amax_e), (self.basis_He, basis_e)):
-                rows_He.copy_(rows_He.roll(1, 0))
-                rows_He[0].copy_(newest_e)
+            _push(self.history_He, amax_e)
+        if not torch.is_inference_mode_enabled():  # nothing of that runs again
+            _push(self.first_2Ne[int(self.training)], amax_e)
+            _push(self.basis_2Ne[int(self.training)], basis_e)
         return basis_e
 
     def which(self, amax_e: Tensor) -> Tensor:
-        """How many steps ago these magnitudes were a step's, the latest such step: [], H if there was none."""
+        """Which remembered call had these magnitudes: [], for `again`. The latest of this mode, else of the other."""
         if amax_e.is_meta:
             return amax_e.new_empty((), dtype=torch.int64)
         self._past(amax_e)
-        length = self.first_He.shape[0]
-        number_H = torch.arange(length, device=amax_e.device)
-        return torch.where((self.first_He == amax_e).all(1), number_H, length).amin()
+        first_Me = self._this_mode_first(self.first_2Ne)
+        number_M = torch.arange(len(first_Me), device=amax_e.device)
+        return torch.where((first_Me == amax_e).all(1), number_M, len(first_Me)).amin()
 
-    def again(self, amax_e: Tensor, ago: Tensor) -> Tensor:
-        """What `step` gave so many steps ago, [e]; as in eval mode for H."""
+    def again(self, amax_e: Tensor, which: Tensor) -> Tensor:
+        """What `step` gave that call, [e]; if there was none, what it would give now in eval mode."""
         if amax_e.is_meta:
             return amax_e
         past_e = self._past(amax_e)
-        length = self.first_He.shape[0]
-        known_e = self.basis_He.index_select(0, ago.clamp(max=length - 1).view(1))[0]
-        basis_e = torch.where(ago < length, known_e, past_e)
+        basis_Me = self._this_mode_first(self.basis_2Ne)
+        known_e = basis_Me.index_select(0, which.clamp(max=len(basis_Me) - 1).view(1))[0]
+        basis_e = torch.where(which < len(basis_Me), known_e, past_e)
         return torch.where(basis_e > 0, basis_e, amax_e)
 
     def also(self, amax_e: Tensor) -> None:
@@ -107,29 +118,34 @@ class AmaxHistory(nn.Module):
         """The scale that a magnitude gives."""
         return float_scale(basis_e, self.form, margin=self.margin)
 
+    def _this_mode_first(self, held_2Ne: Tensor) -> Tensor:
+        """[2 N, e]: the calls of this mode, then those of the other, each newest first."""
+        return (held_2Ne.flip(0) if self.training else held_2Ne).flatten(0, 1)
+
     def _past(self, like_e: Tensor) -> Tensor:
-        self.reserve(like_e.shape[0])
-        for name in NAMES:
-            held = getattr(self, name)
-            if held.device != like_e.device:
-                there = like_e.device
-                setattr(self, name, torch.zeros_like(held, device=there) if held.is_meta else held.to(there))
+        with torch.inference_mode(False):  # training goes on with them
+            self.reserve(like_e.shape[0])
+            for name, empty in EMPTY.items():
+                held = getattr(self, name)
+                if held.device != like_e.device:
+                    there = like_e.device
+                    setattr(self, name, torch.full_like(held, empty, device=there) if held.is_meta else held.to(there))
         return self.history_He.amax(0) if self.algorithm == "max" else self.history_He[0]
 
     def _widen(self, num_groups: int) -> None:
-        for name in NAMES:
+        for name, empty in EMPTY.items():
             held = getattr(self, name)
-            setattr(self, name, held.new_zeros(held.shape[0], num_groups))
+            setattr(self, name, held.new_full((*held.shape[:-1], num_groups), empty))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
         """Moves between devices only: a module cast to a narrower dtype keeps its history in float32. What was on the
-        meta device begins at zero."""
-
-        def moved(t: Tensor) -> Tensor:
-            made = fn(t.view(torch.int32)).view(torch.float32)
-            return made.zero_() if t.is_meta and not made.is_meta else made
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        meta device begins empty."""
+        before = {name: getattr(self, name).is_meta for name in EMPTY}
+        super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)  # type: ignore[no-untyped-call]
+        for name, empty in EMPTY.items():
+            held = getattr(self, name)
+            if before[name] and not held.is_meta:
+                held.fill_(empty)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -141,3 +157,9 @@ class AmaxHistory(nn.Module):
         if loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
             self._widen(loaded.shape[1])
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _push(rows_Ne: Tensor, newest_e: Tensor) -> None:
+    """One row on, in place."""
+    rows_Ne.copy_(rows_Ne.roll(1, 0))
+    rows_Ne[0].copy_(newest_e)

@@ -99,13 +99,13 @@ class FP8DelayedState(QuantisedState):
 
 
 class FP8DelayedCall(Quantiser):
-    """One step of each history. Inside a backward, activation and weight are those of a step that has been."""
+    """One step of each history. Inside a backward, activation and weight are those of a call that has been."""
 
     def __init__(self, state: FP8DelayedState) -> None:
         self.alignment, self.state = state.alignment, state
         self.recomputed = in_backward()
         self.held: dict[AmaxHistory, tuple[Tensor, Tensor]] = {}  # the first magnitudes, and what gives the scale
-        self.ago: Tensor | None = None
+        self.which: Tensor | None = None  # call that is computed again
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
         history = self.state.activation_amax if role == "activation" else self.state.gradient_amax
@@ -122,9 +122,9 @@ class FP8DelayedCall(Quantiser):
             history.also(amax_e.where(amax_e > first_e, 0))  # of a recomputed step the rest is told already
             return history.scale(basis_e)
         if self.recomputed and history is not self.state.gradient_amax:
-            if self.ago is None:  # activations come first
-                self.ago = history.which(amax_e)
-            basis_e = history.again(amax_e, self.ago)
+            if self.which is None:  # activations come first
+                self.which = history.which(amax_e)
+            basis_e = history.again(amax_e, self.which)
         else:
             basis_e = history.step(amax_e)
         self.held[history] = amax_e, basis_e
