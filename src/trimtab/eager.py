@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
+from trimtab.errors import InputError
 
-@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="trimtab: rows are exchanged over ranks, an option has state, or an activation, norm or kernels are of "
-    "one's own: this part runs eagerly"
-)
+WHY = "rows are exchanged over ranks, an option has state, or an activation, norm or kernels are of one's own"
+
+
+@torch.compiler.disable(reason=f"trimtab: {WHY}: this part runs eagerly")  # type: ignore[no-untyped-call, untyped-decorator]
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason."""
+    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason.
+
+    Raises:
+        InputError: under `torch.export`, which has one graph.
+    """
+    if torch.compiler.is_exporting():
+        raise InputError(f"this part cannot be exported: {WHY}. Export a layer on one rank, with none of these")
     return fn(*args, **kwargs)

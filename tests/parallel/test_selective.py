@@ -62,7 +62,7 @@ def selective_on_rank() -> dict[str, float]:
         mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
         parallelize(model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None)})
         for layer in model.layers:
-            layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD)
+            layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
         truth = gradients(model, None)
         for kept in KEPT:
             found = gradients(model, kept)

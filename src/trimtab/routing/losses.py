@@ -188,4 +188,5 @@ def _sequence_fractions(chosen_TK: Tensor, batch: int, num_experts: int, groups:
     known = (chosen_TK >= 0) & (chosen_TK < num_experts)
     ids = torch.where(known, chosen_TK + sequence_T1 * num_experts, -1)
     counts = count_ids(ids, batch * num_experts).view(batch, num_experts)
-    return fraction(all_sum(counts, groups.sequence))
+    with unseen():  # ranks are summed in place, and counts may be kept
+        return fraction(all_sum(counts.clone(), groups.sequence))

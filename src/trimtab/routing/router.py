@@ -288,10 +288,10 @@ class Router(nn.Module):
         if not (self.training and jitter):
             return x_TD
         generator = self.generator
-        if generator is not None and noise is not None and not torch.equal(noise, generator.get_state()):
-            generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
-            generator.set_state(noise)
-        with unseen():  # it is drawn in place
+        with unseen():  # the second run compares for itself, and draws in place
+            if generator is not None and noise is not None and not torch.equal(noise, generator.get_state()):
+                generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
+                generator.set_state(noise)
             wide = torch.promote_types(x_TD.dtype, torch.float32)  # as the logits; bfloat16 has few numbers about 1
             by_TD = torch.empty_like(x_TD, dtype=wide).uniform_(1 - jitter, 1 + jitter, generator=generator)
         return x_TD * by_TD
