@@ -92,6 +92,9 @@ def test_what_is_missing_is_said() -> None:
     wrong.main_grad = torch.zeros(6)
     with pytest.raises(InputError, match=r"main_grad is \(6,\) torch\.float32 on cpu, expected .* \(2, 3\)"):
         WeightGradient(wrong, "overwrite").open()
+    wrong.main_grad = torch.zeros(3).expand(2, 3)  # each value would be that of two
+    with pytest.raises(InputError, match=r"main_grad is \(2, 3\) torch\.float32 on cpu, expanded, expected"):
+        WeightGradient(wrong, "accumulate").open()
     with pytest.raises(ConfigError, match="main_grad='add'"):
         check_mode("add")
 

@@ -77,7 +77,8 @@ class WeightGradient:
         """The tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
 
         Raises:
-            InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating.
+            InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating,
+                with a place for each element.
         """
         self._move(_State.WAITING, _State.OPEN)
         self._buffer = self._main_grad() if self.fused else self._empty_like(self.param)
@@ -99,9 +100,11 @@ class WeightGradient:
         found = main_grad
         if isinstance(main_grad, Tensor):
             fits = main_grad.shape == param.shape and main_grad.device == param.device
-            if fits and holds_values(main_grad.dtype):
+            strides = zip(main_grad.stride(), main_grad.shape, strict=True)
+            expanded = any(stride == 0 and size > 1 for stride, size in strides)
+            if fits and holds_values(main_grad.dtype) and not expanded:
                 return main_grad
-            found = f"{tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}"
+            found = f"{tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}{', expanded' * expanded}"
         raise InputError(
             f"{self.name}.main_grad is {found}, expected a floating tensor {tuple(param.shape)} on {param.device}: "
             "main_grad='accumulate' and 'overwrite' write there. Set it before the backward or use 'off', as for a "
