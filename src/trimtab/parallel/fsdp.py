@@ -102,8 +102,6 @@ def fully_shard_moe(
 
 def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     """As a unit that is called with what the layer has, answers in its own types, and may be in a checkpoint."""
-    # FSDP2 warns of a result that is a view.
-    router.register_forward_hook(lambda _, __, out: out._replace(weights_TK=out.weights_TK.clone()))
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     own = options | {"mp_policy": replace(policy, cast_forward_inputs=False, output_dtype=None)}
     state = fully_shard(router, mesh=mesh, **own)._get_fsdp_state()

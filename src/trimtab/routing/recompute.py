@@ -89,12 +89,13 @@ class Remembered:
 
 
 class _Hold(Function):
-    """The identity; its node keeps `remembered` alive."""
+    """The identity; its node keeps `remembered` alive. No view to autograd: what FSDP2 hangs on a unit's result is lost
+    where that is one and is changed in place, and it warns."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, remembered: Remembered) -> Tensor:
         ctx.remembered = remembered
-        return weights_TK.view_as(weights_TK)
+        return weights_TK.view_as(weights_TK).detach()
 
     @staticmethod
     def backward(ctx: Any, d_TK: Tensor) -> tuple[Tensor, None]:
