@@ -162,24 +162,31 @@ def test_where_triton_breaks_the_device_or_hangs_the_others_are_measured_without
 
 
 def test_a_launch_that_ends_its_process_loses_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks = Section(["## D", "| one |", "| two, which broke the device |"], launches=2, broken=True)
-    crashes = Section(["## D", "| three |"], launches=1)
-    started, section = measured_apart(monkeypatch, WHOLE, breaks, crashes, LAUNCHES)
-    assert started[1:] == ["triton --launches 0", "triton --launches 2", "triton --launches 4"]
+    breaks = Section(["## D", "| one |", "| two, which broke the device |"], launches=2, behind=6, broken=True)
+    crashes, again = Section(["## D", "| three |"], launches=1, behind=5), "its process ended with -11"
+    started, section = measured_apart(monkeypatch, WHOLE, breaks, crashes, again, again, LAUNCHES)
+    assert started[1:] == [f"triton --launches {first}" for first in (0, 2, 4, 5, 6)]
     assert [part for part in section.parts if part[0] == "|"][1:] == [*breaks.parts[1:], "| three |", "| launches |"]
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_behind_the_last_launch_none_is_tried(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    last = Section(["## D", "| seven |"], launches=8 if broken else 7, behind=0 if broken else 1, broken=broken)
+    assert len(measured_apart(monkeypatch, WHOLE, last)[0]) == 2
+
+
 def test_launches_that_cannot_begin_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, section = measured_apart(monkeypatch, WHOLE, Section(["## D", "it failed"], broken=True))
-    assert len(started) == 2
-    assert section.failed == ["the device answered nothing more"]
+    started, section = measured_apart(monkeypatch, WHOLE, *[Section(["## D", "it failed"], broken=True)] * gpu.TRIES)
+    assert started[1:] == [f"triton --launches {first}" for first in range(gpu.TRIES)]
+    assert section.failed == ["the device answered nothing more"] * gpu.TRIES + ["launches"]
 
 
 def test_no_launch_is_begun_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 140.0, 151.0])
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(times))
-    started, _ = measured_apart(monkeypatch, WHOLE, Section(["## D", "| one |"], launches=1))
+    started, section = measured_apart(monkeypatch, WHOLE, Section(["## D", "| one |"], launches=1, behind=7))
     assert len(started) == 2
+    assert section.parts[-1] == "No more launches were measured."
 
 
 def test_who_failed_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

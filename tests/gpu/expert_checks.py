@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comparing import assert_close
 from experts.linear_truth import true_results
@@ -25,6 +25,7 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
 from trimtab.experts.recipes.common import RecipeBase
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.parallel.clip import clip_grad_norm_
 
 G, A, B = 4, 256, 128  # what every recipe's hardware takes
 E, D, F, K = 4, 256, 128, 2
@@ -117,6 +118,21 @@ def drawing_is_refused(device: str) -> None:
     with pytest.raises(InputError, match="draws random numbers"):
         Recomputed(torch.nn.Dropout(0.5)).forward(pre)
     assert Recomputed(torch.nn.Dropout(0.0)).forward(pre).equal(pre)
+
+
+def clipped_by_one_factor(device: str, dtype: torch.dtype, scale: float) -> None:
+    """Gradients of `dtype` and of float32, each rounded once."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(4_000, dtype=each, device=device)) for each in (dtype, torch.float32)]
+    drawn = [(scale * torch.randn_like(p)).detach() for p in params]
+    for p, g in zip(params, drawn, strict=True):
+        p.grad = g.clone()
+    assert clip_grad_norm_(params, 1.0) > 1
+    true = [g.double() / torch.cat([d.double() for d in drawn]).norm() for g in drawn]
+    for p, want in zip(params, true, strict=True):
+        assert p.grad is not None
+        bound = max(torch.finfo(p.dtype).eps / 2, 2e-7)
+        torch.testing.assert_close(p.grad.double(), want, rtol=bound, atol=torch.finfo(torch.float16).tiny / 1024)
 
 
 def mlp(device: str, recipe: Recipe | None = None, weights: str = "experts") -> ExpertMLP:

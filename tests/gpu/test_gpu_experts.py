@@ -23,6 +23,7 @@ from gpu.expert_checks import (
     B,
     G,
     LinearCase,
+    clipped_by_one_factor,
     drawing_is_refused,
     hardware_is_emulation,
     linear_is_true,
@@ -86,6 +87,11 @@ def test_expert_mlp_is_true(tokens: int, weights: str) -> None:
 
 def test_an_activation_that_draws_is_refused() -> None:
     drawing_is_refused(CUDA)
+
+
+def test_gradients_are_clipped_by_one_factor() -> None:
+    for dtype in BOUNDS:
+        clipped_by_one_factor(CUDA, dtype, 10_000.0)
 
 
 @pytest.mark.parametrize("name", HARDWARE)

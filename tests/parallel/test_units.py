@@ -68,7 +68,13 @@ def step(model: Model, x: Tensor, ranks: int, *args: Any) -> dict[str, Tensor]:
 
 WAYS: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
     "any order": (1, torch.float64, {"blocks": ("layers.0", "layers.*", "layers.*.first", "layers.*.moe.router")}),
-    "router": (2, torch.float32, {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}),
+    "router": (
+        2,
+        torch.float32,
+        {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32),
+        },
+    ),
     "router of a block": (1, torch.float32, {"blocks": ("layers.*",), "reshard_after_forward": True}),
 }
 """By name: ranks with the same experts, a router's dtype beside float64, options."""
@@ -86,7 +92,8 @@ def sharded_on_rank() -> dict[str, float]:
         mesh = init_device_mesh("cpu", (copies, 2 // copies), mesh_dim_names=("edp", "ep"))
         parallelize(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
         fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"], **options)
-        kinds = set[torch.dtype]()
+        kinds, computed_in = set[torch.dtype](), set[torch.dtype]()
+        model.layers[0].moe.router.register_forward_pre_hook(lambda m, _, to=computed_in: to.add(m.weight.dtype))
         model.layers[0].moe.router.register_forward_hook(lambda _, __, out, to=kinds: to.add(out.weights_TK.dtype))
         for kept in (None, ["mm", "addmm"]):
             found = step(model, x[rank], 1, kept)
@@ -94,7 +101,7 @@ def sharded_on_rank() -> dict[str, float]:
             for key, value in found.items():
                 errors[f"{name} {kept} {key}"] = relative_error(value, truth[key])
             model.zero_grad()
-        assert kinds == {torch.float64}
+        assert (kinds, computed_in) == ({torch.float64}, {dtype})
     model = Model(torch.bfloat16)
     parallelize(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
     fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"])

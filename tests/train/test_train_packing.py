@@ -98,7 +98,7 @@ def read(stream: TokenStream, pieces: int) -> list[int]:
 def test_text_and_records_are_separated_by_eos_and_repeat(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\nzwö")
     (tmp_path / "b.jsonl").write_text('{"text": "three \\ud800"}\n{"text": ""}\n')
-    stream = TokenStream(find_files([str(tmp_path)]), byte_tokenizer(), seed=0)
+    stream = TokenStream(find_files([str(tmp_path)]).files, byte_tokenizer(), seed=0)
     documents = bytes(i % EOS for i in read(stream, 8)).split(b"\0")
     assert sorted(documents[:4]) == sorted([b"one\nzw\xc3\xb6", b"three ?"] * 2)
 

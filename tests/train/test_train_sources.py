@@ -11,15 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import InputError
-from trimtab.train.sources import (
-    SNIFF_BYTES,
-    check_documents,
-    check_lines,
-    documents,
-    find_files,
-    mix,
-    other_encodings,
-)
+from trimtab.train.sources import SNIFF_BYTES, check_documents, check_lines, documents, find_files, mix
 
 
 def test_directory_gives_text_files_only(tmp_path: Path) -> None:
@@ -29,7 +21,7 @@ def test_directory_gives_text_files_only(tmp_path: Path) -> None:
         "a.txt": b"a", "sub/b.py": b"b", "c.bin": b"\0\1", ".hidden": b"h", ".git/x": b"x",
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-    assert [p.name for p in find_files([str(tmp_path)])] == ["a.txt", "b.py"]
+    assert [p.name for p in find_files([str(tmp_path)]).files] == ["a.txt", "b.py"]
 
 
 def test_what_runs_left_is_no_data(tmp_path: Path) -> None:
@@ -38,24 +30,32 @@ def test_what_runs_left_is_no_data(tmp_path: Path) -> None:
                  "runs/train/checkpoints/step-00000002/config.json", "runs/notes.txt", "other/run.json"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    found = [p.relative_to(tmp_path).as_posix() for p in find_files([str(tmp_path)])]
+    found = [p.relative_to(tmp_path).as_posix() for p in find_files([str(tmp_path)]).files]
     assert found == ["a.txt", "other/run.json", "runs/notes.txt"]
 
 
 def test_default_is_the_standard_library() -> None:
-    names = {p.name for p in find_files([])}
+    names = {p.name for p in find_files([]).files}
     assert {"argparse.py", "os.py"} <= names
 
 
 def test_other_encodings_are_left_out_by_name(tmp_path: Path) -> None:
-    """Not read with letters replaced, as before. A letter of UTF-8 that the look at the beginning cuts is none."""
+    """Not read with letters replaced. A letter of UTF-8 that the look at the beginning cuts is none."""
     for name, content in {
-        "latin.txt": "naïve".encode("latin-1"), "utf16.txt": "日本語".encode("utf-16"), "c.bin": b"\0\xff",
+        "latin.txt": "naïve".encode("latin-1"), "utf16.txt": "English".encode("utf-16"), "c.bin": b"\0\xff",
         "cut.txt": b"a" * (SNIFF_BYTES - 1) + "é".encode(), "bom.txt": "x".encode("utf-8-sig"), "l.jsonl": b"\xff",
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-    assert [p.name for p in find_files([str(tmp_path)])] == ["bom.txt", "cut.txt", "l.jsonl"]
-    assert [p.name for p in other_encodings([str(tmp_path), str(tmp_path / "cut.txt")])] == ["latin.txt", "utf16.txt"]
+    found = find_files([str(tmp_path), str(tmp_path / "cut.txt")])
+    assert [p.name for p in found.files] == ["bom.txt", "cut.txt", "l.jsonl", "cut.txt"]
+    assert [p.name for p in found.left_out] == ["latin.txt", "utf16.txt"]
+    assert str(found) == f" (2 left out that are not UTF-8, as {tmp_path / 'latin.txt'})"
+    for name in ("bom.txt", "cut.txt", "l.jsonl"):
+        (tmp_path / name).unlink()
+    with pytest.raises(
+        InputError, match=r"no text file found there \(2 left out that are not UTF-8, as .*latin\.txt\)"
+    ):
+        find_files([str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "latin.txt", "empty"])
@@ -72,7 +72,7 @@ def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
         (tmp_path / f"{i}.txt").write_text(str(i))
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(f'{{"text": "{i}"}}\n\n' for i in range(50)))
-    files = find_files([str(tmp_path)])
+    files = find_files([str(tmp_path)]).files
 
     def order(seed: int, epoch: int) -> list[str]:
         return [document.place for document in documents(files, seed, epoch)]
@@ -122,7 +122,7 @@ def test_data_without_any_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(InputError, match="empty"):
-        check_documents(find_files([str(tmp_path)]), seed=0)
+        check_documents(find_files([str(tmp_path)]).files, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_no_line_of_json_is_left_unread(tmp_path: Path, line: bytes, reason: str
     good = b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}\n\n{"text": "caf\xc3\xa9"}\n'
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + good * 700)
-    check_lines(find_files([str(tmp_path)]), told)
+    check_lines(find_files([str(tmp_path)]).files, told)
     with pytest.raises(InputError, match=r"x\.jsonl:1.*the model's tokenizer has none"):
-        check_lines(find_files([str(tmp_path)]), SimpleNamespace(chat_template=None))
+        check_lines(find_files([str(tmp_path)]).files, SimpleNamespace(chat_template=None))
     (tmp_path / "x.jsonl").write_bytes(good * 700 + line + b"\n" + good)
     with pytest.raises(InputError) as error:
-        check_lines(find_files([str(tmp_path)]), told)
+        check_lines(find_files([str(tmp_path)]).files, told)
     assert f"{tmp_path / 'x.jsonl'}:2101" in str(error.value)
     assert reason in str(error.value)

@@ -33,6 +33,8 @@ SHAPES = ((2048, 768, 128, 8), (4096, 1536, 128, 8), (4096, 14336, 8, 2))
 TOKENS = 16384
 LIMIT = 150.0
 TRITON = "triton"
+TRIES = 3
+"""Processes in a row that may end before they have measured anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,15 +109,19 @@ def apart(options: argparse.Namespace, shape: Sequence[int]) -> Section:
     section = _process(options, shape, options.kernels, options.limit * 2 / 3)
     if others and not section.whole:
         section.add("Again, without Triton:", _process(options, shape, others, options.limit / 3))
-    title, first = "The launches of the Triton layer, one by one:", 0
-    while True:
-        left = max(0.0, over - time.monotonic())
+    title, first, idle = "The launches of the Triton layer, one by one:", 0, 0
+    while idle < TRIES and (left := over - time.monotonic()) > 0:
         launches = _process(options, shape, [TRITON], left, "--launches", first)
         section.add(title, launches)
-        if launches.whole or not launches.launches or time.monotonic() >= over:
+        # A race that breaks the device is told and counted; one that ends its process is neither.
+        lost = 0 if launches.broken and launches.launches else 1
+        if launches.whole or (launches.launches and launches.behind <= lost):
             return section
-        first += launches.launches + (0 if launches.broken else 1)  # a race that breaks the device is told and counted
-        title = "The launches behind that one:"
+        idle = 0 if launches.launches else idle + 1
+        first, title = first + launches.launches + lost, "The launches behind that one:"
+    section.parts.append("No more launches were measured.")
+    section.failed.append("launches")
+    return section
 
 
 def _process(

@@ -120,6 +120,8 @@ def answers(device: torch.device) -> bool:
     """Whether the device computes. After some errors, as an illegal access, it never does again in this process."""
     try:
         return float(torch.ones(2, device=device).sum()) == 2.0
+    except torch.OutOfMemoryError:
+        return True
     except Exception:
         return False
 

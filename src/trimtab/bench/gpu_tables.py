@@ -29,7 +29,8 @@ BOTH = "forward+backward"
 @dataclass
 class Section:
     """A shape's part of the page, as far as it was measured; whole: to its end. line: for the table of measured
-    kernels. failed: who could not be measured. launches: how many were raced. broken: its device answers nothing more.
+    kernels. failed: who could not be measured. launches: how many were raced; behind: how many there are behind those.
+    broken: its device answers nothing more.
     """
 
     parts: list[str]
@@ -37,6 +38,7 @@ class Section:
     failed: list[str] = field(default_factory=list)
     whole: bool = False
     launches: int = 0
+    behind: int = 0
     broken: bool = False
 
     def add(self, title: str, more: Section) -> None:
@@ -208,7 +210,8 @@ def launch_tables(
     from trimtab.kernels.triton.language import Launch
 
     dense = gemms(case, ())["dense"]
-    for each in layer_launches(case)[first:]:
+    launches = layer_launches(case)
+    for number, each in enumerate(launches[first:], first + 1):
         raced = race({"dense": dense, **each.runs(launch or Launch())}, case.device, rounds=rounds)
         tiles = {name: t for name, t in raced.timings.items() if name != "dense"}
         limit, rows = _median(raced, "dense"), list[list[str]]()
@@ -217,7 +220,7 @@ def launch_tables(
             part = limit and flops * limit / case.first_flops / t.median
             counted = [f"{flops / t.median / 1e12:.1f}", ratio(part)] if flops else ["", ""]
             rows.append([name, duration(t.median), t.spread, *counted])
-        section.launches += 1
+        section.launches, section.behind = section.launches + 1, len(launches) - number
         table = _with_failed([each.name, "median", "middle half", "TFLOP/s", "of dense"], rows, raced, section)
         best = min(tiles, key=lambda name: tiles[name].median, default="")
         yield f"{table}\n\nFastest tile, m x n x k: {best}." if best else table

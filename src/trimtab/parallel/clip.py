@@ -97,7 +97,8 @@ def _scale(t: Tensor, factor: Tensor) -> None:
     """t *= factor, rounded once: a scalar on a GPU would itself be rounded to t's dtype, and to 0 where that is float16
     and the norm was huge."""
     wide = factor.to(torch.promote_types(t.dtype, torch.float32))
-    t.mul_(wide if t.device.type == "cpu" else wide.expand_as(t))  # by another tensor the CPU takes 70 times as long
+    # By another tensor the CPU takes 30 times as long where t is bfloat16.
+    t.mul_(wide if t.device.type == "cpu" else wide.expand_as(t))
 
 
 def _join(part: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:

@@ -64,7 +64,8 @@ def fully_shard_moe(
 
     Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
     Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes. A router
-    of another dtype than the rest of its unit, as `MoEConfig(dtype=torch.bfloat16)` builds it, is a unit of its own.
+    of another dtype than the rest of its unit, as `MoEConfig(dtype=torch.bfloat16)` builds it, is a unit of its own,
+    gathered and reduced by itself, and computes in its own dtype whatever mp_policy says.
     Evaluate behind the optimiser's step: after a forward without gradients FSDP2 keeps whole weights of the model's own
     unit, which a step between backward and the next forward does not change. `model.reshard()` gives them up.
     torch's FSDP2 gives wrong gradients where a unit inside a reentrant checkpoint is used several times in a forward.
@@ -101,9 +102,9 @@ def fully_shard_moe(
 
 
 def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> None:
-    """As a unit that is called with what the layer has, answers in its own types, and may be in a checkpoint."""
+    """As a unit that computes and answers in its own types, and may be in a checkpoint."""
     policy = options.get("mp_policy", MixedPrecisionPolicy())
-    own = options | {"mp_policy": replace(policy, cast_forward_inputs=False, output_dtype=None)}
+    own = options | {"mp_policy": replace(policy, param_dtype=None, output_dtype=None)}
     state = fully_shard(router, mesh=mesh, **own)._get_fsdp_state()
     for hooks in (router._forward_pre_hooks, router._forward_hooks):
         for key, hook in hooks.items():

@@ -72,7 +72,7 @@ class StepTotals:
     """What one micro-batch cannot know of its optimiser step.
 
     tokens: real tokens of the step, over all micro-batches and ranks; becomes a tensor in float64, so that a compiled
-        graph serves any.
+        graph serves any. On a GPU hand in one of the device, as `set_totals` does: a number is copied there each time.
     counts_E: how many slots picked each expert in the step. Without it `global_aux` uses the counts of the step so
         far, as Megatron-LM does, which is exact in a step of one micro-batch only.
     """
@@ -84,11 +84,6 @@ class StepTotals:
         given = self.tokens
         whole = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "tokens", whole.double())
-
-
-def _beside(number: Tensor, like: Tensor) -> Tensor:
-    """To compute with `like`. A scalar of the CPU stays there, where every device takes it from without a wait."""
-    return number.to(like.dtype) if number.ndim == 0 and number.device.type == "cpu" else number.to(like)
 
 
 def fraction(counts: Tensor) -> Tensor:
@@ -153,7 +148,7 @@ def balance_losses(
     if totals is not None and totals.counts_E is not None:
         step_E = totals.counts_E.double()
     f, step_f = num_experts * fraction(counts_E), num_experts * fraction(step_E)
-    tokens = (n if totals is None else _beside(cast(Tensor, totals.tokens), n)).clamp(min=1)
+    tokens = (n if totals is None else cast(Tensor, totals.tokens).to(n)).clamp(min=1)
     scale = groups.gradient_scale
 
     def joined(local: Tensor, everywhere: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def check_options(config: TrainConfig, world: int) -> None:
     check_kept(config)
     if config.resume is not None:
         check_resume(config, world)
-    check_documents(find_files(config.data), config.seed)
+    check_documents(find_files(config.data).files, config.seed)
 
 
 def check_kept(config: TrainConfig) -> None:

@@ -193,9 +193,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._nll += nll.detach()
         loss = nll * (self.mesh.data_size / self._targets).float()
         router_logits = getattr(outputs, "router_logits", None)
-        coefficient = getattr(self.model.config, "router_aux_loss_coef", None)  # some families have no such loss
+        settings = self.model.config.get_text_config()
+        coefficient = getattr(settings, "router_aux_loss_coef", None)  # some families have no such loss
         if router_logits and coefficient:
-            balance = balance_loss(router_logits, self.model.config.num_experts_per_tok, all_sum)
+            balance = balance_loss(router_logits, settings.num_experts_per_tok, all_sum)
             loss = loss + balance * (coefficient / self.args.gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 

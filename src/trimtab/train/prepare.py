@@ -21,7 +21,7 @@ from trimtab.train.packing import TokenStream
 from trimtab.train.presets import is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS
-from trimtab.train.sources import check_lines, find_files, other_encodings
+from trimtab.train.sources import Found, check_lines, find_files
 
 INIT = "init"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -37,6 +37,7 @@ class Plan:
     mesh: Mesh
     checkpoint: str
     tokenizer: Any
+    found: Found
     stream: TokenStream
 
     @property
@@ -64,16 +65,16 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
             f"--seq-len {config.seq_len}: {config.model} has {facts.positions} positions (max_position_embeddings); "
             f"use at most as many{more}"
         )
-    stream = TokenStream(find_files(config.data), tokenizer, config.seed)
-    return Plan(config, facts, mesh, checkpoint, tokenizer, stream)
+    found = find_files(config.data)
+    return Plan(config, facts, mesh, checkpoint, tokenizer, found, TokenStream(found.files, tokenizer, config.seed))
 
 
 def check_data(plan: Plan) -> None:
     """Read all lines of JSON and tokenise the beginning of the data, so that what is wrong with it shows before ranks
     start; say which files are left out for their encoding. A run that goes on has read and said it."""
     if plan.config.resume is None:
-        if left := other_encodings(plan.config.data):
-            print(f"trimtab: --data: {len(left)} file(s) left out that are not UTF-8, {left[0]} …", file=sys.stderr)
+        if plan.found.left_out:
+            print(f"trimtab: --data: {len(plan.found.files)} file(s){plan.found}", file=sys.stderr)
         check_lines(plan.stream.files, plan.tokenizer)
     next(iter(plan.stream))
 

@@ -73,11 +73,12 @@ def check_resume(config: TrainConfig, world: int) -> None:
             f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
             "would not be the same; give the --nproc of then, or change --tp, --fsdp or --replicate"
         )
-    now = describe_data(find_files(config.data))
+    found = find_files(config.data)
+    now = describe_data(found.files)
     if now != run["data"]:
         asked = " ".join(config.data) or "(the standard library)"
         raise ConfigError(
-            f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now, "
+            f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now{found}, "
             f"{run['data']['files']} of {run['data']['bytes']} then, or other names. A line of JSON is left out "
             'without a change of size by {"text": ""} and spaces in its place'
         )

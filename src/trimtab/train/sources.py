@@ -77,8 +77,20 @@ def standard_library() -> list[Path]:
     return sorted(p for p in root.rglob("*.py") if not skipped.intersection(p.relative_to(root).parts))
 
 
-def find_files(paths: Sequence[str]) -> list[Path]:
-    """List the data files under `paths` (the standard library when none is given), sorted.
+@dataclass(frozen=True)
+class Found:
+    """The data's files, sorted, and those left out that may be text, but not in UTF-8."""
+
+    files: list[Path]
+    left_out: list[Path]
+
+    def __str__(self) -> str:
+        """What is left out, in brackets; empty where nothing is."""
+        return f" ({len(self.left_out)} left out that are not UTF-8, as {self.left_out[0]})" if self.left_out else ""
+
+
+def find_files(paths: Sequence[str]) -> Found:
+    """List the data files under `paths` (the standard library when none is given).
 
     A directory gives every text file below it that is not hidden and that no run of `trimtab train` left there, UTF-8
     by its beginning (bytes further on that are not become U+FFFD); a .json file there is plain text, as in any source
@@ -87,12 +99,15 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     Raises InputError for a path that does not exist, cannot be read or is not text, and when no file is left.
     """
     if not paths:
-        return standard_library()
-    files: list[Path] = []
+        return Found(standard_library(), [])
+    found = Found([], [])
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            files += [p for p in _below(path) if not _why_no_text(p)]
+            for each in _below(path):
+                why = _why_no_text(each)
+                if why != NUL:
+                    (found.left_out if why else found.files).append(each)
         elif not path.exists():
             raise InputError(f"--data {name}: no such file or directory")
         elif not path.is_file():
@@ -102,16 +117,10 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         elif why := _why_no_text(path):
             raise InputError(f"--data {name}: not a text file in UTF-8 ({why})")
         else:
-            files.append(path)
-    if not files:
-        raise InputError(f"--data {' '.join(paths)}: no text file found there")
-    return files
-
-
-def other_encodings(paths: Sequence[str]) -> list[Path]:
-    """What `find_files` leaves out of the folders among `paths` though it may be text: not UTF-8, and without NUL."""
-    below = (p for name in paths if Path(name).is_dir() for p in _below(Path(name)))
-    return [p for p in below if _why_no_text(p) not in ("", NUL)]
+            found.files.append(path)
+    if not found.files:
+        raise InputError(f"--data {' '.join(paths)}: no text file found there{found}")
+    return found
 
 
 def check_documents(files: Sequence[Path], seed: int) -> None:
@@ -210,11 +219,13 @@ def _why_no_text(path: Path) -> str:
             head = file.read(SNIFF_BYTES)
     except OSError as error:
         raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it begins as UTF-16 does; convert it, with iconv for example"
     if b"\0" in head:
         return NUL
     try:
         if path.suffix not in JSON_LINES:
             codecs.getincrementaldecoder("utf-8")().decode(head)  # its last letter may be cut
     except UnicodeDecodeError as error:
-        return f"byte {error.start} is none of it; convert the file, with iconv for example"
+        return f"byte {error.start} is none of it; convert it, with iconv for example"
     return ""

@@ -12,11 +12,12 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 TESTS = """
-import os, signal
+import os, signal, sys
 import torch
 
 def test_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: {broken})
+    monkeypatch.setattr(sys.modules["conftest"], "answers", lambda device: False)
     assert not "what was found"
 
 def test_hangs():

@@ -35,8 +35,8 @@ from trimtab.experts.recipes.scales import Scale, float_scale
 EMPTY = {"history_He": 0.0, "first_2Ne": -1.0, "basis_2Ne": 0.0}
 """What the buffers begin with: -1 is no magnitude, also not that of an expert without tokens."""
 
-REMEMBERED = 64
-"""N, at least: a pipeline has as many calls in flight as it has stages."""
+REMEMBERED = 256
+"""N: a pipeline has as many calls in flight as it has stages, or micro-batches."""
 
 
 class AmaxHistory(nn.Module):
@@ -46,22 +46,26 @@ class AmaxHistory(nn.Module):
     They have no experts until `reserve` or a first call gives them their width, and follow the data to its device.
 
     Args:
-        length: H; N is that too, 64 at least.
+        length: H.
         form: element format; the scale puts the magnitude at its largest value.
         margin: powers of two left above it.
         algorithm: "max" of the history, or the "latest".
+        remembered: N; 0 for what no recompute asks for, as gradients.
     """
 
     history_He: Tensor
     first_2Ne: Tensor
     basis_2Ne: Tensor
 
-    def __init__(self, length: int, form: ElementFormat, margin: int, algorithm: Literal["max", "latest"]) -> None:
+    def __init__(
+        self, length: int, form: ElementFormat, margin: int, algorithm: Literal["max", "latest"],
+        remembered: int = REMEMBERED,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.form, self.margin, self.algorithm = form, margin, algorithm
         for name, empty in EMPTY.items():
             saved = name == "history_He"
-            rows = (length,) if saved else (2, max(length, REMEMBERED))
+            rows = (length,) if saved else (2, remembered)
             self.register_buffer(name, torch.full((*rows, 0), empty, dtype=torch.float32), persistent=saved)
 
     def reserve(self, num_groups: int) -> None:
@@ -85,7 +89,7 @@ class AmaxHistory(nn.Module):
         basis_e = torch.where(past_e > 0, past_e, amax_e)
         if self.training:
             _push(self.history_He, amax_e)
-        if not torch.is_inference_mode_enabled():  # nothing of that runs again
+        if self.first_2Ne.shape[1] and not torch.is_inference_mode_enabled():  # nothing of that runs again
             _push(self.first_2Ne[int(self.training)], amax_e)
             _push(self.basis_2Ne[int(self.training)], basis_e)
         return basis_e

@@ -77,12 +77,12 @@ class FP8DelayedState(QuantisedState):
     def __init__(self, recipe: FP8Delayed) -> None:
         super().__init__(recipe.alignment)
 
-        def history(form: ElementFormat) -> AmaxHistory:
-            return AmaxHistory(recipe.history, form, recipe.margin, recipe.algorithm)
+        def history(form: ElementFormat, **options: int) -> AmaxHistory:
+            return AmaxHistory(recipe.history, form, recipe.margin, recipe.algorithm, **options)
 
         self.activation_amax = history(E4M3)
         self.weight_amax = history(E4M3)
-        self.gradient_amax = history(gradient_format(recipe.hybrid))
+        self.gradient_amax = history(gradient_format(recipe.hybrid), remembered=0)
 
     def reserve(self, num_groups: int) -> None:
         for history in (self.activation_amax, self.weight_amax, self.gradient_amax):
