@@ -15,18 +15,18 @@ from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
 from trimtab.options import check_flags, check_sizes, holds_values
-from trimtab.routing.recompute import unseen
+from trimtab.routing.recompute import always_recomputed
 
 
 class _Activate(Function):
     """h = f(pre), with `pre` alone saved."""
 
     @staticmethod
+    @always_recomputed
     def forward(ctx: Any, pre_TI: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(pre_TI)
         ctx.activation = activation
-        with unseen():  # it works in place, on what selective checkpointing may have kept
-            return activation.forward(pre_TI)
+        return activation.forward(pre_TI)
 
     @staticmethod
     @once_differentiable

@@ -29,7 +29,7 @@ from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.units import find_units
-from trimtab.routing.recompute import unseen
+from trimtab.routing.recompute import always_recomputed
 from trimtab.routing.router import Router
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)
@@ -109,17 +109,8 @@ def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> 
     for hooks in (router._forward_pre_hooks, router._forward_hooks):
         for key, hook in hooks.items():
             if getattr(hook, "__self__", None) is state:
-                hooks[key] = _unseen(hook)
-
-
-def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What it gathers, a checkpoint's first run may gather and its second find there."""
-
-    def hidden(*args: Any) -> Any:
-        with unseen():
-            return hook(*args)
-
-    return hidden
+                # What it gathers, a checkpoint's first run may gather and its second find there.
+                hooks[key] = always_recomputed(hook)
 
 
 def _reduce_now(module: FSDPModule) -> None:

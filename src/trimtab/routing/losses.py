@@ -99,10 +99,15 @@ def each_group(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 
 def all_sum(t: Tensor, groups: Groups) -> Tensor:
-    """`t` summed over the ranks of all groups, in place."""
-    for group in each_group(groups):
-        dist.all_reduce(t, group=group)
-    return t
+    """`t` summed over the ranks of all groups. Selective checkpointing, which can keep no tensor that is written to,
+    does not see it: both runs sum."""
+    if groups is None:
+        return t
+    with unseen():
+        summed = t.clone()
+        for group in each_group(groups):
+            dist.all_reduce(summed, group=group)
+    return summed
 
 
 def balance_losses(
@@ -141,8 +146,7 @@ def balance_losses(
     f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
     sequence = (f_BE * _per(p_TE, batch)).sum()
     sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
-    with unseen():  # ranks are summed in place
-        everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
+    everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
     step_E = counts_E + counts_before_E
     if totals is not None and totals.counts_E is not None:
@@ -183,5 +187,4 @@ def _sequence_fractions(chosen_TK: Tensor, batch: int, num_experts: int, groups:
     known = (chosen_TK >= 0) & (chosen_TK < num_experts)
     ids = torch.where(known, chosen_TK + sequence_T1 * num_experts, -1)
     counts = count_ids(ids, batch * num_experts).view(batch, num_experts)
-    with unseen():  # ranks are summed in place, and counts may be kept
-        return fraction(all_sum(counts.clone(), groups.sequence))
+    return fraction(all_sum(counts, groups.sequence))
