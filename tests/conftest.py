@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+
+from trimtab.errors import BackendError
+from trimtab.kernels.compiled import compiled_kernels
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_kernels() -> Iterator[None]:
+    """The compiled kernels live as long as a layer that has them, and are tested once: here for all tests together."""
+    kept = []
+    with suppress(BackendError):  # what needs them says so
+        kept.append(compiled_kernels())
+    yield
+    kept.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -172,6 +172,7 @@ def test_a_model_that_was_not_written_is_written_in_the_end(whole: Path, tmp_pat
     assert (out / "load.png").exists()
     assert not (out / "final.unfinished").exists()
     assert sorted(p.name for p in (out / "final").iterdir()) == sorted(p.name for p in (whole / "final").iterdir())
+    assert (out / "load.png").stat().st_mtime_ns < (out / "final").stat().st_ctime_ns  # the model ends a run
     for path in (out / "final").iterdir():
         assert path.read_bytes() == (whole / "final" / path.name).read_bytes(), path.name
 

@@ -14,6 +14,7 @@ from trimtab.bench.sources import source_digest
 from trimtab.bench.store import read_records, write_records
 from trimtab.bench.task import Task
 from trimtab.errors import InputError
+from trimtab.whole_files import write_whole
 
 
 class Campaign:
@@ -70,7 +71,7 @@ def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> b
     gpu = GPU_PAGE if (out.parent / GPU_PAGE).exists() else None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(current, earlier=earlier, chart=address, gpu=gpu), encoding="utf-8")
+        write_whole(out, page(current, earlier=earlier, chart=address, gpu=gpu))
     except OSError as error:
         raise InputError(f"{out}: cannot be written ({error.strerror})") from error
     return drawable

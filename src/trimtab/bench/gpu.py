@@ -28,6 +28,7 @@ from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_tables import NAMES, Section, heading, report
 from trimtab.bench.page import GPU_PAGE
 from trimtab.errors import InputError
+from trimtab.whole_files import write_whole
 
 SHAPES = ((2048, 768, 128, 8), (4096, 1536, 128, 8), (4096, 14336, 8, 2))
 TOKENS = 16384
@@ -158,9 +159,7 @@ def _ended(command: Sequence[str], limit: float) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     def write(section: Section) -> None:
-        unfinished = options.into.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(vars(section)), encoding="utf-8")
-        unfinished.replace(options.into)
+        write_whole(options.into, json.dumps(vars(section)))
 
     def keep(section: Section, part: str) -> None:
         write(section)
@@ -177,7 +176,7 @@ def write_gpu_page(sections: Sequence[str], folder: Path) -> Path:
     page, back = folder / GPU_PAGE, "What was measured on a CPU is in [benchmarks.md](benchmarks.md)."
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        page.write_text("\n\n".join([sections[0], back, *sections[1:]]) + "\n", encoding="utf-8")
+        write_whole(page, "\n\n".join([sections[0], back, *sections[1:]]) + "\n")
     except OSError as error:
         raise InputError(f"{page}: cannot be written ({error.strerror})") from error
     return page

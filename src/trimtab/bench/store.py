@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trimtab.bench.result import Record
 from trimtab.errors import InputError
+from trimtab.whole_files import write_whole
 
 FORMAT = 1
 
@@ -16,11 +17,9 @@ FORMAT = 1
 def write_records(records: Sequence[Record], path: Path) -> None:
     """Raises InputError where it cannot be written."""
     text = json.dumps({"trimtab_bench": FORMAT, "records": [record.as_json() for record in records]})
-    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
 

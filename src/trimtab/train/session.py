@@ -50,7 +50,10 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
                 _prepare_everywhere(plan, rank, held)
             trainer = _build(plan, rank)
             done = _take_steps(trainer, plan)
+            missing = None
             if done == plan.config.max_steps:
+                if rank == 0:  # first: with its model the run is finished
+                    missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
                 _save(trainer.model, plan, rank)
         finally:
             if dist.is_initialized():
@@ -58,7 +61,6 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
         if rank == 0 and done != plan.config.max_steps:
             print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
         elif rank == 0:
-            missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
             unit = "byte" if is_preset(config.model) else "token"
             seconds = time.perf_counter() - began
             print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)

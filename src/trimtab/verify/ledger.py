@@ -17,6 +17,7 @@ from trimtab.verify.cases import Case
 from trimtab.verify.collect import MARKS, Verdict
 from trimtab.verify.judge import BOUNDS
 from trimtab.verify.patterns import PATTERNS
+from trimtab.whole_files import write_whole
 
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""
@@ -107,8 +108,8 @@ class Ledger:
         ]
         made = {"command": self.command, "implementation": self.implementation, "seed": self.seed}
         made |= {"machine": machine(), "counts": self.counts(), "worst": self.worst(), "cases": cases}
-        (folder / "ledger.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        (folder / "ledger.md").write_text(self.page(), encoding="utf-8")
+        write_whole(folder / "ledger.json", json.dumps(made, indent=1) + "\n")
+        write_whole(folder / "ledger.md", self.page())
 
     def page(self) -> str:
         """The page: what ran, on what, how many, the worst error of each column, and the table."""

@@ -1,0 +1,27 @@
+"""A file that cannot be written whole: the one before it stays, and nothing is left beside it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from trimtab.whole_files import write_whole
+
+resource = pytest.importorskip("resource", reason="limits of a process's files are POSIX's")
+
+
+def test_what_was_there_stays_where_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    write_whole(path, "é\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as caught:
+            write_whole(path, "x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert path.read_bytes() == "é\n".encode()
+    assert list(tmp_path.iterdir()) == [path]
