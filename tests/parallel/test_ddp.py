@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,14 +54,31 @@ class Checkpointed(nn.Module):
         return h.square().sum()
 
 
-def wrapped(*frozen: str, of: type[nn.Module] = Block, **more: Any) -> DistributedDataParallel:
+class Skipping(nn.Module):
+    """Two layers, of which a call names those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe, self.moe2 = nn.Linear(D, D), build(bias=True), build()
+
+    def forward(self, x: Tensor, *used: str) -> dict[str, list[Tensor]]:
+        h = self.first(x)
+        for name in used:
+            h = h + getattr(self, name)(h).y
+        return {"loss": [h.square().sum()]}
+
+
+def wrapped(
+    *frozen: str, of: type[nn.Module] = Block, options: dict[str, Any] | None = None, **more: Any
+) -> DistributedDataParallel:
     """Two ranks that hold all experts each."""
     model = of(**more)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("edp", "ep"))
     parallelize(model, mesh["ep"], {"moe*": ExpertParallel()})
     for name, p in model.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
-    return ddp(model, init_device_mesh("cpu", (2,)), mesh["edp"])
+    return ddp(model, init_device_mesh("cpu", (2,)), mesh["edp"], **options or {})
 
 
 def tokens(rank: int) -> Tensor:
@@ -96,6 +114,38 @@ def by_a_stage(model: DistributedDataParallel, rank: int) -> dict[str, Tensor]:
     return found_in(model)
 
 
+BOTH = ("moe", "moe2")
+SKIPPED: dict[str, list[tuple[Sequence[str], Sequence[str]]]] = {
+    "none": [(BOTH, BOTH)],
+    "by the first rank": [((), BOTH)],
+    "one layer by the second": [(BOTH, ["moe2"])],
+    "one by all": [(["moe2"], ["moe2"])],
+    "each rank another": [(["moe"], ["moe2"])],
+    "in the last micro-batch": [(BOTH, ["moe"]), ((), ())],
+    "all by all": [((), ())],
+    "none again": [(BOTH, BOTH)],
+}
+"""By name: for each micro-batch the layers that each of two ranks uses."""
+
+
+def skipping(rank: int) -> dict[str, float]:
+    model, gaps = wrapped(of=Skipping, options={"find_unused_parameters": True}), {}
+    for name, (*first, last) in SKIPPED.items():
+        one = Skipping()
+        for used in (*first, last):
+            sum(one(tokens(r), *used[r])["loss"][0] / 2 for r in (0, 1)).backward()
+        true = found_in(one)
+        model.zero_grad()
+        for used in first:
+            with model.no_sync():
+                model(tokens(rank), *used[rank])["loss"][0].backward()
+        model(tokens(rank), *last[rank])["loss"][0].backward()
+        found = found_in(model)
+        assert found.keys() == true.keys(), (name, found.keys() ^ true.keys())
+        gaps[f"skipped: {name}"] = max(relative_error(found[key], true[key]) for key in true)
+    return gaps
+
+
 def on_rank() -> dict[str, float | list[Tensor]]:
     rank, true, gaps = dist.get_rank(), truth(), {}
 
@@ -122,6 +172,20 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     model.zero_grad()
     loss.backward()
     gaps["evaluated in between"] = gap(model, found_in(model))
+    for first in (False, True):  # and after a backward in which nothing was reduced
+        if first:
+            with model.no_sync():
+                gradients(model, rank)
+        if rank == 0:
+            gradients(model.module, rank)
+        gaps[f"one rank alone in between {first}"] = gap(model)
+    x = tokens(rank).requires_grad_()
+    loss = model(x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    model.zero_grad()
+    with model.no_sync():
+        loss.backward()
+    gaps["after a gradient of the input"] = gap(model, found_in(model))
     deep, of_deep = wrapped(of=Checkpointed), truth(Checkpointed)
     loss = deep(tokens(rank))
     with deep.no_sync():
@@ -160,6 +224,7 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     model(torch.randn(3 + 40 * rank, D))
     loads = update_bias(model)["module.moe.router"]
     assert loads.sum() == (3 + 43) * 3
+    gaps |= skipping(rank)
     return gaps | {"bias": [r.expert_bias.clone() for r in routers(model).values() if r.expert_bias is not None]}
 
 
@@ -172,5 +237,7 @@ def test_of_two_ranks() -> None:
         assert set(gaps) == {
             *("as it is", "copy", "average", "thawed"),
             *("evaluated in between", "checkpointed", "stage", "stage, delayed"),
+            *("one rank alone in between False", "one rank alone in between True", "after a gradient of the input"),
+            *(f"skipped: {name}" for name in SKIPPED),
         }
         assert max(gaps.values()) < 2e-6, gaps

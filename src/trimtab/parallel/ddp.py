@@ -1,9 +1,10 @@
 """DDP for models with MoE layers: dense parameters in DDP's buckets, experts over their own group.
 
-    dense parameters    all-reduced over dp, mean               DDP, without find_unused_parameters
+    dense parameters    all-reduced over dp, mean               DDP
     experts             all-reduced over edp, divided by dp     once, at the end of each backward that DDP reduces in
 
-Every expert has a gradient on every rank, tokens or not, so no rank waits for another. An expert's gradient is
+Every expert that a rank's layers use has a gradient there, tokens or not, so no rank waits for another; with
+`find_unused_parameters` ranks may leave layers out. An expert's gradient is
 scaled by edp / dp where it enters the layer, then averaged over edp: an average of averages is itself, so backwards
 may accumulate with or without `no_sync()`, as DDP's do, and one average more than DDP takes changes nothing.
 """
@@ -24,6 +25,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.data import join_data_parallel
@@ -42,7 +44,13 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         options: for DDP. Buffers are not broadcast before each forward if nothing is said of them.
 
     Experts with `main_grad`: the dummies that autograd delivers are dropped, `reduce_main_grads` reduces the buffers.
-    Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, unless forward and it are under `no_sync()`.
+    Experts with `delay_wgrad`: theirs are reduced by `backward_dw()`, unless forward and it are under `no_sync()`. No
+    rank may leave them out, whatever the options: it would have nothing to call `backward_dw()` for.
+    With find_unused_parameters or static_graph each rank may use other layers: experts that no rank used keep their
+    gradients, None or not, as DDP's own parameters do, and others get zeros where they were not used. Without, all
+    get zeros.
+    As with DDP, a backward through the wrapped module alone, `wrapped.module(x)`, reduces nothing; but where DDP finds
+    no tensor in what a forward returns, experts are reduced until the next forward.
     Experts may be frozen and trained again later, alike on every rank; as with DDP other parameters may not.
     Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
     parameter groups of their own; `GradScaler.unscale_` and `swa_utils.get_ema_multi_avg_fn` take no mixture at all
@@ -75,10 +83,15 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         dist.broadcast(_local(param.detach()), group=group, group_src=0)
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
-    delayed = [module for module in experts if module.delay_wgrad]
-    for part in [[module for module in experts if not module.delay_wgrad], *([module] for module in delayed)]:
-        reducer = _ExpertReducer([param for module in part for param in _reduced(module)], group)
-        wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
+    unused = wrapped.find_unused_parameters or wrapped.static_graph
+    dense = [p for p in model.parameters() if id(p) not in own and p.requires_grad] if unused else []
+    at_once = [param for module in experts if not module.delay_wgrad for param in _reduced(module)]
+    reducer = _ExpertReducer(at_once, group, dense, unused=unused)
+    wrapped.register_forward_pre_hook(partial(_note_sync, reducer))
+    wrapped.register_forward_hook(partial(_note_outputs, reducer))
+    for module in experts:
+        if module.delay_wgrad:
+            wrapped.register_forward_pre_hook(partial(_note_sync, _DelayedReducer(_reduced(module), group)))
     wrapped.join_hook = _no_join  # type: ignore[method-assign]
     fused = [module.get_parameter(name) for module in experts for name in module.fused]
     wrapped.__dict__["_dummies"] = _Dummies(fused)  # where a copy of the model finds it
@@ -146,44 +159,104 @@ class _Dummies:
 
 
 class _ExpertReducer:
-    """Reduces the gradients of some experts as a backward that reached one of them ends, if DDP reduces in it.
+    """Reduces the gradients of some experts as a backward ends that DDP reduces in.
 
     DDP does so once after a forward outside of `no_sync()`, whatever came in between, and where it was told to before
     the backward alone: torch's pipeline stages run every forward under `no_sync()`, and the last backward without.
+
+    inside: a backward has come by what a forward of the wrapper returned. It is the outermost one: reentrant
+    checkpointing has one within another for each layer, more on one rank than on another if that leaves layers out.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.params, self.group = params, group
-        self.expected, self.spent, self.queued = False, False, False
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        dense: Sequence[nn.Parameter] = (),
+        *,
+        unused: bool = False,
+    ) -> None:
+        """dense: DDP's own parameters, if a backward may reach these and no expert. unused: as may be on all ranks."""
+        self.params, self.group, self.dense, self.unused = params, group, dense, unused
+        self.expected, self.spent, self.queued, self.inside, self.reached = False, False, False, False, False
         self.wrapped: Callable[[], nn.Module | None] = lambda: None
-        for param in params:
+        for param in (*params, *dense):
             _when_accumulated(param, self.accumulated)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertReducer:
         """For the copies of the parameters, over the same group."""
-        return _ExpertReducer(copy.deepcopy(self.params, memo), self.group)
+        params, dense = copy.deepcopy((self.params, self.dense), memo)
+        return type(self)(params, self.group, dense, unused=self.unused)
+
+    @property
+    def asked(self) -> bool:
+        wrapped = self.wrapped()
+        return self.expected or (wrapped is not None and bool(wrapped.require_backward_grad_sync))
+
+    def entered(self, _: Tensor) -> None:
+        self.inside = True
+        Variable._execution_engine.queue_callback(self.ended)
+
+    def ended(self) -> None:
+        """Of several outputs the first one's call does all."""
+        reached, self.inside, self.reached = self.reached, False, False
+        if reached and self.asked:
+            self.expected = False
+            self.reduce()
 
     def accumulated(self, _: Tensor) -> None:
-        wrapped = self.wrapped()
-        now = wrapped is not None and bool(wrapped.require_backward_grad_sync)
-        if (self.expected or now) and not self.queued:
+        if self.inside:
+            self.reached = True
+        elif self.expected:  # by a tensor that was not found in what the forward returned
+            self.reduce_later()
+
+    def reduce_later(self) -> None:
+        if not self.queued:
             self.queued = True
             Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self) -> None:
         self.spent, self.queued = True, False
         trained = [param for param in self.params if param.requires_grad]
-        for param in trained:  # one that no layer used this time has a gradient of zeros, as on its peers
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
+        missing = [index for index, param in enumerate(trained) if param.grad is None]
+        used = [1] * len(trained)
+        if self.unused and trained:
+            used = self.used_anywhere(trained[0].device, used, missing)
+        for index in missing:  # one that was not used here has a gradient of zeros, as on its peers
+            if used[index]:
+                trained[index].grad = torch.zeros_like(trained[index])
         _average([_local(p.grad) for p in trained if p.grad is not None], self.group, self.group.size())
+
+    def used_anywhere(self, device: torch.device, used: list[int], missing: list[int]) -> list[int]:
+        """On how many ranks each has a gradient. The host waits for the answer only where one is missing."""
+        ranks = torch.ones(len(used), dtype=torch.int32, device=device)
+        if missing:
+            ranks[missing] = 0
+        dist.all_reduce(ranks, group=self.group)
+        return ranks.tolist() if missing else used
+
+
+class _DelayedReducer(_ExpertReducer):
+    """Of experts whose gradients come by `backward_dw()`, outside of any backward of the wrapper."""
+
+    def accumulated(self, _: Tensor) -> None:
+        if self.asked:
+            self.reduce_later()
 
 
 def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
     reducer.wrapped = weakref.ref(wrapped)
-    if reducer.spent:  # not as a backward ends: reentrant checkpointing has one within another for each layer
+    reducer.inside = reducer.reached = False  # as a backward that raised has left them
+    if reducer.spent:  # not as a backward ends: it may be one within another
         reducer.expected = reducer.spent = False
     reducer.expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
+
+
+def _note_outputs(reducer: _ExpertReducer, _: nn.Module, __: Any, output: Any) -> None:
+    """On each output of its own graph: a leaf outlives the call, and hooks would pile up on it."""
+    for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is not None:
+            tensor.register_hook(reducer.entered)
 
 
 @torch.no_grad()
