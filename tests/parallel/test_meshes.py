@@ -49,7 +49,10 @@ def meshes_on_rank() -> dict[str, str]:
         "tokens": refused(spread(whole), dense["dp"]),
         "option": refused(spread(whole), whole, partial(fully_shard_moe, shard_placement_fn=None)),
         "main_grad": refused_main_grad(whole, edp),
+        "reshard": refused(spread(whole), whole, partial(fully_shard_moe, reshard_after_forward=3)),
+        "reshard of HSDP": refused(spread(whole), dense, partial(fully_shard_moe, reshard_after_forward=4)),
     }
+    assert [resharded(whole, *sizes) for sizes in ((2, 1), (2, 4), (4, 2))] == [(2, 1), (2, 2), (4, 2)]
     cp = spread(whole, cp_mesh=dense["inner"])
     wrapped = ddp(cp, whole, edp)
     groups = cp.layers[0]["moe"].router.groups
@@ -61,6 +64,16 @@ def meshes_on_rank() -> dict[str, str]:
     both = (*inner, dense["dp"].get_group())
     assert tp.layers[0]["moe"].router.groups == LossGroups(batch=both, sequence=inner, divisor=2)
     return said | {"wrapped": type(wrapped).__name__, "by hand": by_hand(whole, edp)}
+
+
+def resharded(whole: DeviceMesh, given: int, copies: int) -> tuple[int, int]:
+    """To how many ranks dense parameters and experts are, of four that hold `copies` of each expert."""
+    mesh = init_device_mesh("cpu", (copies, 4 // copies), mesh_dim_names=("edp", "ep"))
+    model = spread(mesh["ep"])
+    fully_shard_moe(model, whole, mesh["edp"], blocks=["layers.*.moe"], reshard_after_forward=given)
+    units = (model.layers[0]["moe"], model.layers[0]["moe"].experts)
+    dense, experts = (unit._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info for unit in units)
+    return dense.shard_mesh_size, experts.shard_mesh_size
 
 
 def refused_main_grad(whole: DeviceMesh, edp: DeviceMesh) -> str:
@@ -96,6 +109,8 @@ def test_meshes_that_do_not_fit_are_refused_and_losses_follow_from_those_that_do
         assert "it makes 2 ranks with tokens, but expert mesh and its copies make 4" in said["tokens"]
         assert "main_grad go with ddp" in said["main_grad"]
         assert said["option"].startswith("shard_placement_fn: no option of fully_shard, or one")
+        assert "=3: a bool, or a number of ranks that divides the 4 that dp_mesh" in said["reshard"]
+        assert "=4: a bool, or a number of ranks that divides the 2 that dp_mesh" in said["reshard of HSDP"]
         assert (said["wrapped"], said["by hand"]) == ("DistributedDataParallel", "True")
 
 

@@ -76,6 +76,7 @@ WAYS: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
         },
     ),
     "router of a block": (1, torch.float32, {"blocks": ("layers.*",), "reshard_after_forward": True}),
+    "resharded to two": (1, torch.float64, {"blocks": ("layers.*",), "reshard_after_forward": 2}),
 }
 """By name: ranks with the same experts, a router's dtype beside float64, options."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import gcd
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def fully_shard_moe(
             experts were parallelised on.
         blocks: patterns of modules that are sharded as units of their own, such as "layers.*", in any order; what two
             of them match is one. Nothing inside a layer whose tokens are spread over a tp_mesh: that is sharded whole.
-        options: for `fully_shard` (reshard_after_forward, mp_policy, offload_policy).
+        options: for `fully_shard` (reshard_after_forward, mp_policy, offload_policy). A number of ranks to reshard to
+            is one for dp_mesh; experts take its greatest common divisor with the ranks that efsdp_mesh shards over,
+            and where that is 1 they are resharded to all of these.
 
     The balance losses become those of the global batch, see `trimtab.parallel.data`. Delayed weight gradients are
     reduced by the experts' `backward_dw()`.
@@ -73,18 +76,21 @@ def fully_shard_moe(
     in two halves.
 
     Raises:
-        ConfigError: no parallel experts, meshes that do not fit together, an option that `fully_shard` has not or that
-            is set here, experts with `main_grad`, whose buffers FSDP2 would not reduce, a pattern that matches nothing
-            or what can be no unit, or trained parameters of several dtypes in one. Nothing has been changed then.
+        ConfigError: no parallel experts, meshes that do not fit together, an option that `fully_shard` has not or
+            that is set here, experts with `main_grad`, whose buffers FSDP2 would not reduce, a pattern that matches
+            nothing or what can be no unit, a number of ranks to reshard to that does not divide those of dp_mesh,
+            or trained parameters of several dtypes in one. Nothing has been changed then.
     """
     if other := sorted(options.keys() - (signature(fully_shard).parameters.keys() - SET_HERE)):
         raise ConfigError(f"{', '.join(other)}: no option of fully_shard, or one that follows from the meshes given")
     if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
         raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
+    of_experts = options | _resharding(options.get("reshard_after_forward"), dp_mesh, efsdp_mesh)
     units = find_units(model, blocks, options.get("ignored_params") or ())
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)
     for module in experts:
-        sharded = fully_shard(module, mesh=efsdp_mesh, shard_placement_fn=_placement(module, efsdp_mesh), **options)
+        placement = _placement(module, efsdp_mesh)
+        sharded = fully_shard(module, mesh=efsdp_mesh, shard_placement_fn=placement, **of_experts)
         scattered = efsdp_mesh.size(efsdp_mesh.ndim - 1) > 1
         if scattered or getattr(options.get("mp_policy"), "reduce_dtype", None) in DIVIDED_ONCE:
             sharded.set_gradient_divide_factor(float(dp_mesh.size()))
@@ -99,6 +105,20 @@ def fully_shard_moe(
         else:
             fully_shard(unit, mesh=dp_mesh, **options)
     return fully_shard(model, mesh=dp_mesh, **options)
+
+
+def _resharding(given: bool | int | None, dp_mesh: DeviceMesh, efsdp_mesh: DeviceMesh) -> dict[str, bool | int]:
+    """What experts are resharded to, if it is not what was given."""
+    if given is None or isinstance(given, bool):
+        return {}
+    ranks = dp_mesh.size(dp_mesh.ndim - 1)
+    if not isinstance(given, int) or given < 1 or ranks % given:
+        raise ConfigError(
+            f"reshard_after_forward={given!r}: a bool, or a number of ranks that divides the {ranks} that dp_mesh "
+            f"{dp_mesh} shards over"
+        )
+    kept = gcd(given, efsdp_mesh.size(efsdp_mesh.ndim - 1))
+    return {"reshard_after_forward": True if kept == 1 < given else kept}
 
 
 def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> None:
