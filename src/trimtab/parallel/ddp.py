@@ -216,7 +216,7 @@ class _ExpertReducer:
             Variable._execution_engine.queue_callback(self.reduce)
 
     def reduce(self) -> None:
-        self.spent, self.queued = True, False
+        self.spent, self.queued, self.reached = True, False, False
         trained = [param for param in self.params if param.requires_grad]
         missing = [index for index, param in enumerate(trained) if param.grad is None]
         used = [1] * len(trained)
