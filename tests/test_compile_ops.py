@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -155,3 +156,27 @@ def test_what_no_graph_can_hold_is_not_exported() -> None:
         with pytest.raises(InputError, match=r"cannot be exported: .* an option has state"):
             torch.export.export(build(**options), (x,), strict=False)
     torch.export.export(build(), (x,), strict=False)
+
+
+class Result(torch.nn.Module):
+    """What a layer and its router give, without the rest."""
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.moe(x).y, self.moe.router(x).logits_TE
+
+
+def test_what_a_strict_export_saves_is_loaded_and_has_its_logits_in_float32_under_autocast() -> None:
+    module, x, file = Result(build().eval()), torch.randn(5, D), BytesIO()
+    torch.export.save(torch.export.export(module, (x,), strict=True), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    y, logits = module(x)
+    found = loaded(x)
+    assert torch.equal(found[0], y)
+    assert torch.equal(found[1], logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loaded(x)[1], logits)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from comparing import assert_close
@@ -248,6 +249,38 @@ def test_shared_experts_hand_quantised_layers_the_tokens_as_they_are() -> None:
     for name in ("up", "down", "gate"):
         setattr(shared, name, Int8Linear(getattr(shared, name)))
     assert_close(shared(x), true, 5e-2, "y")
+
+
+def test_what_has_no_weight_takes_the_place_of_a_linear_layer() -> None:
+    shared, x = SharedExperts(D, 8, gated=True, dtype=torch.bfloat16), torch.randn(5, D)
+    true = shared(x)
+    for name in ("up", "down", "gate"):
+        setattr(shared, name, torch.nn.Sequential(getattr(shared, name)))
+    assert torch.equal(shared(x), true)
+
+
+class Counting(torch.nn.Module):
+    """Says how often a weight is computed."""
+
+    calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return weight
+
+
+def test_a_computed_weight_is_computed_once_a_forward() -> None:
+    """As a power iteration or noise in it counts on. Under the dtype that it is computed from."""
+    moe = MoEConfig(
+        dim=D, hidden=8, latent_dim=4, shared_hidden=8, router=RouterConfig(num_experts=E, top_k=K),
+        dtype=torch.bfloat16,
+    ).build()  # fmt: skip
+    owners = (moe.shared.up, moe.shared.down, moe.to_latent, moe.from_latent, moe.router)
+    for owner in owners:
+        register_parametrization(owner, "weight", Counting(), unsafe=True)
+        owner.parametrizations.weight[0].calls = 0
+    moe(torch.randn(5, D))
+    assert [owner.parametrizations.weight[0].calls for owner in owners] == [1] * len(owners)
 
 
 def test_the_router_compiles_without_a_break() -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from cut import cut
 from experts.test_expert_module import TRUTH
-from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU, generators
+from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU, Recomputed, generators
 
 
 def geglu_tanh(pre: Tensor) -> Tensor:
@@ -77,3 +78,31 @@ def test_nan_is_never_hidden(name: str) -> None:
     h = ours.forward(pre)
     assert h.isnan().all()
     assert ours.backward(pre, torch.ones_like(h))[0].isnan().all()
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_is_run_again_has_its_parameters_gradients_and_runs_no_hook_of_theirs(hooked: bool) -> None:
+    """One that two modules share, one that is computed from another, and a frozen one."""
+    norms = nn.Sequential(*(nn.RMSNorm(6, eps=1e-3, dtype=torch.float64) for _ in range(4)))
+    norms[1].weight = norms[0].weight
+    register_parametrization(norms[2], "weight", _Doubled())
+    norms[3].weight.requires_grad_(False)
+    shared, computed = norms[0].weight, norms[2].parametrizations.weight.original
+    calls: list[Tensor] = []
+    for p in (shared, computed) if hooked else ():
+        p.register_hook(calls.append)
+    ours, pre = Recomputed(norms, norms), torch.randn(5, 6, dtype=torch.float64)
+    h = ours.forward(pre)
+    d_pre, d_params = ours.backward(pre, torch.ones_like(h))
+    assert calls == []
+    leaf = pre.clone().requires_grad_()
+    truth = torch.autograd.grad(norms(leaf).sum(), (leaf, shared, computed))
+    found = dict(zip(map(id, ours.params), d_params, strict=True))
+    for one, true in zip((d_pre, found[id(shared)], found[id(computed)]), truth, strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
+    assert not found[id(norms[3].weight)].any()

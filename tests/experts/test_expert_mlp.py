@@ -99,9 +99,10 @@ def check(
     post, leaves = None, [t for t in (x, w, up, down, up_bias, down_bias) if t is not None]
     truth_post = None
     if norm:
-        scale = leaf(D)
+        own = torch.nn.RMSNorm(D, eps=1e-3, dtype=dtype)
+        scale = own.weight = torch.nn.Parameter(leaf(D).detach())
         leaves.append(scale)
-        post = Recomputed(lambda r: torch.nn.functional.rms_norm(r, (D,), eps=1e-3) * scale, [scale])
+        post = Recomputed(own, own)
         truth_post = lambda r: torch.nn.functional.rms_norm(r, (D,), eps=1e-3) * scale.double()  # noqa: E731
 
     def truth_activation(pre: Tensor) -> Tensor:

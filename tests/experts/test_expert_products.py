@@ -28,7 +28,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     for weights, math in (
         (ExpertWeights(up=up, down=down), ExpertMath(post_norm=norm)),
         (turned, ExpertMath()),
-        (ExpertWeights(up=up, down=down), ExpertMath(activation=Recomputed(SwiGLU().forward, [up]))),
+        (ExpertWeights(up=up, down=down), ExpertMath(activation=Recomputed(SwiGLU().forward, torch.nn.RMSNorm(2)))),
     ):
         with pytest.raises(ConfigError, match="a recipe takes no norm"):
             expert_mlp(x, w, plan, weights, math, kernels, products=products)

@@ -57,6 +57,8 @@ def test_forms_of_sizes_agree(sizes: object) -> None:
         (np.array([1.0, 2, 3, 0]), r"must hold ints, found .*1\.0"),
         (np.array([True, False, True, False]), "must hold ints, found .*True"),
         (np.array([[1, 2], [3, 0]]), "must hold ints, found array"),
+        (np.array(8), "must be a list, array or tensor"),
+        (None, "must be a list, array or tensor of ints, got None"),
         ([torch.tensor(1), 2, 3, 0], "must hold ints, found tensor"),
         (torch.tensor([1.0, 2, 3, 0]), "must be int32 or int64, got torch.float32"),
         (torch.tensor([1, 2, 3, 0], dtype=torch.int16), "must be int32 or int64, got torch.int16"),

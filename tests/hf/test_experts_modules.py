@@ -216,14 +216,18 @@ def test_another_thread_may_draw_meanwhile() -> None:
     qwen(act_fn=Slow())(*rows()).sum().backward()
 
 
-def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_the_backward() -> None:
-    """Of a norm behind the experts and of an activation, which are run again."""
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_the_backward(hooked: bool) -> None:
+    """Of a norm behind the experts and of an activation, which are run again. What a hook makes of a gradient is made
+    once, of all of it."""
     gradients = {}
     for implementation in ("eager", IMPL):
         model = build_model("muse_spark", 0, torch.float64)
         model.set_experts_implementation(implementation)
         torch.manual_seed(0)
         params = {n: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_() for n, p in model.named_parameters()}
+        for p in params.values() if hooked else ():
+            p.register_hook(lambda g: 3 * g)
         batch = sample_batch(model, 2, 7)
         batch.pop("labels", None)
         torch.func.functional_call(model, params, (), batch).last_hidden_state.square().mean().backward()

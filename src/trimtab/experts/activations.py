@@ -191,20 +191,17 @@ class Recomputed(Activation):
 
     Args:
         function: [n, I] -> [n, F], any number of rows including none.
-        params: tensors it uses whose gradients are wanted.
-        module: in place of `params`, the module whose parameters they are: it has these again in the backward, also
-            where others have taken their place since (`torch.func.functional_call`).
+        module: the one whose parameters it uses, if it uses any: it has these again in the backward, also where others
+            have taken their place since (`torch.func.functional_call`).
     """
 
-    def __init__(
-        self, function: Callable[[Tensor], Tensor], params: Sequence[Tensor] = (), module: nn.Module | None = None
-    ) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module | None = None) -> None:
         self.function = function
         owners = [] if module is None else list(module.modules())
         found = [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
         self._places = [(owner, name) for owner, name, _ in found]
         self._stand_ins = [p for _, _, p in found]
-        self.params = (*params, *dict.fromkeys(self._stand_ins))
+        self.params = tuple(dict.fromkeys(self._stand_ins))
         self._versions = [p._version for p in self.params if not p.is_inference()]
         self._keep, self._tried, self._autocast = torch.is_grad_enabled(), False, noted()
 
@@ -234,17 +231,26 @@ class Recomputed(Activation):
                 "a parameter of the experts' activation or norm was changed in place between forward and backward",
                 phase="experts",
             )
-        with torch.enable_grad(), standing_in(self._places, self._stand_ins), self._autocast(pre_nI.device.type):
+        own = self._without_hooks()
+        stand_ins = [own[p] for p in self._stand_ins]
+        with torch.enable_grad(), standing_in(self._places, stand_ins), self._autocast(pre_nI.device.type):
             pre = pre_nI.detach().requires_grad_()
             # No leaf: within autograd.grad, hooks that torch's trackers hang on leaves raise.
             h = self.function(pre.view_as(pre))
-        return h.detach(), partial(self._gradients, pre, h)
+        return h.detach(), partial(self._gradients, pre, h, tuple(own.values()))
 
-    def _gradients(self, pre_nI: Tensor, h_nF: Tensor, dh_nF: Tensor) -> Gradients:
-        wanted = [p for p in self.params if p.requires_grad]
+    def _without_hooks(self) -> dict[Tensor, Tensor]:
+        """What each parameter is while it is run again. autograd.grad runs the hooks of what it is asked for, once a
+        block, and autograd runs them on the sum: where a parameter has some, it is leaves of our own that are asked."""
+        if any(p._backward_hooks or p.retains_grad for p in self.params):
+            return {p: p.detach().requires_grad_(p.requires_grad) for p in self.params}
+        return {p: p for p in self.params}
+
+    def _gradients(self, pre_nI: Tensor, h_nF: Tensor, params: Sequence[Tensor], dh_nF: Tensor) -> Gradients:
+        wanted = [p for p in params if p.requires_grad]
         d_pre, *d_wanted = torch.autograd.grad(h_nF, [pre_nI, *wanted], dh_nF.to(h_nF.dtype), materialize_grads=True)
         found = iter(d_wanted)
-        return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in self.params]
+        return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in params]
 
 
 def generators(device: torch.device) -> list[Tensor]:

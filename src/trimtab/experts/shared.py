@@ -45,13 +45,13 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        return super().forward(x.to(_stored_in(self, x))).to(x.dtype)
 
 
-def _stored_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
-    """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
-    weight knows itself what to do with `x`."""
-    stored = linear.weight.dtype
+def _stored_in(linear: nn.Module, x: Tensor) -> torch.dtype:
+    """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer, to hold a quantised
+    weight or none, knows itself what to do with `x`. Not asked of `weight`, which may be computed at each look."""
+    stored = next(linear.parameters(), x).dtype
     return stored if holds_values(stored) else x.dtype
 
 

@@ -35,7 +35,10 @@ def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torc
         InputError: wrong length, dtype or device; on the host also a negative size or a sum beyond the rows.
     """
     if not isinstance(group_sizes, Tensor):
-        sizes = list(group_sizes)
+        try:
+            sizes = list(group_sizes)
+        except TypeError:
+            raise _bad(f"must be a list, array or tensor of ints, got {group_sizes!r}") from None
         wrong = [size for size in sizes if isinstance(size, Tensor) or not is_whole(size)]
         if wrong:
             raise _bad(f"must hold ints, found {wrong[0]!r}")

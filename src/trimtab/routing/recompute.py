@@ -5,10 +5,12 @@ change and recompute fails, or worse, does not. So each router remembers its dec
 any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
 again is told by the checkpoint that runs it, and within one by its mask and its logits, of which decisions are made:
 their sum over the tokens, by weights that tell positions apart, is nearly equal for the same tokens in the same order,
-and far from equal for others. A reentrant checkpoint, or another inside or around it, does not say which it is. Where
-several are equal there, so are their decisions, but for a jitter from the router's own generator and the step's counts
-before them, for `global_aux_loss`: a backward asks for each of them once, the last forward first, as it goes; backwards
-of their own, in the order of the forwards, get each other's. Those that were given their `ids` are given them again.
+and far from equal for others. A reentrant checkpoint, or another inside or around it, does not say which it is: all are
+looked at then, and sums must be as near as rounding in the tokens' dtype, or in autocast's, leaves them, for a forward
+within a backward may also be of tokens of its own. Where several are equal there, so are their decisions, but for a
+jitter from the router's own generator and the step's counts before them, for `global_aux_loss`: a backward asks for
+each of them once, the last forward first, as it goes; backwards of their own, in the order of the forwards, get each
+other's. Those that were given their `ids` are given them again.
 
 A decision lives as long as the autograd graph of its forward; under non-reentrant checkpointing, as long as anything
 can be asked for that the checkpoint makes again: of a backward in two halves, the second may run the forward again for
@@ -46,7 +48,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
 from torch.utils.checkpoint import _CheckpointFrame
 
-from trimtab.autocast import without_autocast
+from trimtab.autocast import computed_in, without_autocast
 from trimtab.kernels.memory import no_values
 
 P = ParamSpec("P")
@@ -55,6 +57,10 @@ Result = TypeVar("Result")
 TOLERANCE = 0.2
 """How far apart the sums of two runs may be, relative to their size. bfloat16 rounding makes 0.004, and more where the
 router tells tokens apart by less than what they have in common; other tokens are about 1.4 apart."""
+
+BY_DTYPE = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""In place of it where products before the router were made in these dtypes, and no checkpoint says that a forward runs
+again: it may as well be one of tokens that are near others. float32 may have come of TF32 or of bfloat16."""
 
 SAME = 8.0
 """How many times as far as the nearest may be the sum of the same tokens: other tokens are hundreds of times as far."""
@@ -70,6 +76,11 @@ class Choice:
     most: int | None = None
     whole: bool = False
 
+    @property
+    def changes(self) -> int:
+        """How often the ids were written to in place, as far as it is counted: not those of an inference mode."""
+        return sum(ids._version for ids in (self.chosen, self.kept) if not ids.is_inference())
+
     def to(self, dtype: torch.dtype) -> Choice:
         """The same in other integers."""
         chosen = self.chosen.to(dtype)
@@ -78,10 +89,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Remembered:
-    """A choice, the sum of the logits and the mask that it was made of, the state that their jitter was drawn from, and
-    the counts of the micro-batches before."""
+    """A choice and the changes of its ids by then, the sum of the logits and the mask that it was made of, the state
+    that their jitter was drawn from, and the counts of the micro-batches before."""
 
     choice: Choice
+    changes: int
     sum_E: Tensor
     real_T: Tensor | None
     noise: Tensor | None
@@ -200,19 +212,22 @@ class Memory:
             return held
         if training:
             small = torch.int16 if remembered.sum_E.shape[0] < 1 << 15 else torch.int32  # many may lie here for long
-            self._held.append(replace(remembered, choice=remembered.choice.to(small)))
+            choice = remembered.choice.to(small)
+            self._held.append(replace(remembered, choice=choice, changes=choice.changes))
         return weights_TK
 
-    def recall(self, tokens: int, sum_E: Tensor, real_T: Tensor | None) -> Remembered | None:
+    def recall(self, x_TD: Tensor, sum_E: Tensor, real_T: Tensor | None) -> Remembered | None:
         """What was decided for these tokens, if this is a forward that runs again. One host sync then, on a device."""
         if not in_backward():
             return None
         frame, again = _checkpoint()
         candidates: Sequence[Remembered] = self._of.get(frame, ()) if frame is not None and again else ()
+        tolerance = TOLERANCE
         if not candidates:
+            tolerance = BY_DTYPE.get(computed_in(x_TD), TOLERANCE)
             in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
             candidates = (*reversed(in_graphs), *reversed(self._held))
-        alike = (tokens, sum_E.dtype, sum_E.device, real_T is None)
+        alike = (x_TD.shape[0], sum_E.dtype, sum_E.device, real_T is None)
         known = [
             m for m in candidates
             if (m.choice.chosen.shape[0], m.sum_E.dtype, m.sum_E.device, m.real_T is None) == alike
@@ -226,7 +241,7 @@ class Memory:
             far_N = far_N.masked_fill((masks_NT != real_T).any(-1), math.inf)
         distances = [0.0] * len(known) if no_values(far_N.device) else far_N.tolist()
         near = min(distances)
-        if not near <= TOLERANCE:
+        if not near <= tolerance:
             return None
         same = [one for one, far in zip(known, distances, strict=True) if far <= SAME * near]
         this = torch._C._current_graph_task_id()
@@ -234,7 +249,7 @@ class Memory:
         self._asked[found] = this
         if any(one is found for one in self._held):
             self._held = deque((one for one in self._held if one is not found), maxlen=self._held.maxlen)
-        return replace(found, choice=found.choice.to(torch.int64))
+        return found
 
     def alive(self) -> int:
         """How many decisions may still be asked for."""

@@ -82,7 +82,9 @@ class Router(nn.Module):
         generator: draws the jitter, on the tokens' device; None for the default one.
 
     Forwards in training mode add to the loads that `take_loads` gives; see `trimtab.routing.bias`. A forward that is
-    run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`.
+    run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`. It
+    is told by running inside a backward on nearly the same logits: so does another forward there, as of a hook, if its
+    logits are as near as rounding (in sum within 20 % in bfloat16 or float16, 1 % in float32, 1e-6 in float64).
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
 
@@ -173,14 +175,14 @@ class Router(nn.Module):
             with unseen():
                 plain = router_logits(x.detach(), self.weight.detach()) if logits is None else logits
                 sum_E = sum_of(plain)
-                again = self.memory.recall(tokens, sum_E, real_T)
+                again = self.memory.recall(x, sum_E, real_T)
         if logits is None:
             logits = router_logits(self._jittered(x, noise if again is None else again.noise), self.weight)
         scores = score(logits, c.score)
         with unseen():
             before_E = self._counts.clone() if again is None else again.counts_before_E
             if again is not None and ids_TK is None:
-                choice = again.choice
+                choice = self._unchanged(again)
             else:
                 given = self._given(ids_TK, real_T, tokens, batch)
                 choice = given or self._choose(logits.detach(), scores.detach(), real_T)
@@ -196,7 +198,7 @@ class Router(nn.Module):
             noise = noise if again is None else again.noise
             mask_T = None if real_T is None else real_T.clone()
             made = Remembered(
-                choice=choice, sum_E=sum_E, real_T=mask_T, noise=noise, counts_before_E=before_E
+                choice=choice, changes=choice.changes, sum_E=sum_E, real_T=mask_T, noise=noise, counts_before_E=before_E
             )  # fmt: skip
             weights = self.memory.hold(made, weights, self.training)
         ids = choice.kept
@@ -227,6 +229,16 @@ class Router(nn.Module):
             with unseen():
                 self._count(p.chosen_E, counts_E, unknown=p.again is None)
         return losses
+
+    def _unchanged(self, again: Remembered) -> Choice:
+        """What was decided before, whose ids may have been given out."""
+        if again.choice.changes == again.changes:
+            return again.choice.to(torch.int64)
+        raise InputError(
+            "the ids_TK of a forward that activation checkpointing runs again were changed in place since: change a "
+            "clone of them",
+            layer=self.layer, phase="route",
+        )  # fmt: skip
 
     def _given(self, ids_TK: Tensor | None, real_T: Tensor | None, tokens: int, batch: int) -> Choice | None:
         """A decision to replay, if there is one."""

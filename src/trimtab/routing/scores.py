@@ -28,13 +28,15 @@ _LOWEST = -80.0
 
 
 class _Logits(Function):
-    """x W^T in `dtype`; x is saved as it came, not its copy in `dtype`."""
+    """x W^T in `dtype`; x is saved as it came, not its copy in `dtype`. Autocast is kept out within: what is made of a
+    region around this by torch.export(strict=True) cannot be loaded."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.dtype = dtype
-        return x_TD.to(dtype) @ weight_ED.to(dtype).T
+        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has none
+            return x_TD.to(dtype) @ weight_ED.to(dtype).T
 
     @staticmethod
     @once_differentiable
@@ -49,8 +51,7 @@ class _Logits(Function):
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, E] in float32, under autocast too; in float64 for float64 tokens."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has no autocast
-        logits: Tensor = forward_of(_Logits, x_TD, weight_ED, dtype)
+    logits: Tensor = forward_of(_Logits, x_TD, weight_ED, dtype)
     return logits
 
 
