@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.records import record
+from trimtab.bench.train import train_task
 from trimtab.cli.main import main
 
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
@@ -70,7 +73,35 @@ def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["case"]["tokens_per_step"] == 8
 
 
-def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("as_of_now")
+def test_all_of_it_is_shown_without_a_picture_where_nothing_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = record()
+    measured.settings["took"] = 1.0
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("trimtab.cli.bench._measure", lambda task, options: measured)
+    places = ["--out", str(tmp_path / "docs"), "--results", str(tmp_path / "results")]
+    assert main(["bench", "all", "--quick", "--only", "kernels", "fp32", *places]) == 0
+    assert "no picture: no chart without matplotlib: pip install" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "docs").iterdir()] == ["benchmarks.md"]
+
+
+def test_training_steps_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["bench", "train"]) == 2
+    assert "trimtab bench train needs transformers (pip install 'trimtab[hf]')" in capsys.readouterr().err
+    task = train_task("qwen3_moe", ranks=1, folder=tmp_path)
+    assert task.prepare is not None
+    task.prepare()  # among all cases, its contestants say why
+
+
+def test_what_cannot_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for options, message in (
         (["layer", "--peers", "all_to_all"], "peer 'all_to_all' does not race on 1 rank(s)"),
         (["layer", "--ranks", "3"], "64 experts do not divide over 3 ranks"),
@@ -95,6 +126,9 @@ def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
         (["exchange", "--ranks", "1"], "at least 2 ranks"),
         (["train", "--preset", "gpt5"], "--preset gpt5: must be one of qwen3_moe"),
         (["train", "--peers", "eager"], "there is only stock"),
+        (["all", "--only", "layer", "zzz"], "--only layer zzz: no case has all these words in its name, such as layer"),
+        (["all", "--only", "zzz", "--list"], "--only zzz: no case has all these words in its name"),
+        (["all", "--quick", "--turns", "0", "--out", "/dev/null/docs"], "/dev/null/docs/benchmarks.png: cannot be"),
         (["page", "absent.json", "--out", "x.md"], "absent.json: cannot be read"),
     ):
         assert main(["bench", *options]) == 2

@@ -205,5 +205,9 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert len(campaign.left()) == len(left) - 1, "the first has its file"
     assert campaign.measured() == [next(iter(left))]
     assert read_records(campaign.measured())[0].part == "layer"
+    out = tmp_path / "page.md"
+    with pytest.raises(InputError, match="there are no results"):
+        write_page([], out)
+    assert not out.exists()
     every = Campaign(tmp_path, quick=False).left()
     assert len({file.name for file in every}) == len(every) > 50

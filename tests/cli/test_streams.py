@@ -47,6 +47,13 @@ def test_a_pipe_of_the_command_s_own_is_an_error_like_others() -> None:
     )
 
 
+def test_diagnostics_that_nobody_wants_are_no_output() -> None:
+    command = [sys.executable, "-c", "import os, sys; os.close(2); os.execv(sys.executable, sys.argv[1:])"]
+    command += [sys.executable, "-m", "trimtab", "train", "--resume", "nowhere"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 def test_no_output_at_all() -> None:
     command = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
     command += [sys.executable, "-m", "trimtab", "decisions", "nowhere"]

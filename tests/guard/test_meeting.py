@@ -7,8 +7,11 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
+from trimtab.errors import PeerLost
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Peer, start_of
 from trimtab.verify.ranks import run_ranks
@@ -70,3 +73,23 @@ def test_a_store_that_is_dead_at_the_first_meeting_is_said_so() -> None:
 def test_peers_that_have_all_come_are_read_at_once(absent: int | None, questions: int) -> None:
     ((_, asked, _),) = run_ranks(judged_on_rank, 1, 20.0, Store(absent=absent))
     assert asked == questions
+
+
+def leaves_on_rank() -> str:
+    group = dist.group.WORLD
+    guard, store = Guard(deadline=0.5).join(group), _get_process_group_store(group)
+    usual = store.timeout
+    if dist.get_rank() == 1:
+        guard.close()
+    dist.barrier()
+    assert store.timeout == usual
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(PeerLost) as lost:
+        guard.wait(dist.all_reduce(torch.ones(1), async_op=True))
+    return str(lost.value)
+
+
+def test_a_rank_that_leaves_before_the_first_meeting_has_left_word() -> None:
+    said, _ = run_ranks(leaves_on_rank, 2, deadline=40.0)
+    assert "has left the group: it ended its program or gave up its transport" in said

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from hf.families import build_model, experts_modules
 from trimtab.errors import InputError
 from trimtab.hf import gates
+from trimtab.hf.compiled import whole_ids
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
@@ -59,6 +60,11 @@ def results(run: Any, module: nn.Module, rows: int, width: int, experts: int) ->
     y.square().sum().backward()
     grads = [x.grad, w.grad, *(p.grad for p in module.parameters())]
     return [y.detach(), *(grad.clone() for grad in grads if grad is not None)]
+
+
+def test_ids_of_int8_are_whole_among_any_number_of_experts() -> None:
+    ids = torch.tensor([[0, 127]], dtype=torch.int8)
+    assert torch.equal(whole_ids(ids, 200, "experts"), ids)
 
 
 @pytest.mark.parametrize("name", [*ONE_GRAPH, *BETWEEN])

@@ -171,6 +171,13 @@ def test_cut_and_join() -> None:
         Decisions.join([whole, Decisions(ids=ids, num_experts=E, layers=("a", "c"))])
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 200), (torch.int16, 40_000)])
+def test_ids_may_be_narrower_than_the_number_of_experts(dtype: torch.dtype, experts: int) -> None:
+    ids = torch.tensor([-3, -1, 0, 127]).view(1, 2, 1, 2)
+    narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",)).layer("a")
+    assert (narrow.kept.tolist(), narrow.chosen.tolist()) == ([[-1, -1], [0, 127]], [[1, -1], [0, 127]])
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     model, x = Tiny(), tokens()
     with record(model) as recording:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 from train.commands import run_cli, run_python
-from trimtab.cli.main import build_parser
+from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError, InputError
+from trimtab.interrupted import Interrupted
 from trimtab.launched import group_size, module_arguments
 from trimtab.train import report
 from trimtab.train.config import Mesh, TrainConfig
@@ -153,6 +155,36 @@ def test_help_names_the_presets_and_imports_little() -> None:
     assert all(name in result.stdout for name in PRESETS)
     script = "import sys, trimtab.cli.main; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert run_python("-c", script).stdout.strip() == "[]"
+
+
+def test_without_transformers(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["train", "--data", str(text), "--out", str(tmp_path / "run")]) == 2
+    assert "trimtab train needs transformers (pip install 'trimtab[hf]')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_interrupted_run_tells_its_own_steps_and_not_those_of_an_earlier_one(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n" * 5)
+
+    def interrupted(config: TrainConfig, nproc: int | None) -> NoReturn:
+        if steps:
+            (tmp_path / "final").rmdir()
+            (tmp_path / "metrics.jsonl").write_text("{}\n" * steps)
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("trimtab.cli.train.launch", interrupted)
+    assert main(["train", "--overwrite", "--out", str(tmp_path)]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    if steps:
+        assert "interrupted by SIGTERM after 3 step(s); no model was saved; metrics are in " in said
+    else:
+        assert f"before its first step; what {tmp_path} holds is an earlier run's" in said
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def test_versions() -> None:
         )
 
 
+def test_transformers_that_cannot_be_imported_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    found = by_where(versions.judge(versions.look()))["transformers"]
+    assert found.severity == "warn"
+    assert "is installed and cannot be imported: ModuleNotFoundError" in found.what
+
+
 def test_machine() -> None:
     assert {finding.severity for finding in machine.judge(MACHINE)} == {"ok"}
     crowded = by_where(machine.judge(dataclasses.replace(MACHINE, threads=64)))["cores"]

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from routing.router_truth import truth_losses
 from trimtab import oracle
-from trimtab.cli.main import build_parser
+from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
@@ -327,6 +327,13 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = command(*("--only", CASES[0], "--out", str(tmp_path / "taken")), launcher=launcher)
     assert done.returncode != 0
     assert f"trimtab: --out {tmp_path / 'taken'}: cannot be written (Is a directory)" in done.stderr
+
+
+def test_an_implementation_that_is_none_is_refused_before_a_case_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--quick", "--impl", "foo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("trimtab: --impl foo: must be one of ")
 
 
 def test_a_ledger_shows_the_worst_of_its_dtypes() -> None:

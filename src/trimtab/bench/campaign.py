@@ -13,7 +13,7 @@ from trimtab.bench.result import Record
 from trimtab.bench.sources import source_digest
 from trimtab.bench.store import read_records, write_records
 from trimtab.bench.task import Task
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.whole_files import write_whole
 
 
@@ -24,18 +24,23 @@ class Campaign:
         results: the folder with a JSON file per case that was measured.
         quick: a few small cases only.
         only: words; the cases whose file names have all of them.
+
+    Raises:
+        ConfigError: no case has such a name.
     """
 
     def __init__(self, results: Path, *, quick: bool, only: Sequence[str] = ()) -> None:
         tasks = all_tasks(results / "presets", kernel_sets(), quick=quick)
         self._files = {results / f"{task.key}.json": task for task in tasks}
-        self._only = only
+        self._wanted = {f: task for f, task in self._files.items() if all(word in f.stem for word in only)}
+        if not self._wanted:
+            example = next(iter(self._files)).stem
+            raise ConfigError(f"--only {' '.join(only)}: no case has all these words in its name, such as {example}")
 
     def left(self) -> dict[Path, Task]:
         """What has no results of these sources yet, or results in which nobody of ours was timed."""
-        wanted = {file: task for file, task in self._files.items() if all(word in file.stem for word in self._only)}
-        now = {part: source_digest(part) for part in {task.part for task in wanted.values()}}
-        return {file: task for file, task in wanted.items() if not _stands(file, now[task.part])}
+        now = {part: source_digest(part) for part in {task.part for task in self._wanted.values()}}
+        return {file: task for file, task in self._wanted.items() if not _stands(file, now[task.part])}
 
     def measured(self) -> list[Path]:
         """The files that are there, in the order of the page."""
@@ -57,9 +62,12 @@ def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> b
     """Write the page of these results to `out`, and draw `chart`; returns whether there was anything to draw.
 
     What was measured with other sources than these is neither drawn nor judged, and stands under a heading of its own.
-    Raises InputError where a file cannot be read or written, BackendError for a chart without matplotlib.
+    Raises InputError where there are no results or a file cannot be read or written, BackendError for a chart without
+    matplotlib.
     """
     records = read_records(files)
+    if not records:
+        raise InputError(f"{out}: not written, there are no results to show")
     now = {part: source_digest(part) for part in {record.part for record in records}}
     current = [record for record in records if record.sources == now[record.part]]
     earlier = [record for record in records if record.sources != now[record.part]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
 from trimtab.bench.transports import TRANSPORTS, direct
 from trimtab.errors import ConfigError
+from trimtab.hf.needed import import_transformers
 from trimtab.kernels.grouped import KERNELS
 from trimtab.launched import cores
 
@@ -77,8 +77,7 @@ def _check(o: Namespace) -> None:
 def _train(o: Namespace) -> list[Task]:
     if wrong := [peer for peer in o.peers if peer != "stock"]:
         raise ConfigError(f"--peers {wrong[0]}: of training steps there is only stock")
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("training steps need transformers: pip install 'trimtab[hf]'")
+    import_transformers("trimtab bench train")
     return [
         train_task(
             o.preset, ranks=ranks, threads=threads, folder=PRESETS, batch_size=o.batch_size, seq_len=o.seq_len,

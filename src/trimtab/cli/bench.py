@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.bench.names import AUTOCAST, WORKLOADS
+from trimtab.errors import BackendError
 
 if TYPE_CHECKING:
     from trimtab.bench.result import Record
@@ -151,21 +152,36 @@ def run(options: argparse.Namespace) -> int:
 def run_all(options: argparse.Namespace) -> int:
     """Measure what has no results of these sources and write the page of all that has any; as `run`."""
     from trimtab.bench.campaign import Campaign
+    from trimtab.bench.store import check_place
 
     campaign = Campaign(options.results, quick=options.quick, only=options.only)
     left = campaign.left()
     if options.list:
         print("\n".join(map(str, left)))
         return 0
+    page, chart = options.out / "benchmarks.md", _chart(options.out / "benchmarks.png")
+    for file in (page, *left):
+        check_place(file)
     records = []
     for record in campaign.run(lambda task: _measure(task, options)):
         records.append(record)
         _print(record, markdown=False)
         _say(f"{len(records)} of {len(left)} cases done, this one in {record.settings['took']:.0f} s")
-    page = options.out / "benchmarks.md"
-    _write_page(campaign.measured(), page, options.out / "benchmarks.png")
+    _write_page(campaign.measured(), page, chart)
     print(f"page: {page}")
     return _code(records)
+
+
+def _chart(png: Path) -> Path | None:
+    """The same, or None without matplotlib: the page needs no picture. Raises InputError where it cannot be written."""
+    from trimtab.bench.chart import check_chart
+
+    try:
+        check_chart(png)
+    except BackendError as error:
+        _say(f"the page will have no picture: {error}")
+        return None
+    return png
 
 
 def run_page(options: argparse.Namespace) -> int:

@@ -52,11 +52,9 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.shard_size < math.inf:
         raise ConfigError("--shard-size must be more than 0, and a number")
     from trimtab.cli.progress import Progress
+    from trimtab.hf.needed import import_transformers
 
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(f"trimtab convert needs transformers (pip install 'trimtab[hf]'): {error}") from error
+    transformers = import_transformers("trimtab convert")
     from trimtab.hf.convert import convert
 
     transformers.logging.set_verbosity_error()

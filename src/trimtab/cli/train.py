@@ -11,7 +11,8 @@ from typing import Any
 from trimtab.interrupted import Interrupted
 from trimtab.train.config import DTYPES, TrainConfig
 from trimtab.train.launch import launch
-from trimtab.train.resume import advice, resumed
+from trimtab.train.report import FINAL, METRICS
+from trimtab.train.resume import CHECKPOINTS, advice, resumed
 
 DESCRIPTION = """\
 Train a Mixture-of-Experts language model with transformers' Trainer, its experts spread over the ranks.
@@ -74,16 +75,34 @@ def run(options: argparse.Namespace) -> int:
     if "data" in given:
         given["data"] = tuple(given["data"])
     config = resumed(given) if "resume" in given else TrainConfig(**given)
+    out = Path(config.out)
+    before = _stamp(out / METRICS)
     try:
         launch(config, options.nproc)
     except Interrupted as stop:
-        done = Path(config.out) / "metrics.jsonl"
-        steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
-        name = signal.Signals(stop.number).name
-        final = Path(config.out) / "final"
-        unsaved = "no model was saved" if not final.exists() else f"the model is in {final}"
-        saved = advice(Path(config.out), options.nproc) or unsaved
-        text = f"trimtab: interrupted by {name} after {steps} step(s); {saved}; metrics are in {done}"
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        unbegun = config.resume is None and _stamp(out / METRICS) in (None, before)
+        how_far = _unbegun(out) if unbegun else _how_far(out, options.nproc)
+        print(f"\ntrimtab: interrupted by {signal.Signals(stop.number).name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
     return 0
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Tells a file from a later one of that name, and from itself with more in it; None where there is none."""
+    if not path.exists():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _unbegun(out: Path) -> str:
+    earlier = any((out / name).exists() for name in (METRICS, CHECKPOINTS, FINAL))
+    held = f"what {out} holds is an earlier run's" if earlier else "no model was saved"
+    return f"before its first step; {held}"
+
+
+def _how_far(out: Path, nproc: int | None) -> str:
+    done, final = out / METRICS, out / FINAL
+    steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
+    unsaved = "no model was saved" if not final.exists() else f"the model is in {final}"
+    return f"after {steps} step(s); {advice(out, nproc) or unsaved}; metrics are in {done}"

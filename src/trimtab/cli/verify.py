@@ -112,7 +112,7 @@ def _ledger(options: argparse.Namespace) -> int:
     level = "quick" if options.quick else "full" if options.full else "default"
     if ":" in options.impl:
         sys.path.insert(0, os.getcwd())  # where `python -m` finds modules as well; the ranks inherit it
-        get_implementation(options.impl)
+    get_implementation(options.impl)
     world = cluster or options.nproc or (4 if options.quick else MOST_LOCAL)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)

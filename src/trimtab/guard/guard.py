@@ -18,10 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from trimtab.errors import ConfigError, DesyncError, TrimtabError
@@ -39,6 +41,7 @@ from trimtab.options import check_flags
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
 _NAMES = 120
+_LAST_WORD = timedelta(seconds=1)
 
 
 class Guard(SharedByCopies):
@@ -80,7 +83,8 @@ class Guard(SharedByCopies):
             self.deadline = min(self.deadline, 0.9 * timeout_of(group))
         self._slate = Slate(self.rank)
         self._watches: list[Watch] = []
-        self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches)
+        self._unopened: list[tuple[Store, Peer]] = []
+        self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches, self._unopened)
         if not self.gloo:
             return self
         end_behind_gloo()
@@ -92,6 +96,8 @@ class Guard(SharedByCopies):
         self._transport = transport
         me = Peer.me(self.rank, self._world[self.rank], self._slate.fd if self.look else -1, transport)
         self._store.set(f"peer/{self.rank}", me.to_json())
+        if self.size > 1:
+            self._unopened.append((self._store, me))
         return self
 
     def at(self, layer: str, phase: str, direction: str, call: int, state: str = "in") -> None:
@@ -129,6 +135,7 @@ class Guard(SharedByCopies):
         self._slate.wait(False)
         if not self._met:
             self._meet()
+            self._unopened.clear()  # the others open this rank's record now as well
         elif self._watch is not None:
             self._watch.rest()
 
@@ -200,7 +207,7 @@ class Guard(SharedByCopies):
     def _known(self) -> Cause | None:
         """The first cause, if some rank has found it."""
         if self._cause is None:
-            texts = [view.note() for _, view in self._peers.copy().values() if view is not None]
+            texts = [peer.left if view is None else view.note() for peer, view in self._peers.copy().values()]
             texts += [self._watch.cause] if self._watch is not None else []
             self._cause = next(filter(None, map(Cause.in_note, texts)), None)
         return self._cause
@@ -216,6 +223,8 @@ class Guard(SharedByCopies):
             meeting = threading.Thread(target=self._try_to_meet, daemon=True)
             meeting.start()
             meeting.join(self.patience)
+            if meeting.is_alive():  # it holds the store, and whoever wrote there would wait for it
+                self._unopened.clear()
         unasked = self._watch is not None and not self._watch.asking  # met just now, or failed before its deadline
         if unasked and self._watch is not None:
             self._watch.ask()
@@ -250,12 +259,12 @@ class Guard(SharedByCopies):
             process = peer.state()
             if view is None:
                 place, seconds = self._watch.heard.get(rank, (None, 0.0)) if self._watch else (None, 0.0)
-                left = self._watch.left.get(rank, "") if self._watch else ""
+                note = (self._watch.left.get(rank, "") if self._watch else "") or peer.left
                 heard = self._watch is not None and rank in self._watch.heard
             else:
                 place, note, heard = view.place(), view.note(), True
-                left = "" if note.startswith("{") else note
                 seconds = seconds_at(place)
+            left = "" if note.startswith("{") else note
             answers.append(Answer(peer=peer, process=process, heard=heard, place=place, seconds=seconds, left=left))
         return answers
 
@@ -275,14 +284,28 @@ class Guard(SharedByCopies):
         return f"Rank {self.rank} was {place} ({time.monotonic() - start:.1f} s)."
 
 
-def _leave(slate: Slate, pid: int, watches: list[Watch]) -> None:
-    """The guard or its process ends: say so in the record, and stop the thread."""
+def _leave(slate: Slate, pid: int, watches: list[Watch], unopened: list[tuple[Store, Peer]]) -> None:
+    """The guard or its process ends: say so in the record, and stop the thread. A record that nobody has opened ends
+    with the process, so its note goes to the store."""
     if os.getpid() != pid:  # a forked child shares the memory, but it is not the rank
         return
     error = getattr(sys, "last_value", None)
     why = "" if error is None else f"it ended with {type(error).__name__}: {error}"
     if not slate.view().note():
         slate.write_note(why or "it ended its program or gave up its transport")
+    for store, me in unopened:
+        _leave_word(store, replace(me, left=slate.view().note()))
     for watch in watches:
         watch.stop(why)
     slate.close()
+
+
+def _leave_word(store: Store, me: Peer) -> None:
+    """In this thread: at the end of a process there is no starting one."""
+    with suppress(Exception):  # whatever a store raises whose host has gone
+        usual = store.timeout  # type: ignore[attr-defined]
+        store.set_timeout(_LAST_WORD)  # a file's folder may have gone
+        try:
+            store.set(f"peer/{me.rank}", me.to_json())
+        finally:
+            store.set_timeout(usual)  # the program may go on with it

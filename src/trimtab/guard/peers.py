@@ -51,7 +51,10 @@ def process_state(pid: int, start: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One rank of the group. `here` and `fd` say where its record can be read; transport: the kind it exchanges by."""
+    """One rank of the group. `here` and `fd` say where its record can be read; transport: the kind it exchanges by.
+
+    left: the note of a record that nobody can have opened yet, once the rank has ended.
+    """
 
     rank: int
     global_rank: int
@@ -61,6 +64,7 @@ class Peer:
     start: int
     fd: int
     transport: str = ""
+    left: str = ""
 
     @classmethod
     def me(cls, rank: int, global_rank: int, fd: int, transport: str = "") -> Peer:

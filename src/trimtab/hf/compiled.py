@@ -18,6 +18,7 @@ from trimtab.experts.compiled import as_operator, named
 from trimtab.hf.experts import experts_forward, refuse_dropped, weights_of
 from trimtab.hf.gates import _clamped, word_of
 from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.ids import wide_ids
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -29,7 +30,8 @@ def _clamped_word(function: FunctionType, numbers: tuple[tuple[str, str], ...], 
 @torch.library.custom_op("trimtab::whole_ids", mutates_args=())
 def whole_ids(ids_TK: Tensor, num_experts: int, who: str) -> Tensor:
     """The ids, if each names an expert; else as `experts_forward` raises."""
-    refuse_dropped(who, ((ids_TK < 0) | (ids_TK >= num_experts)).sum(), num_experts)
+    ids = wide_ids(ids_TK)
+    refuse_dropped(who, ((ids < 0) | (ids >= num_experts)).sum(), num_experts)
     return ids_TK.clone()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.routing.ids import holds_ids
+from trimtab.routing.ids import holds_ids, wide_ids
 from trimtab.routing.recompute import Choice
 
 FORMAT = "trimtab.decisions"
@@ -49,8 +49,9 @@ class Decisions:
             )
         if self.ids.shape[2] != len(self.layers) or len(set(self.layers)) != len(self.layers):
             raise InputError(f"decisions for {self.ids.shape[2]} layers, but the names are {self.layers}")
-        if bool(((self.ids < -1 - self.num_experts) | (self.ids >= self.num_experts)).any()):
-            low, high = int(self.ids.min()), int(self.ids.max())
+        ids = wide_ids(self.ids)
+        if bool(((ids < -1 - self.num_experts) | (ids >= self.num_experts)).any()):
+            low, high = int(ids.min()), int(ids.max())
             raise InputError(
                 f"decisions name experts {low}..{high}, the model has 0..{self.num_experts - 1} (-1 for none)"
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
+from trimtab.hf.needed import import_transformers
 from trimtab.interrupted import Interrupted, signals_raise
 from trimtab.launched import cores, group_size, module_arguments
 from trimtab.train.checks import check_options
@@ -37,6 +38,7 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
     with signals_raise():
         check_options(config, nproc or 1)
+        import_transformers("trimtab train")
         if nproc is None or nproc == 1:
             from trimtab.train.session import run_session
 

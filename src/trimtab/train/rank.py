@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError
+from trimtab.hf.needed import import_transformers
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 
@@ -51,6 +52,7 @@ def run_rank(config: TrainConfig) -> None:
     try:
         if not launched:
             check_options(config, int(os.environ["WORLD_SIZE"]))
+            import_transformers("trimtab train")
         from trimtab.train.session import run_session
 
         run_session(config, prepared=launched)

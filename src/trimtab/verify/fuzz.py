@@ -52,7 +52,7 @@ class FuzzFailure:
     @property
     def command(self) -> str:
         """What reproduces the case as drawn."""
-        return f"trimtab verify --fuzz-case {self.seed}:{self.index}"
+        return f"trimtab verify --fuzz-case={self.seed}:{self.index}"
 
     def __str__(self) -> str:
         cases = ",\n".join(case.describe() for case in self.small)

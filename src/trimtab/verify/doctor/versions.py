@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 import re
@@ -26,7 +27,10 @@ OPTIONAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Version texts; None where a package is not installed. cuda, nccl: what torch was built with."""
+    """Version texts; None where a package is not installed. cuda, nccl: what torch was built with.
+
+    unusable: why transformers cannot be imported where it is installed.
+    """
 
     trimtab: str
     python: str
@@ -35,6 +39,7 @@ class Versions:
     cuda: str | None
     nccl: str | None
     packages: Mapping[str, str | None]
+    unusable: str = ""
 
 
 def look() -> Versions:
@@ -49,6 +54,7 @@ def look() -> Versions:
         cuda=torch.version.cuda or getattr(torch.version, "hip", None),
         nccl=_nccl(),
         packages={name: _installed(name) for name in OPTIONAL},
+        unusable=_failed_import("transformers") if _installed("transformers") else "",
     )
 
 
@@ -66,6 +72,9 @@ def judge(v: Versions) -> list[Finding]:
     for name, version in v.packages.items():
         if version is None:
             found.append(Finding(severity="note", where=name, what=f"not installed: needed for {OPTIONAL[name]}"))
+        elif name == "transformers" and v.unusable:
+            what = f"{version} is installed and cannot be imported: {v.unusable}"
+            found.append(Finding(severity="warn", where=name, what=what, do="install it anew"))
         elif name == "transformers" and not TRANSFORMERS <= numbers(version) < (TRANSFORMERS[0] + 1,):
             fits = f"{_dotted(TRANSFORMERS)} or newer, below {TRANSFORMERS[0] + 1}"
             found.append(
@@ -93,6 +102,15 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _failed_import(name: str) -> str:
+    """Why it fails, or ""."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a package that is half there raises anything
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return ""
 
 
 def _nccl() -> str | None:
