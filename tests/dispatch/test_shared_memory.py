@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dispatch.cases import PATTERNS, case
-from trimtab.dispatch import introduction
+from trimtab.dispatch import dispatcher as dispatcher_module
+from trimtab.dispatch import introduction, shared_memory
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.auto import Auto
 from trimtab.dispatch.dispatcher import Combine, Dispatcher
@@ -176,7 +179,24 @@ def refused_on_rank() -> dict[str, tuple[str, str]]:
             os._exit(7 if "forked child" in str(error) else 1)
         os._exit(2)
     said["fork"] = (str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), "")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(introduction.Peer, "me", lambda *a: no_descriptor_in(patch, me(*a)))
+        auto = Auto(group, guard=False)
+        told("auto without descriptors", lambda: layer(Dispatcher(E, auto), x, ids, w))
+    said["auto without descriptors chose"] = (type(auto.chosen).__name__, auto.why)
     return said
+
+
+def no_descriptor_in(patch: pytest.MonkeyPatch, peer: Peer) -> Peer:
+    """From now on, this process can open no file."""
+
+    def open_(path: str, *_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    patch.setattr(os, "open", open_)
+    patch.setattr(Path, "read_text", open_)
+    return peer
 
 
 def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -> None:
@@ -195,6 +215,93 @@ def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -
         assert said["device later"][0] == "BackendError", rank
         assert "rank 1 brings tensors of meta" in said["device later"][1]
         assert said["fork"] == ("7", "")
+        assert said["auto without descriptors"] == ("nothing", "")
+        assert said["auto without descriptors chose"][0] == "AllToAll"
+        assert "rank 1 cannot open what its peers share: [Errno 24]" in said["auto without descriptors chose"][1]
+
+
+INSIDE = ("inbox_of", "_part", "take", "turn", "plan_ranks", "experts")
+"""Where rank 1 fails: in a step of an exchange, or, the last two, between two of one call."""
+
+
+def fails_inside_on_rank() -> dict[str, tuple[str, str]]:
+    """What each rank ends its call with in which rank 1 fails, whose batch is then skipped, and its next one."""
+    group, rank, said = dist.group.WORLD, dist.get_rank(), {}
+    x, ids, w, _ = case("random", rank, 2, E, K, D, torch.float64)
+    x.requires_grad_()
+
+    def call(dispatcher: Dispatcher, experts: Callable[[], None], then: Callable[[], None]) -> list[Tensor]:
+        rows = dispatcher.dispatch(x, ids, w)
+        scaled = rows.x * 2.0
+        experts()
+        y = dispatcher.combine(scaled, rows)
+        then()
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+
+    def nothing() -> None:
+        pass
+
+    truth = call(Dispatcher(E, AllToAll(group)), nothing, nothing)
+    for place, direction, guard in itertools.product(INSIDE, ("forward", "backward"), (True, False)):
+        if direction == "backward" and place in INSIDE[-2:]:
+            continue
+        transport = SharedMemory(group, guard=guard)
+        dispatcher = Dispatcher(E, transport, layer="moe")
+        call(dispatcher, nothing, nothing)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> Any:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+            def spoil(patch: pytest.MonkeyPatch = patch, place: str = place, host: Any = transport._host) -> None:
+                if rank == 1 and place == "turn":  # all have met
+                    turn = host.turn
+                    patch.setattr(host, "turn", lambda: (turn(), fail()))
+                elif rank == 1 and place != "experts":
+                    modules = {"_part": shared_memory, "plan_ranks": dispatcher_module, "take": host.workspace}
+                    patch.setattr(modules.get(place, host), place, fail)
+
+            between = place in INSIDE[-2:]
+            if place == "plan_ranks":
+                spoil()
+            experts = fail if place == "experts" and rank == 1 else spoil if direction == "forward" else nothing
+            ends = []
+            for args in ((experts, spoil if direction == "backward" else nothing), (nothing, nothing)):
+                try:
+                    same = all(torch.equal(a, b) for a, b in zip(call(dispatcher, *args), truth, strict=True))
+                    ends.append("right" if same else "wrong")
+                except Exception as error:
+                    ends.append(f"{type(error).__name__}: {error}")
+                if between:
+                    if rank == 0:  # its one call has met both of rank 1's
+                        break
+                    patch.undo()
+        said[f"{place} {direction} {guard}"] = (ends[0], ends[-1])
+        dist.barrier()
+    return said
+
+
+def test_a_rank_that_fails_inside_an_exchange_is_noticed_in_it() -> None:
+    zero, one = run_ranks(fails_inside_on_rank, 2, deadline=60.0)
+    assert len(one) == 20
+    for name, (first, second) in one.items():
+        peer, peer_next = zero[name]
+        assert "wrong" not in (first, second, peer, peer_next), name
+        if name.split()[0] in INSIDE[-2:]:  # its next count meets the rows that it did not send
+            assert first.startswith("OSError"), name
+            assert peer.startswith("DesyncError"), name
+            assert second.startswith("DesyncError"), name
+            continue
+        text = "OSError inside an exchange of "
+        where = f"BackendError: [{'layer moe, ' * name.endswith('True')}rank 1"
+        assert first.startswith(where), name
+        assert text in first, name
+        assert "rows" in first or name.startswith("turn"), name
+        assert "use the transport alltoall; build new transports on all ranks" in first, name
+        assert peer.startswith(where), name
+        assert (text if name.endswith("True") else "rank 1 gave up this shared memory") in peer, name
+        assert "was given up on rank 1 (OSError" in second, name
+        assert "was given up on rank 0 (BackendError" in peer_next, name
 
 
 def unopened_on_rank() -> dict[str, Any]:

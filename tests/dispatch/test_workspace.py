@@ -25,6 +25,11 @@ def test_a_slot_is_taken_again_only_when_the_last_view_of_it_is_gone() -> None:
     held.sum().backward()
     del held
     assert address(workspace.take(100).bytes(100)) == where
+    kept = workspace.take(100).bytes(100).untyped_storage()
+    assert kept.data_ptr() == where
+    assert address(workspace.take(100).bytes(100)) != where, "its storage is held without a tensor"
+    del kept
+    assert address(workspace.take(100).bytes(100)) == where
     assert len(workspace.slots) == 2
 
 

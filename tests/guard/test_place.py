@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,10 @@ def test_writing_takes_microseconds() -> None:
     assert best < 20e-6, f"{best * 1e6:.1f} us"
 
 
+def no_descriptor(path: Path) -> str:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+
 def test_a_peer_reads_the_record_of_a_process_that_runs_is_stopped_and_is_dead() -> None:
     down, up = os.pipe()
     pid = os.fork()
@@ -116,11 +122,19 @@ def test_a_peer_reads_the_record_of_a_process_that_runs_is_stopped_and_is_dead()
         os.waitpid(pid, os.WUNTRACED)
         assert process_state(pid, peer.start) == "stopped"
         assert process_state(pid, peer.start + 1) == "gone", "another process with the same number"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "read_text", no_descriptor)
+            assert process_state(pid, peer.start) == peer.state() == "unknown", "it lives"
     finally:
         os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert process_state(pid, peer.start) == "gone", "a zombie is gone"
     os.waitpid(pid, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", no_descriptor)
+        assert peer.state() == "gone"
+        with pytest.raises(OSError, match="Too many open files"):
+            start_of(pid)
     assert process_state(pid, peer.start) == "gone"
     assert start_of(pid) == 0
     place = view.place()

@@ -107,6 +107,15 @@ def test_a_gate_far_below_zero_is_shut(gate: float) -> None:
     assert all(torch.equal(t, torch.zeros_like(t)) for t in (h, again, d_pre, dw))
 
 
+@pytest.mark.parametrize("far", [-1e38, -1e36, 1e36, 1e38])
+@pytest.mark.parametrize("f", [GELU(), GeGLU()])
+def test_far_from_zero_gelu_is_straight(f: Activation, far: float) -> None:
+    pre, dh, w = torch.ones(3, 19 * (1 + isinstance(f, GeGLU))), torch.ones(3, 19), torch.ones(3, 1)
+    pre[:, :19] = far
+    d_pre = results(compiled_kernels(), f, pre, dh, w)[2]
+    assert torch.equal(d_pre[:, :19], torch.full_like(dh, float(far > 0)))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_depends_on_the_other_rows_or_on_the_number_of_threads(name: str) -> None:
     f = CASES[name]

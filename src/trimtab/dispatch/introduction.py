@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -43,7 +43,8 @@ class Introductions:
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.global_rank = dist.get_process_group_ranks(group)[self.rank]
+        global_rank = dist.get_process_group_ranks(group)[self.rank]
+        self._me = Peer.me(self.rank, global_rank, -1)  # now: shared memory may take the last descriptor
         store = _get_process_group_store(group)
         self._store = PrefixStore(f"trimtab/{what}/{store.add(f'trimtab/{what}/{self.rank}', 1)}", store)
         self._keys = [f"rank/{rank}" for rank in range(self.size)]
@@ -51,7 +52,7 @@ class Introductions:
 
     def say(self, device: str, fd: int = -1, control: int = -1, lack: str = "") -> None:
         """Put this rank's card down. fd: of the memory that it shares, or -1."""
-        card = Card(peer=Peer.me(self.rank, self.global_rank, fd), device=device, control=control, lack=lack)
+        card = Card(peer=replace(self._me, fd=fd), device=device, control=control, lack=lack)
         self._store.set(self._keys[self.rank], json.dumps(asdict(card)))
 
     def read(self) -> list[Card]:

@@ -1,12 +1,13 @@
 """Ranks of one host in shared memory: what each tells all, and the memory into which the others put its rows.
 
     control    one for the group, made by rank 0: a doorbell for each pair of ranks, and for each rank two boards,
-               written in turn: its headers, and which slot of its arena takes the next rows
+               written in turn: its headers, at which meeting it is, and which slot of its arena takes the next rows
     arena      one for each rank: slots of rows, in a file without a name that takes memory only where it is written
 
 A meeting is the only way in which ranks wait for each other: write to the own board, ring at every peer, wait until
 every peer has rung here. A board is written again two meetings later: by then every peer has read it, for it has rung
-for the meeting in between. A slot takes rows only after its owner has named it at a meeting, so nobody is in it.
+for the meeting in between. A slot takes rows only after its owner has named it at a meeting, so nobody is in it. A
+ring does not say for what: all compare at which meeting each is, and a rank that gives up writes so and rings.
 
 Legend: P ranks, C columns of the header.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from trimtab.dispatch.introduction import Introductions, refuse_unshared, why_not_shared
 from trimtab.dispatch.workspace import Slot, Workspace
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, DesyncError, TrimtabError
 from trimtab.guard.doorbell import STRIDE, Doorbells
 from trimtab.guard.memory import map_range, reserve
 from trimtab.guard.peers import Peer
@@ -35,6 +36,8 @@ SLOT_BYTES = 1 << 36
 """Addresses of a slot. It takes memory only as far as it is written."""
 MAX_COLUMNS = 32
 _ARENA_BYTES = 1 << 52
+_SLOTS = _ARENA_BYTES // SLOT_BYTES
+_GIVEN_UP = -1
 _PAGE = 4096
 _SPIN = 50e-6
 """Seconds of looking at the doorbells before sleeping at them, where every rank has a core."""
@@ -55,7 +58,7 @@ class HostMemory:
             self._arena = reserve("trimtab-rows", _ARENA_BYTES)
             self._control = reserve("trimtab-control", self._control_bytes()) if self.rank == 0 else -1
         except OSError as error:
-            raise BackendError(f"no shared memory: {error}; look at `ulimit -f`", rank=self.rank) from error
+            raise BackendError(f"no shared memory: {error}; look at `ulimit -f -n`", rank=self.rank) from error
         if self._arena < 0:
             raise BackendError("shared memory between ranks needs Linux: use another transport", rank=self.rank)
         self._fds = [fd for fd in (self._arena, self._control) if fd >= 0]
@@ -67,7 +70,7 @@ class HostMemory:
         self.peers: dict[int, Peer] = {}
         self._peer_fds: dict[int, int] = {}
         self._reached: dict[tuple[int, int], Tensor] = {}
-        self._turn = 0
+        self._turn, self._meeting = 0, -1
         self._spin = _SPIN if self.size <= len(os.sched_getaffinity(0)) else 0.0
 
     def introduce(self, device: torch.device) -> None:
@@ -99,8 +102,8 @@ class HostMemory:
         cards = self.reached.read()
         if lack := why_not_shared(cards):
             raise BackendError(
-                f"{lack}. The ranks must run as one user and see each other in /proc; use the transport alltoall where "
-                "they do not",
+                f"{lack}. The ranks must run as one user, with descriptors enough (ulimit -n), and see each other in "
+                "/proc; use the transport alltoall where they do not",
                 ranks=tuple(card.peer.rank for card in cards if card.lack),
             )
 
@@ -113,24 +116,55 @@ class HostMemory:
         """What the ranks wrote at this turn, [P, P, C]: row s holds rank s's headers for each rank."""
         return self._boards[self._turn % 2, :, 1:, :columns]
 
-    def arrive(self, next_inbox: Slot) -> Arrivals:
-        """Show this turn's board, with the slot that takes the next rows, and ring at every peer."""
-        self._boards[self._turn % 2, self.rank, 0, 0] = next_inbox.number
+    def arrive(self, next_inbox: Slot, *, rows: bool) -> Arrivals:
+        """Show this turn's board, with the slot that takes the next rows, and ring at every peer. rows: whether the
+        ranks meet for rows, and not for headers."""
+        self._meeting = 2 * self._turn + rows
+        self._boards[self._turn % 2, self.rank, 0, 0] = self._meeting * _SLOTS + next_inbox.number
         self.inbox = next_inbox
-        for rank in self.peers:
-            self._bells.ring(rank * self.size + self.rank)
+        self._ring()
         return Arrivals(self, self._bells)
 
     def turn(self) -> None:
-        """All have met: go on to the other board."""
-        self._inboxes = self._boards[self._turn % 2, :, 0, 0].tolist()
+        """All have met: go on to the other board.
+
+        Raises DesyncError if not all are at this meeting, on every rank; BackendError if one has given up.
+        """
+        self._words = self._boards[self._turn % 2, :, 0, 0].tolist()
+        if min(self._words) // _SLOTS != self._meeting or max(self._words) // _SLOTS != self._meeting:
+            raise self._elsewhere([word // _SLOTS for word in self._words])
         self._turn += 1
+
+    def give_up(self) -> None:
+        """Let every peer know, where this rank would have met it next, that it does not come."""
+        self._boards[(self._meeting // 2 + 1) % 2, self.rank, 0, 0] = _GIVEN_UP  # at the last one all see the same
+        self._ring()
+
+    def _ring(self) -> None:
+        for rank in self.peers:
+            self._bells.ring(rank * self.size + self.rank)
+
+    def _elsewhere(self, meetings: list[int]) -> TrimtabError:
+        """Who is at another meeting than this rank. meetings: each rank's."""
+        given_up = tuple(rank for rank, meeting in enumerate(meetings) if meeting == _GIVEN_UP)
+        if given_up:
+            return BackendError(
+                f"rank {', '.join(map(str, given_up))} gave up this shared memory after an error, which it raised: "
+                "build new transports on all ranks",
+                ranks=given_up,
+            )
+        each = (f"rank {r} at meeting {m // 2}, for {('headers', 'rows')[m % 2]}" for r, m in enumerate(meetings))
+        return DesyncError(
+            f"the ranks are in different exchanges: {'; '.join(each)}. One of them left a call in the middle, as after "
+            "an error that was caught there: all ranks must make the same calls. Build new transports on all ranks",
+            ranks=tuple(rank for rank, meeting in enumerate(meetings) if meeting != self._meeting),
+        )
 
     def inbox_of(self, rank: int, size: int) -> Tensor:
         """The memory that takes the next rows for a rank: [size] uint8."""
         if rank == self.rank:
             return self.inbox.bytes(size)
-        key = (rank, self._inboxes[rank])
+        key = (rank, self._words[rank] % _SLOTS)
         if key not in self._reached or self._reached[key].shape[0] < size:
             self._reached[key] = _mapped(self._peer_fds[rank], key[1], max(_PAGE, 1 << (size - 1).bit_length()))
         return self._reached[key][:size]

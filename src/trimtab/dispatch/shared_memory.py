@@ -45,10 +45,12 @@ class SharedMemory(SharedByCopies):
 
     Raises:
         BackendError: this system has no shared memory of the kind. In the first exchange, on every rank: one of them
-            cannot open a peer's memory; in any: tensors of a device, or an exchange before was given up.
+            cannot open a peer's memory; in any: tensors of a device, no memory for the rows, or an exchange before was
+            given up, here or by another rank (with a guard that rank's own error is raised).
         ConfigError: in the first exchange, on every rank: the ranks are not all on one host, or bring tensors of a
             device.
-        PeerLost, PhaseTimeout: in any exchange; without a guard they do not name layer and phase.
+        DesyncError: in any exchange, on every rank: one of them has left a call in the middle and is in another.
+        PeerLost, PhaseTimeout: in any exchange; without a guard no error names layer and phase.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
@@ -66,10 +68,14 @@ class SharedMemory(SharedByCopies):
         columns = headers_PC.shape[1]
         if columns > MAX_COLUMNS:
             raise BackendError(f"headers of {columns} columns: shared memory carries {MAX_COLUMNS}", rank=self.rank)
-        headers_PPC = self._host.headers(columns)
-        headers_PPC[self.rank].copy_(headers_PC)
-        self._meet(self._host.inbox)
-        everyone = headers_PPC.tolist()
+        try:
+            headers_PPC = self._host.headers(columns)
+            headers_PPC[self.rank].copy_(headers_PC)
+            self._meet(self._host.inbox, rows=False)
+            everyone = headers_PPC.tolist()
+        except BaseException as error:
+            self._give_up(error, "counts")
+            raise
         return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
     def spread(
@@ -91,21 +97,26 @@ class SharedMemory(SharedByCopies):
     ) -> list[Tensor]:
         """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
         self._begin(tensors[0])
-        host, sources = self._host, [tensor.detach() for tensor in tensors]
-        cuts = [0, *accumulate(lanes.outgoing)]
-        for rank in range(self.size):
-            column = [row[rank] for row in lanes.everyone]
-            layout = _layout(sources, sum(column))
-            memory = host.inbox_of(rank, self._fits(layout[-1]))
-            first, rows = sum(column[: self.rank]), lanes.outgoing[rank]
-            for source, begin in zip(sources, layout, strict=False):
-                write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
-        mine, total = host.inbox, sum(lanes.incoming)
-        layout = _layout(sources, total)
-        self._meet(host.workspace.take(layout[-1], besides=mine))
-        memory = mine.bytes(layout[-1])
-        parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
-        return [part.data for part in parts]  # each counts its own changes in place
+        layout = [0]
+        try:
+            host, sources = self._host, [tensor.detach() for tensor in tensors]
+            cuts = [0, *accumulate(lanes.outgoing)]
+            for rank in range(self.size):
+                column = [row[rank] for row in lanes.everyone]
+                layout = _layout(sources, sum(column))
+                memory = host.inbox_of(rank, self._fits(layout[-1]))
+                first, rows = sum(column[: self.rank]), lanes.outgoing[rank]
+                for source, begin in zip(sources, layout, strict=False):
+                    write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
+            mine, total = host.inbox, sum(lanes.incoming)
+            layout = _layout(sources, total)
+            self._meet(host.workspace.take(layout[-1], besides=mine), rows=True)
+            memory = mine.bytes(layout[-1])
+            parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
+            return [part.data for part in parts]  # each counts its own changes in place
+        except BaseException as error:
+            self._give_up(error, f"{layout[-1]} bytes of rows")
+            raise
 
     def _begin(self, like: Tensor) -> None:
         """Refuse what cannot be; at the first call, get to know the peers."""
@@ -119,7 +130,9 @@ class SharedMemory(SharedByCopies):
         self.meet_peers(like.device)
         if like.device.type != "cpu":
             where = f"rank {self.rank} brings tensors of {like.device}"
-            raise self._told(BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank))
+            refused = BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank)
+            self._leave(refused, untold=refused)
+            raise refused
         refuse_without_values(like, self.rank)
 
     def meet_peers(self, device: torch.device) -> None:
@@ -129,40 +142,59 @@ class SharedMemory(SharedByCopies):
         """
         if self._met:
             return
-        self._host.introduce(device)
-        self._wait(self._host.introductions)
-        self._host.open()
-        self._wait(self._host.reached)
         try:
+            self._host.introduce(device)
+            self._wait(self._host.introductions)
+            self._host.open()
+            self._wait(self._host.reached)
             self._host.agree()
-        except BackendError as error:
-            self._broken = error.message
+            self._met = True
+            self._meet(self._host.inbox, rows=False)
+        except BaseException as error:
+            self._give_up(error, "introductions")
             raise
-        self._met = True
-        self._meet(self._host.inbox)
 
-    def _meet(self, next_inbox: Slot) -> None:
+    def _meet(self, next_inbox: Slot, *, rows: bool) -> None:
         """All ranks come here before any goes on."""
-        self._wait(self._host.arrive(next_inbox))
+        self._wait(self._host.arrive(next_inbox, rows=rows))
         self._host.turn()
 
     def _wait(self, work: Waiting) -> None:
-        try:
-            wait_for(work, self.guard, self._timeout)
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+        wait_for(work, self.guard, self._timeout)
+
+    def _give_up(self, error: BaseException, what: str) -> None:
+        """After an error inside an exchange: this rank's next ring would be taken for the one that is missing.
+
+        Raises BackendError in place of what the system says.
+        """
+        if isinstance(error, TrimtabError):  # the others have it too
+            self._leave(error)
+            return
+        place = None if self.guard is None else self.guard.place()
+        lacking = isinstance(error, OSError | MemoryError)
+        advice = "free memory or raise this process's limits (ulimit -a), or use the transport alltoall; " * lacking
+        failed = BackendError(
+            f"{type(error).__name__} inside an exchange of {what} through shared memory: {error}; {advice}build new "
+            "transports on all ranks",
+            rank=self.rank, layer=place.layer if place else None, phase=place.phase if place else None,
+        )  # fmt: skip
+        self._leave(error, untold=failed)
+        if lacking:
+            raise failed from error
+
+    def _leave(self, error: BaseException, *, untold: TrimtabError | None = None) -> None:
+        """Take part in no further exchange, and see that the others do not wait. untold: what they do not know yet."""
+        self._broken = f"{type(error).__name__}: {error}"
+        if self.guard is not None and self.guard.gloo:
+            if untold is not None:
+                self.guard.fail(untold)
+        elif self._met:
+            self._host.give_up()
 
     def _fits(self, size: int) -> int:
         if size > SLOT_BYTES:
             raise BackendError(f"{size} bytes of rows for one rank: shared memory holds {SLOT_BYTES}", rank=self.rank)
         return size
-
-    def _told(self, error: TrimtabError) -> TrimtabError:
-        """The error, of which the others have been told."""
-        if self.guard is not None and self.guard.gloo:
-            self.guard.fail(error)
-        return error
 
 
 def _layout(like: Sequence[Tensor], rows: int) -> list[int]:

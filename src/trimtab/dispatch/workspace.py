@@ -6,6 +6,7 @@ rows = slot.bytes(size)              it is in use for as long as `rows` or a vie
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -52,9 +53,10 @@ class Slot:
         self._storage = self._all.untyped_storage()
         self._alone = self._users()
 
-    def _users(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # no public function says this
-        return count
+    def _users(self) -> tuple[int, int]:
+        """Of the storage: what holds it in C++ (no public function says this), and what holds its one object in Python,
+        which a program may keep without a tensor."""
+        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
 
 
 class Workspace:

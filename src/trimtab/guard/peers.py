@@ -6,26 +6,30 @@ import json
 import os
 import socket
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from trimtab.guard.place import SlateView
 
 _ENDED = "ZXx"
 _STOPPED = "Tt"
+_NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
 def _read(path: str) -> str:
+    """Empty if nothing is there for this process to read. OSError if it lacks descriptors or memory to look."""
     try:
         return Path(path).read_text()
-    except OSError:
+    except _NOT_THERE:
         return ""
 
 
+@cache
 def _here() -> str:
     """Names this host and its process numbers: equal only where one process can look at the other in /proc."""
     try:
         space = os.readlink("/proc/self/ns/pid")
-    except OSError:
+    except _NOT_THERE:
         space = ""
     return f"{_read('/proc/sys/kernel/random/boot_id').strip()} {space}"
 
@@ -41,12 +45,31 @@ def start_of(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+@cache
+def _own_start(pid: int) -> int:
+    """`start_of` this process, whose number is pid: read once, for later there may be no descriptor to read it by."""
+    return start_of(pid)
+
+
 def process_state(pid: int, start: int) -> str:
-    """running, stopped or gone."""
-    fields = _stat(pid)
+    """running, stopped or gone; unknown if it lives and cannot be looked at: descriptors or memory are short."""
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return _state_by_signal(pid)
     if not fields or fields[0] in _ENDED or int(fields[19]) != start:
         return "gone"
     return "stopped" if fields[0] in _STOPPED else "running"
+
+
+def _state_by_signal(pid: int) -> str:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass
+    return "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +95,7 @@ class Peer:
         pid = os.getpid()
         return cls(
             rank=rank, global_rank=global_rank, host=socket.gethostname(), here=_here(), pid=pid,
-            start=start_of(pid), fd=fd, transport=transport,
+            start=_own_start(pid), fd=fd, transport=transport,
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -92,7 +115,7 @@ class Peer:
         return self.pid == 0
 
     def state(self) -> str:
-        """running, stopped or gone; unknown on another host."""
+        """As `process_state`; unknown on another host."""
         return process_state(self.pid, self.start) if self.fd >= 0 and self.here == _here() else "unknown"
 
     def open(self) -> SlateView | None:

@@ -70,7 +70,8 @@ INLINE vf gelu(vf x, vf* slope) {
         *slope = s + x * s * (1.0f - s) * (2.0f * root) * (1.0f + 3.0f * cubic * x * x);
         return x * s;
     }
-    vf density = 0.3989422804f * vexp(-0.5f * x * x), cdf = normal_cdf(x);
+    vf half = 0.5f * x * x, density = 0.3989422804f * vexp(-half), cdf = normal_cdf(x);
+    density = half > 87.0f ? vf{} : density;  // where vexp is cut, x itself may be large enough to bring it back
     *slope = cdf + x * density;
     return x * cdf;
 }

@@ -132,7 +132,7 @@ INLINE void transpose_block(const T* w, long ld, float* to, long row, long rows 
 template <bool All = true>
 INLINE void transpose_block(const bf16* w, long ld, float* to, long row, long rows = VL) {  // pairs are moved as one
     vf r[VL];
-    UNROLL for (int i = 0; i < VL; i++) r[i] = All || i < rows ? load((const float*)(w + i * ld)) : vf{};
+    UNROLL for (int i = 0; i < VL; i++) r[i] = All || i < rows ? load_pairs(w + i * ld) : vf{};
     transpose(r);
     UNROLL for (int i = 0; i < VL; i++) {
         store(to + 2 * i * row, (vf)((vu)r[i] << 16));

@@ -195,6 +195,7 @@ struct Combine {
         const long D = to ? c.D : 0, blocks = (D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
         from = std::min<long>(D, i * blocks / n * NR);
         until = std::min<long>(D, (i + 1) * blocks / n * NR);
+        if (!to) return;
         for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));
     }
     // Columns d0 : d0 + n of a row's product.

@@ -27,6 +27,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint16_t vhh __attribute__((vector_size(4 * VL)));
 typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef float vf_pairs __attribute__((vector_size(4 * VL), aligned(2), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef uint16_t vhh_any __attribute__((vector_size(4 * VL), aligned(2), may_alias));
@@ -56,6 +57,7 @@ INLINE vf multiply_add(vf a, vf b, vf sum) {
 }
 
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
+INLINE vf load_pairs(const bf16* p) { return *(const vf_pairs*)p; }
 INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh)*(const vh_any*)p, vu) << 16); }
 
 INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
