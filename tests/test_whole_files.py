@@ -25,3 +25,14 @@ def test_what_was_there_stays_where_the_disk_is_full(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EFBIG
     assert path.read_bytes() == "é\n".encode()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_leads_to_what_is_written(tmp_path: Path) -> None:
+    there, link = tmp_path / "there.md", tmp_path / "link.md"
+    there.write_text("before")
+    link.symlink_to(there)
+    write_whole(link, "after")
+    assert link.is_symlink()
+    assert there.read_text() == "after"
+    write_whole(Path("/dev/null"), "gone")
+    assert Path("/dev/null").is_char_device()

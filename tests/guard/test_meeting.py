@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from trimtab.errors import PeerLost
 from trimtab.guard.guard import Guard
+from trimtab.guard.last_words import LastWords
 from trimtab.guard.peers import Peer, start_of
 from trimtab.verify.ranks import run_ranks
 
@@ -88,6 +89,21 @@ def leaves_on_rank() -> str:
     with pytest.raises(PeerLost) as lost:
         guard.wait(dist.all_reduce(torch.ones(1), async_op=True))
     return str(lost.value)
+
+
+def test_last_words_do_not_wait_for_who_waits_for_the_store() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    other, me = store.clone(), Peer.me(0, 0, -1)
+    waiting = threading.Thread(target=store.get, args=("answer",), daemon=True)
+    waiting.start()
+    time.sleep(0.2)
+    answered = threading.Timer(3.0, other.set, ("answer", ""))
+    answered.start()
+    LastWords(store).say("a", me)
+    assert waiting.is_alive()
+    assert Peer.from_json(store.clone().get(f"a/peer/{me.rank}")) == me
+    answered.join()
+    waiting.join()
 
 
 def test_a_rank_that_leaves_before_the_first_meeting_has_left_word() -> None:

@@ -39,6 +39,14 @@ class Block(nn.Module):
         return losses
 
 
+class HoldsItself(Block):
+    """Gives what a walk through it may never end with."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        given: dict[str, Any] = {"y": super().forward(x)}
+        return given | {"all": [given, given.setdefault("given", given)]}
+
+
 class Checkpointed(nn.Module):
     """Two layers, each of which runs again in a backward within the backward."""
 
@@ -192,6 +200,16 @@ def on_rank() -> dict[str, float | list[Tensor]]:
         loss.backward()
     gaps["checkpointed"] = max(relative_error(found_in(deep)[name], of_deep[name]) for name in of_deep)
     gaps["stage"] = gap(model, by_a_stage(wrapped(), rank))
+    changed = wrapped()
+    with changed.no_sync():
+        loss = changed(tokens(rank))
+    loss += 1  # a view, whose graph is another one now
+    changed.reducer.prepare_for_backward([])
+    loss.backward()
+    gaps["a view changed in place"] = gap(changed, found_in(changed))
+    circle = wrapped(of=HoldsItself)
+    circle(tokens(rank))["y"].backward()
+    gaps["holds itself"] = gap(circle, found_in(circle))
     delayed = wrapped(delay_wgrad=True)
     by_a_stage(delayed, rank)
     for _ in range(2):
@@ -238,6 +256,7 @@ def test_of_two_ranks() -> None:
             *("as it is", "copy", "average", "thawed"),
             *("evaluated in between", "checkpointed", "stage", "stage, delayed"),
             *("one rank alone in between False", "one rank alone in between True", "after a gradient of the input"),
+            *("a view changed in place", "holds itself"),
             *(f"skipped: {name}" for name in SKIPPED),
         }
         assert max(gaps.values()) < 2e-6, gaps

@@ -149,7 +149,7 @@ def test_rounding_before_the_layer_is_told_from_other_tokens(
     use_reentrant: bool, dtype: torch.dtype, under: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes in may itself differ in the last bits: its micro-batch is found among others."""
-    rounding = {torch.bfloat16: 4e-3, torch.float32: 5e-4, torch.float64: 1e-8}[under or dtype]  # TF32's is float32's
+    rounding = 1e-6 if dtype == torch.float64 else 4e-3  # float32 may have come of bfloat16
     block, xs = Block(twins()).to(dtype), [x.detach().to(dtype).requires_grad_() for x in micro_batches(3)]
     block.norm.register_forward_hook(lambda _m, _a, y: (y * (1 + rounding * torch.randn(y.shape).double())).to(dtype))
     recall, found = Memory.recall, []
@@ -452,7 +452,7 @@ def test_nothing_is_kept_behind(mode: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "near"), [(torch.float64, 1e-4), (torch.float32, 0.05), (torch.bfloat16, None)], ids=str
+    ("dtype", "near"), [(torch.float64, 1e-2), (torch.float32, None), (torch.bfloat16, None)], ids=str
 )
 def test_other_tokens_in_a_backward_are_a_decision_of_their_own(dtype: torch.dtype, near: float | None) -> None:
     """A custom backward may run the layer on tokens of its own: those are routed afresh, and counted. Also where they

@@ -53,8 +53,8 @@ class HostMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._pid = os.getpid()
-        self.introductions, self.reached = Introductions(group, "shared"), Introductions(group, "reached")
         try:
+            self.introductions, self.reached = Introductions(group, "shared"), Introductions(group, "reached")
             self._arena = reserve("trimtab-rows", _ARENA_BYTES)
             self._control = reserve("trimtab-control", self._control_bytes()) if self.rank == 0 else -1
         except OSError as error:

@@ -157,7 +157,11 @@ class SharedMemory(SharedByCopies):
     def _meet(self, next_inbox: Slot, *, rows: bool) -> None:
         """All ranks come here before any goes on."""
         self._wait(self._host.arrive(next_inbox, rows=rows))
-        self._host.turn()
+        try:
+            self._host.turn()
+        except TrimtabError as error:  # which all ranks see, and raise
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
 
     def _wait(self, work: Waiting) -> None:
         wait_for(work, self.guard, self._timeout)
@@ -167,7 +171,9 @@ class SharedMemory(SharedByCopies):
 
         Raises BackendError in place of what the system says.
         """
-        if isinstance(error, TrimtabError):  # the others have it too
+        if self._broken:
+            return
+        if isinstance(error, TrimtabError):  # a guard's others have it too
             self._leave(error)
             return
         place = None if self.guard is None else self.guard.place()

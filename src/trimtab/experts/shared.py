@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.nn.utils.parametrize import is_parametrized
 
 from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
@@ -49,9 +50,11 @@ class Projection(nn.Linear):
 
 
 def _stored_in(linear: nn.Module, x: Tensor) -> torch.dtype:
-    """The parameters' dtype, if it is one of values and not of codes: what replaces a linear layer, to hold a quantised
-    weight or none, knows itself what to do with `x`. Not asked of `weight`, which may be computed at each look."""
-    stored = next(linear.parameters(), x).dtype
+    """The weight's dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
+    weight knows itself what to do with `x`. Of what has no weight, and of one that is computed at each look, it is that
+    of the first parameter."""
+    weight = None if is_parametrized(linear, "weight") else getattr(linear, "weight", None)
+    stored = (weight if isinstance(weight, Tensor) else next(linear.parameters(), x)).dtype
     return stored if holds_values(stored) else x.dtype
 
 

@@ -18,17 +18,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from trimtab.errors import ConfigError, DesyncError, TrimtabError
 from trimtab.guard.group import has_gloo, outlive, store_host, timeout_of
 from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
+from trimtab.guard.last_words import LastWords, last_words_of
 from trimtab.guard.peers import Peer
 from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
 from trimtab.guard.shared import SharedByCopies
@@ -41,7 +41,6 @@ from trimtab.options import check_flags
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
 _NAMES = 120
-_LAST_WORD = timedelta(seconds=1)
 
 
 class Guard(SharedByCopies):
@@ -83,21 +82,22 @@ class Guard(SharedByCopies):
             self.deadline = min(self.deadline, 0.9 * timeout_of(group))
         self._slate = Slate(self.rank)
         self._watches: list[Watch] = []
-        self._unopened: list[tuple[Store, Peer]] = []
+        self._unopened: list[tuple[LastWords, str, Peer]] = []
         self._finish = weakref.finalize(self, _leave, self._slate, os.getpid(), self._watches, self._unopened)
         if not self.gloo:
             return self
         end_behind_gloo()
         store = _get_process_group_store(group)
         number = store.add(f"trimtab/guards/{self.rank}", 1)
-        self._store = PrefixStore(f"trimtab/guard/{number}", store)
+        prefix = f"trimtab/guard/{number}"
+        self._store = PrefixStore(prefix, store)
         self._world = dist.get_process_group_ranks(group)
         self._store_host = store_host(store, self._world)
         self._transport = transport
         me = Peer.me(self.rank, self._world[self.rank], self._slate.fd if self.look else -1, transport)
         self._store.set(f"peer/{self.rank}", me.to_json())
         if self.size > 1:
-            self._unopened.append((self._store, me))
+            self._unopened.append((last_words_of(group, store), prefix, me))
         return self
 
     def at(self, layer: str, phase: str, direction: str, call: int, state: str = "in") -> None:
@@ -223,8 +223,6 @@ class Guard(SharedByCopies):
             meeting = threading.Thread(target=self._try_to_meet, daemon=True)
             meeting.start()
             meeting.join(self.patience)
-            if meeting.is_alive():  # it holds the store, and whoever wrote there would wait for it
-                self._unopened.clear()
         unasked = self._watch is not None and not self._watch.asking  # met just now, or failed before its deadline
         if unasked and self._watch is not None:
             self._watch.ask()
@@ -284,7 +282,7 @@ class Guard(SharedByCopies):
         return f"Rank {self.rank} was {place} ({time.monotonic() - start:.1f} s)."
 
 
-def _leave(slate: Slate, pid: int, watches: list[Watch], unopened: list[tuple[Store, Peer]]) -> None:
+def _leave(slate: Slate, pid: int, watches: list[Watch], unopened: list[tuple[LastWords, str, Peer]]) -> None:
     """The guard or its process ends: say so in the record, and stop the thread. A record that nobody has opened ends
     with the process, so its note goes to the store."""
     if os.getpid() != pid:  # a forked child shares the memory, but it is not the rank
@@ -293,19 +291,8 @@ def _leave(slate: Slate, pid: int, watches: list[Watch], unopened: list[tuple[St
     why = "" if error is None else f"it ended with {type(error).__name__}: {error}"
     if not slate.view().note():
         slate.write_note(why or "it ended its program or gave up its transport")
-    for store, me in unopened:
-        _leave_word(store, replace(me, left=slate.view().note()))
+    for words, prefix, me in unopened:
+        words.say(prefix, replace(me, left=slate.view().note()))
     for watch in watches:
         watch.stop(why)
     slate.close()
-
-
-def _leave_word(store: Store, me: Peer) -> None:
-    """In this thread: at the end of a process there is no starting one."""
-    with suppress(Exception):  # whatever a store raises whose host has gone
-        usual = store.timeout  # type: ignore[attr-defined]
-        store.set_timeout(_LAST_WORD)  # a file's folder may have gone
-        try:
-            store.set(f"peer/{me.rank}", me.to_json())
-        finally:
-            store.set_timeout(usual)  # the program may go on with it

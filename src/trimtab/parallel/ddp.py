@@ -15,6 +15,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,7 +26,6 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.data import join_data_parallel
@@ -166,6 +166,7 @@ class _ExpertReducer:
 
     inside: a backward has come by what a forward of the wrapper returned. It is the outermost one: reentrant
     checkpointing has one within another for each layer, more on one rank than on another if that leaves layers out.
+    pending: since the last forward none has yet.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class _ExpertReducer:
         """dense: DDP's own parameters, if a backward may reach these and no expert. unused: as may be on all ranks."""
         self.params, self.group, self.dense, self.unused = params, group, dense, unused
         self.expected, self.spent, self.queued, self.inside, self.reached = False, False, False, False, False
+        self.pending = False
         self.wrapped: Callable[[], nn.Module | None] = lambda: None
         for param in (*params, *dense):
             _when_accumulated(param, self.accumulated)
@@ -200,14 +202,17 @@ class _ExpertReducer:
     def ended(self) -> None:
         """Of several outputs the first one's call does all."""
         reached, self.inside, self.reached = self.reached, False, False
-        if reached and self.asked:
-            self.expected = False
-            self.reduce()
+        if reached:
+            self.pending = False
+            if self.asked:
+                self.expected = False
+                self.reduce()
 
     def accumulated(self, _: Tensor) -> None:
         if self.inside:
             self.reached = True
-        elif self.expected:  # by a tensor that was not found in what the forward returned
+        elif self.expected or (self.pending and self.asked):
+            # By a tensor that was not found in what the forward returned, or a view that was changed in place.
             self.reduce_later()
 
     def reduce_later(self) -> None:
@@ -246,7 +251,8 @@ class _DelayedReducer(_ExpertReducer):
 
 def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
     reducer.wrapped = weakref.ref(wrapped)
-    reducer.inside = reducer.reached = False  # as a backward that raised has left them
+    reducer.inside = reducer.reached = reducer.queued = False  # as a backward that raised has left them
+    reducer.pending = reducer.pending or torch.is_grad_enabled()
     if reducer.spent:  # not as a backward ends: it may be one within another
         reducer.expected = reducer.spent = False
     reducer.expected |= torch.is_grad_enabled() and bool(wrapped.require_backward_grad_sync)
@@ -254,9 +260,22 @@ def _note_sync(reducer: _ExpertReducer, wrapped: nn.Module, _: Any) -> None:
 
 def _note_outputs(reducer: _ExpertReducer, _: nn.Module, __: Any, output: Any) -> None:
     """On each output of its own graph: a leaf outlives the call, and hooks would pile up on it."""
-    for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
-        if tensor.grad_fn is not None:
-            tensor.register_hook(reducer.entered)
+    seen: set[int] = set()
+    left = [output]
+    while left:  # as DDP looks for them, but it may hold itself
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            if one.grad_fn is not None:
+                one.register_hook(reducer.entered)  # type: ignore[no-untyped-call]
+        elif isinstance(one, (list, tuple)):
+            left += one
+        elif isinstance(one, dict):
+            left += one.values()
+        elif is_dataclass(one):
+            left += [getattr(one, field.name, None) for field in fields(one)]
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ any more, and a forward inside a backward asks. Which of several forwards in fli
 again is told by the checkpoint that runs it, and within one by its mask and its logits, of which decisions are made:
 their sum over the tokens, by weights that tell positions apart, is nearly equal for the same tokens in the same order,
 and far from equal for others. A reentrant checkpoint, or another inside or around it, does not say which it is: all are
-looked at then, and sums must be as near as rounding in the tokens' dtype, or in autocast's, leaves them, for a forward
-within a backward may also be of tokens of its own. Where several are equal there, so are their decisions, but for a
+looked at then, and in float64 sums must be as near as rounding leaves them, for a forward within a backward may also be
+of tokens of its own. Where several are equal there, so are their decisions, but for a
 jitter from the router's own generator and the step's counts before them, for `global_aux_loss`: a backward asks for
 each of them once, the last forward first, as it goes; backwards of their own, in the order of the forwards, get each
 other's. Those that were given their `ids` are given them again.
@@ -48,7 +48,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
 from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
 from torch.utils.checkpoint import _CheckpointFrame
 
-from trimtab.autocast import computed_in, without_autocast
+from trimtab.autocast import without_autocast
 from trimtab.kernels.memory import no_values
 
 P = ParamSpec("P")
@@ -58,9 +58,9 @@ TOLERANCE = 0.2
 """How far apart the sums of two runs may be, relative to their size. bfloat16 rounding makes 0.004, and more where the
 router tells tokens apart by less than what they have in common; other tokens are about 1.4 apart."""
 
-BY_DTYPE = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""In place of it where products before the router were made in these dtypes, and no checkpoint says that a forward runs
-again: it may as well be one of tokens that are near others. float32 may have come of TF32 or of bfloat16."""
+IN_FLOAT64 = 1e-4
+"""In place of it for tokens in float64 where no checkpoint says that a forward runs again: it may as well be one of
+tokens that are near others. Those in float32 may have come of bfloat16."""
 
 SAME = 8.0
 """How many times as far as the nearest may be the sum of the same tokens: other tokens are hundreds of times as far."""
@@ -224,7 +224,7 @@ class Memory:
         candidates: Sequence[Remembered] = self._of.get(frame, ()) if frame is not None and again else ()
         tolerance = TOLERANCE
         if not candidates:
-            tolerance = BY_DTYPE.get(computed_in(x_TD), TOLERANCE)
+            tolerance = IN_FLOAT64 if x_TD.dtype == torch.float64 else TOLERANCE
             in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
             candidates = (*reversed(in_graphs), *reversed(self._held))
         alike = (x_TD.shape[0], sum_E.dtype, sum_E.device, real_T is None)

@@ -84,7 +84,7 @@ class Router(nn.Module):
     Forwards in training mode add to the loads that `take_loads` gives; see `trimtab.routing.bias`. A forward that is
     run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`. It
     is told by running inside a backward on nearly the same logits: so does another forward there, as of a hook, if its
-    logits are as near as rounding (in sum within 20 % in bfloat16 or float16, 1 % in float32, 1e-6 in float64).
+    logits are as near as rounding may leave them (in sum within 20 %, in float64 within 1e-4).
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
 
