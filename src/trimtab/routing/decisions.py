@@ -20,6 +20,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.routing.ids import holds_ids, wide_ids
 from trimtab.routing.recompute import Choice
+from trimtab.whole_files import written_whole
 
 FORMAT = "trimtab.decisions"
 VERSION = 1
@@ -90,10 +91,8 @@ class Decisions:
             "format": FORMAT, "version": VERSION, "ids": ids.contiguous(), "num_experts": self.num_experts,
             "layers": list(self.layers),
         }  # fmt: skip
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        torch.save(content, part)
-        part.replace(target)
+        with written_whole(Path(path)) as unfinished:
+            torch.save(content, unfinished)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Decisions:
