@@ -17,9 +17,10 @@ from layer_case import BOUNDS, E, build
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
-preload("trimtab.layer", "compile_case")
+preload("compile_case")
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
 """Of rank 0 and of rank 1."""
 

@@ -33,9 +33,7 @@ from trimtab.guard.guard import Guard
 from trimtab.layer import MoEConfig
 from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.routing.config import SCORES, RouterConfig
-from trimtab.verify.ranks import preload, run_ranks
-
-preload("trimtab.layer")
+from trimtab.verify.ranks import run_ranks
 
 
 @pytest.mark.parametrize("score", SCORES)

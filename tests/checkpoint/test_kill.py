@@ -16,8 +16,7 @@ from checkpoint.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
-from trimtab.verify.forkserver import forkserver
-from trimtab.verify.ranks import preload
+from trimtab.verify.forkserver import forkserver, preload
 
 preload("trimtab.checkpoint.saving", "torch._dynamo")
 

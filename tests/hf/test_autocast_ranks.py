@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import trimtab.hf
 from hf.parity import difference, scale
 from trimtab.dispatch.dispatcher import Rows
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
 preload("trimtab.hf.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 D, E, K = 16, 4, 2

@@ -20,7 +20,8 @@ from trimtab.hf.convert import convert
 from trimtab.hf.layouts import experts_modules, gate_packing, layout_of
 from trimtab.hf.layouts_moe import BlockLayout, Part, blocks_of, prove
 from trimtab.hf.layouts_named import BLOCKS
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
 preload("trimtab.hf.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,8 @@ from hf.ep_check import judge
 from hf.ep_ranks import run_broken, run_cases, run_loading, run_shared
 from hf.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
 from hf.parity import FLOAT64_UNSHARDABLE
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 

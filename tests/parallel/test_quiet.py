@@ -15,7 +15,8 @@ from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp", "trimtab.parallel.ddp")
 

@@ -26,7 +26,8 @@ from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp")
 

@@ -14,9 +14,8 @@ from routing.router_truth import truth_losses
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import StepTotals
 from trimtab.routing.router import MANY, Router
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.ranks import run_ranks
 
-preload("trimtab.routing.router")
 D, E, K = 8, 6, 2
 NAMES = ("aux", "sequence_aux", "global_aux", "z")
 

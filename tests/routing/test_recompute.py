@@ -24,9 +24,8 @@ from trimtab.layer import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import Memory, Remembered, sum_of
 from trimtab.routing.record import record
-from trimtab.verify.ranks import preload, run_ranks
+from trimtab.verify.ranks import run_ranks
 
-preload("trimtab.layer")
 MODES = [True, False]
 
 

@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trimtab.verify import ranks as local_ranks
 from trimtab.verify.faults_cases import Fault, FaultResult, Outcome, fault_cases, problems_of
 from trimtab.verify.faults_on_rank import fault_main
-from trimtab.verify.forkserver import forkserver
+from trimtab.verify.forkserver import forkserver, preload
 
 
 def run_fault(
@@ -95,7 +94,7 @@ def run_faults(
     slack: float = 0.0,
 ) -> list[FaultResult]:
     """All cases, `jobs` at a time; `report` hears of each as it ends, in order. Local processes only."""
-    local_ranks.preload("trimtab.verify.faults_on_rank")
+    preload("trimtab.verify.faults_on_rank")
     results = []
     alone = threading.Lock()
     with ThreadPoolExecutor(max_workers=jobs) as pool:

@@ -1,4 +1,7 @@
-"""Python's server that ranks are forked from, with its socket where a socket's path fits."""
+"""Python's server that ranks are forked from, with its socket where a socket's path fits.
+
+It has imported torch but never run a backward, so that ranks start in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,12 @@ LONGEST = 71
 """Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
 SHORT = ("/tmp", "/var/tmp")
 _ALONE = threading.Lock()  # what is changed for a moment is the process's
+_PRELOAD = ["torch.distributed.tensor", "trimtab.layer", "trimtab.verify.tested_kernels"]
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these, too, before it forks: of no effect once anything has been forked."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
 
 
 def forkserver() -> ForkServerContext:
@@ -27,4 +36,6 @@ def forkserver() -> ForkServerContext:
                 get_temp_dir()  # made once in a process, which removes it when it ends
             finally:
                 tempfile.tempdir = before
-    return multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context

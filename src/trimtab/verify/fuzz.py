@@ -22,11 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.errors import InputError
-from trimtab.verify.forkserver import forkserver
+from trimtab.verify.forkserver import forkserver, preload
 from trimtab.verify.fuzz_cases import BLOCK, Case, case_of, worlds_of
 from trimtab.verify.fuzz_check import check
 from trimtab.verify.fuzz_shrink import shrink
-from trimtab.verify.ranks import preload
 
 CHUNK = 4
 """Blocks that a worker takes at a time."""

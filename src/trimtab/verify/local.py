@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
-from trimtab.verify.forkserver import forkserver
+from trimtab.verify.forkserver import forkserver, preload
 from trimtab.verify.mutants import mutated
 from trimtab.verify.on_rank import run_on_rank
 
@@ -59,8 +59,8 @@ def _pool(
     ranks: int, cases: Sequence[Case], implementation: str, repeat: int, mutant: str | None
 ) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
     """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
+    preload("trimtab.verify.local", home_of(implementation)[0])
     context = forkserver()
-    context.set_forkserver_preload(["torch.distributed.tensor", "trimtab.verify.local", home_of(implementation)[0]])
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         logs = [os.path.join(folder, str(rank)) for rank in range(ranks)]

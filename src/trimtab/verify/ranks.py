@@ -1,12 +1,8 @@
-"""Run a function on real ranks over Gloo, with a deadline: a hang is a failure in seconds.
-
-Ranks are forked from a server that has imported torch but never run a backward, so they start in milliseconds.
-"""
+"""Run a function on real ranks over Gloo, with a deadline: a hang is a failure in seconds."""
 
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,17 +17,8 @@ import torch.distributed as dist
 
 from trimtab.verify.forkserver import forkserver
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch.distributed.tensor", "trimtab.dispatch.dispatcher", "trimtab.experts.mlp"]
-_CONTEXT.set_forkserver_preload(_PRELOAD)
 LEAVES = 5.0
 """Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
-
-
-def preload(*modules: str) -> None:
-    """Have the server import these before it forks. Call it when a test module is imported: before any rank starts."""
-    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
-    _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 def _rank_main(
