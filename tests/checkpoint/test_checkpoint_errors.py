@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoint.reshard_case import D, Model
-from trimtab import errors
+from trimtab import MoEConfig, RouterConfig, errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, whole_checkpoints
+from trimtab.checkpoint.model_state import expert_shapes, model_tensors
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes.amax_history import AmaxHistory
@@ -197,6 +198,19 @@ def test_whole_tensors_without_a_model(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype for key in tensors)
     with pytest.raises(InputError, match=r"holds no model\.b"):
         read_tensors(folder, ["model.b"])
+
+
+def test_tensors_alone_end_the_step_that_was_being_counted(tmp_path: Path) -> None:
+    config = MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=4, top_k=1, global_aux_loss=1.0))
+    model = nn.ModuleDict({"moe": config.build()})
+    tensors = {key: value.detach().clone() for key, value in model_tensors(model).items()}
+    write_tensors(tmp_path, tensors, step=0, experts=expert_shapes(model))
+    x_TD = torch.randn(32, 8)
+    first = model["moe"](x_TD).losses["global_aux"]
+    model["moe"](x_TD + 1.0)
+    load(tmp_path, model)
+    assert torch.equal(model["moe"](x_TD).losses["global_aux"], first)
+    assert model["moe"].router.take_loads().sum() == 32
 
 
 def test_what_was_just_written_is_kept(tmp_path: Path) -> None:
