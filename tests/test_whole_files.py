@@ -6,7 +6,9 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
+from trimtab.routing.decisions import Decisions
 from trimtab.whole_files import write_whole
 
 resource = pytest.importorskip("resource", reason="limits of a process's files are POSIX's")
@@ -20,6 +22,9 @@ def test_what_was_there_stays_where_the_disk_is_full(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="too large") as caught:
             write_whole(path, "x" * 10_000)
+        ids = torch.zeros(1, 9000, 1, 2, dtype=torch.int64)
+        with pytest.raises((OSError, RuntimeError)):  # torch says of no room what it says of a damaged file
+            Decisions(ids=ids, num_experts=4, layers=("moe",)).save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG

@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, which is given that name at the end: what was there before stays until then.
-    Through a link to where it leads; of a device or a pipe it is the path itself.
+def whole(path: Path) -> Iterator[Path]:
+    """What to write to: a file beside `path` that is given its name at the end, so that what was there before stays
+    until then. Through a link to where it leads; a device or a pipe is itself what is written to.
 
     Raises:
-        OSError: it cannot be written; what was written so far is removed.
+        OSError: it cannot be written; what was written so far is removed, as after any other error.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -29,6 +29,6 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 as `written_whole` says."""
-    with written_whole(path) as unfinished:
+    """Write `text` in UTF-8, as `whole` does. Raises OSError where it cannot be written."""
+    with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

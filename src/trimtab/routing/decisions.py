@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.routing.ids import holds_ids, wide_ids
 from trimtab.routing.recompute import Choice
-from trimtab.whole_files import written_whole
+from trimtab.whole_files import whole
 
 FORMAT = "trimtab.decisions"
 VERSION = 1
@@ -91,7 +91,7 @@ class Decisions:
             "format": FORMAT, "version": VERSION, "ids": ids.contiguous(), "num_experts": self.num_experts,
             "layers": list(self.layers),
         }  # fmt: skip
-        with written_whole(Path(path)) as unfinished:
+        with whole(Path(path)) as unfinished:
             torch.save(content, unfinished)
 
     @classmethod

@@ -32,9 +32,10 @@ def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
     record = _recorder()
     path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(record())
-    os.replace(file.name, path)  # a reader never sees half of one
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder_of_half:  # by its name a reader would take it for whole
+        half = Path(folder_of_half) / path.name
+        half.write_bytes(record())
+        half.replace(path)
     return path
 
 
