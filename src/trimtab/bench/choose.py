@@ -6,13 +6,13 @@ from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
-from trimtab.bench.exchange import exchange_task
+from trimtab.bench.exchange import DIRECT, exchange_task
 from trimtab.bench.kernels import kernels_task
 from trimtab.bench.layer import layer_task
 from trimtab.bench.layer_case import parse_shape
 from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
-from trimtab.bench.transports import TRANSPORTS, direct
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.hf.needed import import_transformers
 from trimtab.kernels.grouped import KERNELS
@@ -32,7 +32,7 @@ def tasks_of(o: Namespace) -> list[Task]:
     if o.part == "train":
         return _train(o)
     shapes = [parse_shape(shape) for shape in o.shape]
-    transports = getattr(o, "transports", None) or direct()
+    transports = getattr(o, "transports", None) or DIRECT
     if o.part == "layer":
         return [
             layer_task(

@@ -19,10 +19,13 @@ from trimtab.bench.layer_case import LayerCase, LayerData
 from trimtab.bench.layer_truth import BOUNDS, compare, probe
 from trimtab.bench.subject import BOTH, FORWARD, Subject, Where
 from trimtab.bench.task import Task
-from trimtab.bench.transports import make_transport
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
+
+DIRECT = ("alltoall", "shared_memory")
+"""The transports that send a row only where it is needed, each by its own name."""
 
 
 def exchange_task(
@@ -70,7 +73,7 @@ def build_ours(args: dict[str, Any], where: Where) -> Subject:
     """args: the case and `transport`. The rows come back as they are: each token times its ranks."""
     case = LayerCase.of(args)
     assert dist.group.WORLD is not None
-    dispatcher = Dispatcher(case.num_experts, make_transport(args["transport"], dist.group.WORLD), layer="bench")
+    dispatcher = Dispatcher(case.num_experts, TRANSPORTS[args["transport"]](dist.group.WORLD), layer="bench")
 
     def layer(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         rows = dispatcher.dispatch(x, ids, w)

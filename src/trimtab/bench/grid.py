@@ -11,14 +11,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from trimtab.bench.exchange import exchange_task
+from trimtab.bench.exchange import DIRECT, exchange_task
 from trimtab.bench.kernels import kernels_task
 from trimtab.bench.layer import layer_task
 from trimtab.bench.layer_case import SHAPES
 from trimtab.bench.subject import BOTH
 from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
-from trimtab.bench.transports import direct
 
 KERNELS = {"bf16": ("auto", "loop"), "fp32": ("auto",)}
 
@@ -43,8 +42,8 @@ def all_tasks(folder: Path, kernels: Sequence[str], *, quick: bool) -> list[Task
         tasks += [few(kernels=KERNELS[dtype]), few(modes=[BOTH], in_place=True)]
     for ranks, shape in product(several, shapes):
         moved = partial(exchange_task, SHAPES[shape], tokens=2048 if quick else 8192, dtype="bf16", ranks=ranks)
-        tasks.append(moved(transports=["allgather", *direct()], peers=["all_to_all"]))
-    spread = partial(layer_task, tokens=2048, transports=direct(), modes=[BOTH])
+        tasks.append(moved(transports=["allgather", *DIRECT], peers=["all_to_all"]))
+    spread = partial(layer_task, tokens=2048, transports=DIRECT, modes=[BOTH])
     for ranks, dtype, shape in product(several, ("bf16", "fp32"), shapes):
         tasks.append(spread(SHAPES[shape], dtype=dtype, ranks=ranks, peers=_peers(ranks)))
     uneven = ("balanced", "random", "zipf", "hot", "zero_expert_rank")

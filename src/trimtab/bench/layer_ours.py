@@ -12,8 +12,8 @@ from trimtab.autocast import narrowed
 from trimtab.bench.layer_case import DTYPES, FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import layer_subject
 from trimtab.bench.subject import Subject, Where
-from trimtab.bench.transports import make_transport
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 
 
@@ -48,7 +48,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     if where.ranks == 1:
         return layer_subject(alone, data, params, gradients, autocast=case.autocast, facts=facts)
     assert dist.group.WORLD is not None
-    transport = make_transport(args["transport"], dist.group.WORLD)
+    transport = TRANSPORTS[args["transport"]](dist.group.WORLD)
     dispatcher = Dispatcher(case.num_experts, transport, layer="bench")
 
     def spread(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
             it was registered with other options.
     """
     from trimtab.dispatch.dispatcher import check_combine
+    from trimtab.dispatch.transports import TRANSPORTS
     from trimtab.errors import BackendError, ConfigError
-    from trimtab.parallel.wiring import TRANSPORTS
 
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")

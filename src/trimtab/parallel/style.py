@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import AllTokens, MoE
@@ -17,7 +18,7 @@ from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
 from trimtab.parallel.moe import ParallelMoE
 from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.parallel.tokens import ReplicatedTokens
-from trimtab.parallel.wiring import TRANSPORTS, Wiring
+from trimtab.parallel.wiring import Wiring
 
 TokenMode = Literal["own", "replicated", "sharded"]
 

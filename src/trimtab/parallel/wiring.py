@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
-from trimtab.dispatch.auto import Auto
-from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.guard.guard import Guard
-
-TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
-    "alltoall": AllToAll,
-    "allgather": AllGather,
-    "shared_memory": SharedMemory,
-    "auto": Auto,
-}
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import MOVEMENT, MOVEMENTS, ROWS
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Headers, Lanes, Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.experts.module import ExpertMLP
 from trimtab.guard.guard import Guard
@@ -166,9 +164,7 @@ def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
     guard = Guard(deadline=deadline, look=fault.look, patience=min(1.0, deadline / 2))
     group = dist.group.WORLD
     assert group is not None
-    kinds: dict[str, Callable[..., Transport]]
-    kinds = {"alltoall": AllToAll, "allgather": AllGather, "shared_memory": SharedMemory}
-    inner = kinds[fault.transport](group, guard=guard)
+    inner = TRANSPORTS[fault.transport](group, guard=guard)
     layers = [Layer(index, Tampered(inner, guard, saboteur), saboteur) for index in range(2)]
     for step in range(STEPS):
         saboteur.step = step
