@@ -34,7 +34,6 @@ def layer_task(
     modes: Sequence[str] = (FORWARD, BOTH),
     in_place: bool = False,
     memory: bool = False,
-    copy_bytes: int = COPY_BYTES,
     family: str = "qwen3_moe",
 ) -> Task:
     """Contestants: ours by kernels (and transport), the peers, the limits; each once per workload.
@@ -85,7 +84,7 @@ def layer_task(
                 add(f"dense {precision}", "limit", "limits:build_dense", case, dtype=precision)
     if ranks == 1 and many:  # it serves all workloads
         contestants = [c if c.role != "limit" else replace(c, group="") for c in contestants]
-    add("copy", "bandwidth", "limits:build_copy", None, bytes=copy_bytes)
+    add("copy", "bandwidth", "limits:build_copy", None, bytes=COPY_BYTES)
     described = {
         "shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": threads, "ranks": ranks,
         "workloads": list(workloads), "in_place": in_place,

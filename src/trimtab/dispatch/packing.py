@@ -33,18 +33,18 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
     if out is None and packed_already(tensors):
         return row_major(tensors[0].detach()).view(torch.uint8)
-    packed = _empty(tensors[0].shape[0], tensors) if out is None else out
-    for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+    if out is None:
+        out = torch.empty(tensors[0].shape[0], row_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
         part.copy_(tensor.detach())
-    return packed
+    return out
 
 
-def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
-    packed = _empty(row_token_M.shape[0], tensors) if out is None else out
-    for part, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor) -> Tensor:
+    """`out`, filled with rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
         torch.index_select(tensor.detach(), 0, row_token_M, out=part)
-    return packed
+    return out
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -56,7 +56,3 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         parts.append(packed[:, start : start + size].view(tensor.dtype).data)
         start += align_up(size, PART_ALIGNMENT)
     return parts
-
-
-def _empty(rows: int, like: Sequence[Tensor]) -> Tensor:
-    return torch.empty(rows, row_bytes(like), dtype=torch.uint8, device=like[0].device)

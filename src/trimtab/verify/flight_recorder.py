@@ -36,7 +36,7 @@ class Entry:
     """One collective as one rank recorded it.
 
     group: name of the process group, desc its description. seq: its number in the group, the same on every rank.
-    op: such as "all_to_all". started: its kernel runs (NCCL). done: it is over; on Gloo also one that failed.
+    op: such as "all_to_all". done: it is over; on Gloo also one that failed.
     """
 
     rank: int
@@ -45,7 +45,6 @@ class Entry:
     seq: int
     op: str
     p2p: bool
-    started: bool
     done: bool
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -140,7 +139,6 @@ def _entry(rank: int, e: dict[str, Any]) -> Entry:
         seq=int(e["p2p_seq_id"] if e.get("is_p2p") else e["collective_seq_id"]),
         op=name.rpartition(":")[2],
         p2p=bool(e.get("is_p2p")),
-        started=e["state"] == "started",
         # NCCL knows states, and retires what it gave up too; Gloo stays at "scheduled" and retires what is over.
         done=e["state"] == "completed" if name.startswith("nccl:") else bool(e.get("retired")),
         sizes=tuple(tuple(int(n) for n in size) for size in e["input_sizes"]),

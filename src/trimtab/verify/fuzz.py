@@ -37,13 +37,12 @@ Within = Callable[[], AbstractContextManager[object]]
 class FuzzFailure:
     """A case that fails, and the smallest one found that fails too.
 
-    index: the case's; together: how many cases of its block are needed beside each other (1: it fails alone).
-    wrong: what is wrong with the case as drawn; small_wrong: with `small`, the shrunk case(s).
+    index: the case's. wrong: what is wrong with it as drawn; small_wrong: with `small`, the shrunk case, or those that
+    fail only beside each other.
     """
 
     seed: int
     index: int
-    together: int
     wrong: str
     small: tuple[Case, ...]
     small_wrong: str
@@ -198,7 +197,6 @@ def _failures(seed: int, first: int, world: Sequence[Case]) -> Iterator[FuzzFail
     yield FuzzFailure(
         seed=seed,
         index=first + place,
-        together=len(guilty),
         wrong=own or f"beside {len(world) - 1} others of its block: {wrong}",
         small=small,
         small_wrong=str(check(small)),

@@ -32,8 +32,7 @@ class Truth:
 
     holder_T: the rank of each token; ids_TK: expert ids in the world of the block; local_TK: in that of the case.
     x_TD, w_TK hold NaN where nothing may be read; dy_TD is the gradient handed in.
-    kept_TK: slots that reach an expert. needs_TP: how many slots of a token are for a rank's experts.
-    counts_PCe: slots per rank, case and expert.
+    kept_TK: slots that reach an expert. counts_PCe: slots per rank, case and expert.
     """
 
     shape: Shape
@@ -47,7 +46,6 @@ class Truth:
     w_TK: Tensor
     dy_TD: Tensor
     kept_TK: Tensor
-    needs_TP: Tensor
     counts_PCe: Tensor
     scale_PCe: Tensor
     shift_PCeD: Tensor
@@ -103,7 +101,6 @@ def truth_of(cases: Sequence[Case]) -> Truth:
         w_TK=whole_TK.masked_fill(~kept_TK, float("nan")).to(torch.promote_types(dtype, torch.float32)),
         dy_TD=dy.to(dtype),
         kept_TK=kept_TK,
-        needs_TP=N_TE.view(-1, P, e).sum(2),
         counts_PCe=counts_CE.view(C, P, e).transpose(0, 1).long(),
         scale_PCe=scale_CE.view(C, P, e).transpose(0, 1).to(dtype),
         shift_PCeD=shift_CED.view(C, P, e, D).transpose(0, 1).to(dtype),
