@@ -83,3 +83,11 @@ def _file_limit() -> int:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+
+
+def first_line(error: BaseException, *, typed: bool = False) -> str:
+    """Of its message, or its type where it has none. typed: the type before it in either case."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    if typed:
+        return f"{type(error).__name__}: {first or 'no message'}"
+    return first or type(error).__name__

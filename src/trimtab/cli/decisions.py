@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import InputError
+from trimtab.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from trimtab.routing.decisions import Decisions
@@ -158,6 +158,6 @@ def _load(path: str) -> Decisions:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except InputError as error:
-        raise InputError(str(error).splitlines()[0]) from error
+        raise InputError(first_line(error)) from error
     except Exception as error:  # whatever bytes that are no such file make of unpickling
         raise InputError(f"{path} is no file of routing decisions ({type(error).__name__})") from error

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from trimtab import __version__
 from trimtab.cli import bench, convert, decisions, doctor, train, verify
-from trimtab.errors import ConfigError, InputError, TrimtabError
+from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
 from trimtab.interrupted import Interrupted, signals_raise
 
 
@@ -104,8 +104,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left(broken=True):
             return 128 + signal.SIGPIPE
-        first = (str(error).strip() or "no message").splitlines()[0]
-        message, code = f"{type(error).__name__}: {first} (--debug shows where)", 1
+        message, code = f"{first_line(error, typed=True)} (--debug shows where)", 1
     else:
         return code
     if debug:

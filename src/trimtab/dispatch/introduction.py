@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, first_line
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Peer
 from trimtab.guard.waiting import Waiting, wait_alone
@@ -76,7 +76,7 @@ class Introductions:
         try:
             return bool(self._store.check(self._keys))
         except RuntimeError as error:
-            self._failure = str(error).splitlines()[0]
+            self._failure = first_line(error)
             return True
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from trimtab.errors import ConfigError, DesyncError, TrimtabError
+from trimtab.errors import ConfigError, DesyncError, TrimtabError, first_line
 from trimtab.guard.group import has_gloo, outlive, store_host, timeout_of
 from trimtab.guard.judge import Answer, Cause, DeadStore, judge, seconds_at
 from trimtab.guard.last_words import LastWords, last_words_of
@@ -179,7 +179,7 @@ class Guard(SharedByCopies):
             work.wait(SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
             return True
         except RuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = first_line(error)
         raise self._judged(start, failure)
 
     def _meet(self) -> None:
@@ -202,7 +202,7 @@ class Guard(SharedByCopies):
         try:
             self._meet()
         except Exception as error:  # whatever the store raises
-            self._store_error = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._store_error = first_line(error)
 
     def _known(self) -> Cause | None:
         """The first cause, if some rank has found it."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from trimtab.errors import first_line
 from trimtab.guard.judge import seconds_at
 from trimtab.guard.place import Place, SlateView
 
@@ -84,7 +85,7 @@ class Watch:
             if self._why:
                 self._store.set(f"left/{self._rank}", self._why)
         except Exception as error:  # whatever the store raises: the rank itself may be healthy, and must not stop here
-            self.store_error = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.store_error = first_line(error)
 
     def _turn(self) -> None:
         store = self._store

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from trimtab.checkpoint.folder import CONFIG, carried_files
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import ConfigError, InputError, first_line
 from trimtab.hf.convert_store import Made, Mapped, TensorStore, kept, selected
 
 
@@ -30,7 +30,7 @@ def skeleton(folder: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the many configurations raise, this one cannot be used
-        raise InputError(f"{folder / CONFIG}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise InputError(f"{folder / CONFIG}: {first_line(error)}") from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{folder / CONFIG}: the weights are quantised; convert plain ones (dequantise them first)")
     names = getattr(config, "architectures", None) or []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import trimtab.hf
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, first_line
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loads import experts_modules
 from trimtab.train.presets import PRESETS
@@ -57,7 +57,7 @@ def inspect(model: str) -> Facts:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise ConfigError(f"--model {model}: not a causal language model ({_first_line(error)})") from error
+        raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
     experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton)}
     name = type(skeleton).__name__
     if not experts:
@@ -132,7 +132,7 @@ def load_tokenizer(model: str, path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # whatever the many loaders raise, the folder has no tokenizer that opens
-        raise ConfigError(f"--model {model}: no tokenizer that opens there ({_first_line(error)})") from error
+        raise ConfigError(f"--model {model}: no tokenizer that opens there ({first_line(error)})") from error
 
 
 def _read_config(model: str) -> Any:
@@ -141,8 +141,4 @@ def _read_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"--model {model}: config.json cannot be used ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"--model {model}: config.json cannot be used ({first_line(error)})") from error

@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import NoReturn
 
-from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError
+from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.hf.needed import import_transformers
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
@@ -63,7 +63,7 @@ def run_rank(config: TrainConfig) -> None:
 def _fail(error: Exception, config: TrainConfig, launched: bool) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     expected = isinstance(error, TrimtabError)
-    message = str(error) if expected else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    message = str(error) if expected else first_line(error, typed=True)
     trace = traceback.format_exc()
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         follows = isinstance(error, (PeerLost, PhaseTimeout))

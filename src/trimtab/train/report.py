@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trimtab.errors import first_line
+
 METRICS, HEATMAP, FINAL, LOGS = "metrics.jsonl", "load.png", "final", "logs"
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
@@ -30,7 +32,7 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
     except ImportError:
         return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
     except Exception as error:
-        return f"not drawn: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        return f"not drawn: {first_line(error, typed=True)}"
     return None
 
 

@@ -23,6 +23,7 @@ from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.dispatcher import Dispatcher, Rows
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.dispatch.transport import Transport
+from trimtab.errors import first_line
 from trimtab.layout import SequenceLayout, segment_offsets
 from trimtab.verify.fuzz_cases import Case
 from trimtab.verify.fuzz_layer import LinearExperts
@@ -75,7 +76,7 @@ def check(cases: Sequence[Case]) -> str | None:
         except Exception as error:  # whatever the code under test throws is the finding
             frames = [f for f in traceback.extract_tb(error.__traceback__) if "trimtab" in f.filename]
             place = f" at {frames[-1].name} ({frames[-1].filename.rpartition('trimtab/')[2]}:{frames[-1].lineno})"
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}{place}"
+            return f"{first_line(error, typed=True)}{place}"
     return None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.errors import first_line
 from trimtab.verify.doctor.findings import Finding
 
 TORCH = (2, 11)
@@ -109,7 +110,7 @@ def _failed_import(name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:  # a package that is half there raises anything
-        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        return first_line(error, typed=True)
     return ""
 
 
