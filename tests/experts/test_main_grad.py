@@ -1,4 +1,4 @@
-"""The gradient's state machine alone: what is written where, what autograd gets, and which order is refused."""
+"""One parameter's gradient alone: what is written where, and what autograd gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES, WeightGradient, check_mode
+from trimtab.experts.main_grad import WeightGradient, check_mode
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.grouped import put
 
@@ -26,7 +26,7 @@ def param(main: float | None = 5.0, **attributes: bool) -> nn.Parameter:
 
 def deliver(p: nn.Parameter, mode: str, value: float) -> torch.Tensor:
     gradient = WeightGradient(p, mode)
-    put(gradient.open(), torch.full((2, 3), value), gradient.adds)
+    put(gradient.buffer, torch.full((2, 3), value), gradient.adds)
     return gradient.close()
 
 
@@ -71,30 +71,16 @@ def test_a_parameter_may_ask_to_be_overwritten() -> None:
     assert torch.equal(p.main_grad, torch.full((2, 3), 2.0))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_any_other_order_raises(mode: str) -> None:
-    gradient = WeightGradient(param(), mode, "weight3")
-    with pytest.raises(RuntimeError, match="gradient of weight3 is WAITING, expected OPEN"):
-        gradient.close()
-    gradient.open()
-    with pytest.raises(RuntimeError, match="is OPEN, expected WAITING"):
-        gradient.open()
-    gradient.close()
-    for again in (gradient.open, gradient.close):
-        with pytest.raises(RuntimeError, match="is DELIVERED"):
-            again()
-
-
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(InputError, match=r"weight7\.main_grad is None, expected a floating tensor \(2, 3\) on cpu"):
-        WeightGradient(param(main=None), "accumulate", "weight7").open()
+        WeightGradient(param(main=None), "accumulate", "weight7")
     wrong = param()
     wrong.main_grad = torch.zeros(6)
     with pytest.raises(InputError, match=r"main_grad is \(6,\) torch\.float32 on cpu, expected .* \(2, 3\)"):
-        WeightGradient(wrong, "overwrite").open()
+        WeightGradient(wrong, "overwrite")
     wrong.main_grad = torch.zeros(3).expand(2, 3)  # each value would be that of two
     with pytest.raises(InputError, match=r"main_grad is \(2, 3\) torch\.float32 on cpu, expanded, expected"):
-        WeightGradient(wrong, "accumulate").open()
+        WeightGradient(wrong, "accumulate")
     with pytest.raises(ConfigError, match="main_grad='add'"):
         check_mode("add")
 

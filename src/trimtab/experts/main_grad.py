@@ -1,8 +1,6 @@
 """Where one parameter's gradient goes, once per microbatch: to autograd, or into the parameter's `main_grad`.
 
-    WAITING --open()--> OPEN --close()--> DELIVERED          any other order raises
-
-    mode        open() gives       kernels then     close() gives autograd       and sets
+    mode        the buffer is      kernels then     close() gives autograd       and sets
     off         a new buffer       overwrite it     that buffer
     accumulate  param.main_grad    add to it        a dummy of the full shape    param.grad_added_to_main_grad = True
     overwrite   param.main_grad    overwrite it     a dummy of the full shape    param.grad_added_to_main_grad = True
@@ -23,7 +21,6 @@ after any backward: freeze the parameters for one that is to leave none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Literal
 
 import torch
@@ -44,12 +41,6 @@ def check_mode(mode: str) -> None:
         raise ConfigError(f"main_grad={mode!r} is not one of {MODES}")
 
 
-class _State(Enum):
-    WAITING = auto()
-    OPEN = auto()
-    DELIVERED = auto()
-
-
 class WeightGradient:
     """One parameter's gradient of one microbatch.
 
@@ -58,6 +49,12 @@ class WeightGradient:
         mode: see the table above.
         name: what error messages call it.
         empty_like: makes the buffer where there is no `main_grad`.
+
+    `buffer` is the tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
+
+    Raises:
+        InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating,
+            with a place for each element.
     """
 
     def __init__(
@@ -67,30 +64,15 @@ class WeightGradient:
         name: str = "weight",
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> None:
-        self.param, self.name, self._empty_like = param, name, empty_like
+        self.param, self.name = param, name
         self.fused = mode != "off"
         self.adds = mode == "accumulate" and not getattr(param, "overwrite_main_grad", False)
-        self._state = _State.WAITING
-        self._buffer: Tensor | None = None
-
-    def open(self) -> Tensor:
-        """The tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
-
-        Raises:
-            InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating,
-                with a place for each element.
-        """
-        self._move(_State.WAITING, _State.OPEN)
-        self._buffer = self._main_grad() if self.fused else self._empty_like(self.param)
-        return self._buffer
+        self.buffer = self._main_grad() if self.fused else empty_like(param)
 
     def close(self) -> Tensor:
-        """What autograd gets: full shape, the parameter's dtype."""
-        self._move(_State.OPEN, _State.DELIVERED)
-        assert self._buffer is not None
-        buffer, self._buffer = self._buffer, None
+        """What autograd gets once the buffer is written: full shape, the parameter's dtype."""
         if not self.fused:
-            return buffer
+            return self.buffer
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         zeros = getattr(self.param, "zero_out_wgrad", False) or torch.is_anomaly_enabled()  # which looks for NaN
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
@@ -111,8 +93,3 @@ class WeightGradient:
             "parametrized weight, which is a new tensor at each use",
             phase="experts",
         )
-
-    def _move(self, expected: _State, to: _State) -> None:
-        if self._state is not expected:
-            raise RuntimeError(f"gradient of {self.name} is {self._state.name}, expected {expected.name}")
-        self._state = to

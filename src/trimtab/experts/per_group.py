@@ -57,26 +57,25 @@ class Gradients:
             WeightGradient(p, mode if p.requires_grad and wanted else "off", n, empty_like)
             for p, n, wanted in zip(params, names, trained or [True] * len(params), strict=True)
         ]
-        self._buffers = [gradient.open() for gradient in self._each]
 
     @property
     def stack(self) -> Tensor | None:
         """Where all groups are written, [e, ...], if their parameter is one."""
-        return self._buffers[0] if self._stacked else None
+        return self._each[0].buffer if self._stacked else None
 
     @contextmanager
     def block(self, e: slice) -> Iterator[tuple[Tensor, bool]]:
         """Where to write the groups `e`, [e, ...] of a parameter's shape, and whether to add to what is there."""
         if self._stacked:
-            yield self._buffers[0][e], self._each[0].adds
+            yield self._each[0].buffer[e], self._each[0].adds
         elif e.stop - e.start == 1:
-            yield self._buffers[e.start][None], self._each[e.start].adds
+            yield self._each[e.start].buffer[None], self._each[e.start].adds
         else:
-            first = self._buffers[e.start]
+            first = self._each[e.start].buffer
             fresh = first.new_empty(e.stop - e.start, *first.shape)
             yield fresh, False
-            for buffer, gradient, value in zip(self._buffers[e], self._each[e], fresh.unbind(), strict=True):
-                put(buffer, value, gradient.adds)
+            for gradient, value in zip(self._each[e], fresh.unbind(), strict=True):
+                put(gradient.buffer, value, gradient.adds)
 
     def close(self) -> list[Tensor]:
         """What autograd gets for each parameter."""
