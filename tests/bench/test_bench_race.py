@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.bench.child import cores_of
 from trimtab.bench.contestant import MALLOC, Contestant, ContestantFailed, Team
-from trimtab.bench.race import ASIDE, Pace, race, set_aside, slowest, steps_of
-from trimtab.bench.result import Race
+from trimtab.bench.race import Pace, race, set_aside, slowest, steps_of
+from trimtab.bench.result import ASIDE, Race
 from trimtab.bench.task import Task, run_task
 from trimtab.bench.weigh import weigh
 from trimtab.errors import ConfigError

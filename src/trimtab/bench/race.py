@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trimtab.bench.contestant import Contestant, ContestantFailed, Team
-from trimtab.bench.result import Entry
+from trimtab.bench.result import ASIDE, Entry
 from trimtab.errors import ConfigError
 
 Judge = Callable[[Contestant, list[dict[str, Tensor]]], str | None]
@@ -42,8 +42,6 @@ BRIEF = 0.03
 """Seconds of a turn below which it takes several steps: what comes before it has left its data in the caches."""
 MOST = 60
 """Turns."""
-ASIDE = "set aside in warm-up"
-"""The fact that lists the modes in which a limit took no turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from typing import Any
 
 ABSENT = "cannot be imported here"
 """How the reason of a contestant begins that is not installed."""
+ASIDE = "set aside in warm-up"
+"""The fact that lists the modes in which a limit took no turns."""
 COPY = "copy"
 """The only mode of a "bandwidth" entry."""
 

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from trimtab.bench.result import Entry, Record, middle_half
+from trimtab.bench.result import ASIDE, Entry, Record, middle_half
 
 Rows = Sequence[Sequence[str]]
-UNSAID = ("bytes", "rows", "set aside in warm-up")
+UNSAID = ("bytes", "rows", ASIDE)
 """Facts that are not for the notes."""
 
 
@@ -95,7 +95,7 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
                 ]
             )  # fmt: skip
     for entry in first:
-        if idle := entry.facts.get("set aside in warm-up"):
+        if idle := entry.facts.get(ASIDE):
             rows.append(
                 ["-", entry.name, *("" for _ in mallocs), "", "", f"too slow to be the limit of {', '.join(idle)}"]
             )

@@ -10,8 +10,8 @@ from typing import Any
 
 from trimtab.bench.contestant import Contestant
 from trimtab.bench.machine import describe
-from trimtab.bench.race import ASIDE, Judge, Pace, Say, race
-from trimtab.bench.result import Entry, Race, Record
+from trimtab.bench.race import Judge, Pace, Say, race
+from trimtab.bench.result import ASIDE, Entry, Race, Record
 from trimtab.bench.sources import source_digest
 from trimtab.bench.subject import BOTH
 from trimtab.bench.weigh import weigh

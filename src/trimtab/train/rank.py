@@ -20,6 +20,7 @@ from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.hf.needed import import_transformers
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
+from trimtab.train.report import LOGS
 
 RUN_ID_PREFIX = "trimtab-"
 """A run id of our own launcher is this, its process id, and a unique part: its ranks know who speaks for them."""
@@ -38,7 +39,7 @@ def _launcher() -> int | None:
 
 def log_file(out: Path, rank: int) -> Path:
     """Where a rank's output and traceback go."""
-    return out / "logs" / f"rank-{rank}.log"
+    return out / LOGS / f"rank-{rank}.log"
 
 
 def run_rank(config: TrainConfig) -> None:
