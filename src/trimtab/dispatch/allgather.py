@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values, watched
+from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values, watched
 from trimtab.guard.guard import Guard
-from trimtab.guard.shared import SharedByCopies
 
 
 def all_gather_tensor() -> Callable[..., Any]:
@@ -35,17 +34,11 @@ def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: G
     return gathered.view(ranks, longest, *rows.shape[1:])
 
 
-class AllGather(SharedByCopies):
+class AllGather(OverGroup):
     """Transport over torch's all-gather into one tensor. Same results as `AllToAll`, bit for bit.
 
     `group` and `guard` as for `AllToAll`.
     """
-
-    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
-        self.group = group
-        self.guard = guard_for(self, group, guard)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:
         refuse_without_values(headers_PC, self.rank)

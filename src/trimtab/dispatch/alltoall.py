@@ -9,17 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_bytes, unpack
-from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values, watched
+from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values, watched
 from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
-from trimtab.guard.shared import SharedByCopies
 
 PACKED_BYTES = 1 << 20
 """Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
 here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself."""
 
 
-class AllToAll(SharedByCopies):
+class AllToAll(OverGroup):
     """Transport over `torch.distributed.all_to_all_single`, for any backend that has it (NCCL, Gloo, MPI …).
 
     On the CPU it keeps the memory of rows that nobody uses any more, and puts the next rows into it.
@@ -31,10 +30,7 @@ class AllToAll(SharedByCopies):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
-        self.group = group
-        self.guard = guard_for(self, group, guard)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group, guard=guard)
         self._workspace = Workspace()
 
     def exchange_headers(self, headers_PC: Tensor) -> Headers:

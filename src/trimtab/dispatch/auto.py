@@ -17,14 +17,13 @@ from torch import Tensor
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.introduction import Introductions, wait_for, why_not_shared
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_for
+from trimtab.dispatch.transport import Headers, Lanes, OverGroup, Transport
 from trimtab.errors import BackendError
 from trimtab.guard.group import timeout_of
 from trimtab.guard.guard import Guard
-from trimtab.guard.shared import SharedByCopies
 
 
-class Auto(SharedByCopies):
+class Auto(OverGroup):
     """`SharedMemory` where the ranks can use it, else `AllToAll`; the same one on every rank.
 
     chosen: which, from the first exchange on. why: why not shared memory; empty if it is that. `group` and `guard` as
@@ -32,10 +31,7 @@ class Auto(SharedByCopies):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
-        self.group = group
-        self.guard = guard_for(self, group, guard)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group, guard=guard)
         self.chosen: Transport | None = None
         self.why = ""
         self._introductions = Introductions(group, "auto")

@@ -21,19 +21,18 @@ from torch import Tensor
 
 from trimtab.dispatch.introduction import wait_for
 from trimtab.dispatch.shared_host import MAX_COLUMNS, SLOT_BYTES, HostMemory
-from trimtab.dispatch.transport import Headers, Lanes, guard_for, refuse_without_values
+from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values
 from trimtab.dispatch.workspace import Slot
 from trimtab.errors import BackendError, TrimtabError
 from trimtab.guard.group import timeout_of
 from trimtab.guard.guard import Guard
-from trimtab.guard.shared import SharedByCopies
 from trimtab.guard.waiting import Waiting
 from trimtab.layout import align_up
 
 _ALIGNMENT = 64
 
 
-class SharedMemory(SharedByCopies):
+class SharedMemory(OverGroup):
     """Transport through shared memory, for CPU tensors and ranks of one host. Same results as `AllToAll`, bit for bit.
 
     The memory has no name in any file system: nothing is left behind, however the ranks end. It grows with the rows
@@ -54,10 +53,7 @@ class SharedMemory(SharedByCopies):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
-        self.group = group
-        self.guard = guard_for(self, group, guard)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group, guard=guard)
         self._host = HostMemory(group)
         self._timeout = timeout_of(group)
         self._met = False

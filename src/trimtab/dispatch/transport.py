@@ -17,6 +17,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.guard.group import has_gloo
 from trimtab.guard.guard import Guard
+from trimtab.guard.shared import SharedByCopies
 from trimtab.kernels.memory import no_values
 from trimtab.launched import end_behind_gloo
 
@@ -71,14 +72,20 @@ def refuse_without_values(headers_PC: Tensor, rank: int) -> None:
         )  # fmt: skip
 
 
-def guard_for(transport: Transport, group: dist.ProcessGroup, guard: Guard | bool) -> Guard | None:
-    """The guard of a transport over `group`: the one given, one of its own for True, none for False. Whether guarded
-    or not, over Gloo the process does not end before its threads are done."""
-    if guard is False:
-        if has_gloo(group):
+class OverGroup(SharedByCopies):
+    """What the transports over a process group have in common; `group` and `guard` as for `AllToAll`. Whether guarded
+    or not, over Gloo the process does not end before its threads are done.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
+        self.group = group
+        self.guard: Guard | None = None
+        if guard is not False:
+            self.guard = (Guard() if guard is True else guard).join(group, type(self).__name__)
+        elif has_gloo(group):
             end_behind_gloo()
-        return None
-    return (Guard() if guard is True else guard).join(group, type(transport).__name__)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
 
 def guard_of(transport: Transport | None) -> Guard | None:
