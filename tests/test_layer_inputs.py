@@ -58,6 +58,7 @@ def test_wrong_input_names_the_layer() -> None:
         ({"x": x, "token_mask": torch.ones(2, 5)}, "token_mask must be bool"),
         ({"x": x, "ids": torch.zeros(5, 2, K).long()}, "ids must be"),
         ({"x": x, "ids": torch.zeros(2, 5, K)}, "ids to replay must be int"),
+        ({"x": x, "ids": torch.zeros(2, 5, K + 1).long()}, rf"ids to replay must be int \[10, {K}\], got"),
         ({"x": x, "ids": torch.full((2, 5, K), E)}, "expert id outside"),
         ({"x": x, "ids": torch.full((2, 5, K), -2)}, "expert id outside"),
     ):  # fmt: skip

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trimtab.parallel.replicas import check_replicated as check_replicated
     from trimtab.parallel.style import ExpertParallel as ExpertParallel
     from trimtab.routing.bias import max_vio as max_vio
+    from trimtab.routing.bias import set_totals as set_totals
     from trimtab.routing.bias import update_bias as update_bias
     from trimtab.routing.config import RouterConfig as RouterConfig
     from trimtab.routing.decisions import Decisions as Decisions
@@ -74,6 +75,7 @@ _HOMES = {
     "record": "trimtab.routing.record",
     "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.routing.record",
+    "set_totals": "trimtab.routing.bias",
     "update_bias": "trimtab.routing.bias",
 }
 

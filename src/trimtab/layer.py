@@ -37,7 +37,8 @@ class MoEOutput(NamedTuple):
     losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
         checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
     loads_E: int64, kept slots of the tokens that this rank routes.
-    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped.
+    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped. With `RouterConfig.pad` columns of
+        padding come behind those of the decision, which `trimtab.record` gives without.
     """
 
     y: Tensor
@@ -129,7 +130,8 @@ class MoEConfig:
 class MoE(nn.Module):
     """The layer that `MoEConfig` describes.
 
-    `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them.
+    `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
+    be replaced by a module that takes what `Router.forward` takes, but `later`, and returns a `Routing`.
 
     `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
     the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;
@@ -180,7 +182,7 @@ class MoE(nn.Module):
         Args:
             x: [..., D] in float64, float32, bfloat16 or float16; of three dims and more the first is the batch.
             token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
-            ids: int [..., K], decisions to replay; scores and weights stay live.
+            ids: int [..., K] (E for K with expert choice), decisions to replay; scores and weights stay live.
 
         Raises:
             InputError: shapes or dtypes other than these, ids out of range, logits not finite (on CUDA without a group

@@ -111,3 +111,7 @@ def test_no_such_file(content: bytes | None, tmp_path: Path, capsys: pytest.Capt
     error = capsys.readouterr().err
     assert str(path) in error
     assert len(error.strip().splitlines()) == 1
+    assert main(["decisions", "--debug", str(path)]) == 2
+    debug = capsys.readouterr().err
+    assert debug.startswith("Traceback")
+    assert debug.endswith(f"trimtab.errors.InputError: {error.removeprefix('trimtab: ')}{error}")

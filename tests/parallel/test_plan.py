@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel.layout_truth import Model
@@ -17,6 +18,7 @@ from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.layer import MoE, MoEConfig, MoEOutput
 from trimtab.parallel.data import join_data_parallel
+from trimtab.parallel.ddp import ddp
 from trimtab.parallel.plan import matches, parallelize
 from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
@@ -155,6 +157,12 @@ def on_rank() -> dict[str, str]:
         "kind": refused({"layers.0.moe.router": style}),
         "subclass": refused_subclass(),
     }
+    for refuses in (
+        lambda: parallelize(Model(torch.float32), None, {"layers.*.moe": style}),
+        lambda: ddp(Model(torch.float32), init_device_mesh("cpu", (2,)), dist.group.WORLD),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=r"mesh=.* is no DeviceMesh: make one"):
+            refuses()
     torch.manual_seed(1)
     model = parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
     check_replicated(model)  # experts differ between the ranks, as they should
@@ -166,6 +174,10 @@ def on_rank() -> dict[str, str]:
     with torch.no_grad():
         router.fill_(float("nan"))
     check_replicated(model)  # the same on all ranks, however bad
+    gate = torch.nn.Linear(8, 1)
+    with torch.no_grad():
+        gate.weight.fill_(1.0)
+    check_replicated(fully_shard(gate, mesh=init_device_mesh("cpu", (2,))))  # of whose one row rank 1 has none
     config = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1, bias=True)
     layer = MoEConfig(dim=8, hidden=8, router=config).build("moe")
     layer.router = OfMyOwn(layer.router)  # type: ignore[assignment]

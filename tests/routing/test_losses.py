@@ -11,8 +11,9 @@ from torch import Tensor
 from comparing import assert_close
 from routing.loss_ranks import on_ranks
 from routing.router_truth import truth_losses
+from trimtab.routing import losses
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.losses import StepTotals
+from trimtab.routing.losses import LossGroups, StepTotals
 from trimtab.routing.router import MANY, Router
 from trimtab.verify.ranks import run_ranks
 
@@ -66,6 +67,16 @@ def test_coefficients_choose_and_scale() -> None:
     assert_close(some["sequence_aux"], full["sequence_aux"] / 2, 1e-12, "scaled")
     off = {"aux_loss": 0.0, "sequence_aux_loss": 0.0, "global_aux_loss": 0.0, "z_loss": 0.0}
     assert router(**off)(x).losses == {}
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1.0])
+def test_ranks_meet_for_what_is_asked_for(coefficient: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[object] = []
+    monkeypatch.setattr(losses, "all_sum", lambda t, groups: (met.append(groups), t)[1])
+    made = router(sequence_aux_loss=coefficient)
+    made.groups = LossGroups(batch=("all",), sequence=("some",), divisor=1)  # type: ignore[arg-type]
+    made(torch.randn(7, D, dtype=torch.float64))
+    assert met == [("some",), ("all",)][not coefficient :]
 
 
 def test_fractions_are_of_the_picks_before_capacity() -> None:

@@ -197,7 +197,10 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
             Decisions(**{"ids": good.ids, "num_experts": E, "layers": NAMES} | wrong)
     renamed = Decisions(ids=good.ids, num_experts=E, layers=("a", "b"))
     more = Decisions(ids=good.ids, num_experts=E + 1, layers=NAMES)
-    for wrong, says in ((renamed, "for the layers ('a', 'b')"), (more, "among 7 experts")):
+    wider = Decisions(ids=torch.nn.functional.pad(good.ids, (0, 1)), num_experts=E, layers=NAMES)
+    for wrong, says in (
+        (renamed, "for the layers ('a', 'b')"), (more, "among 7 experts"), (wider, "of 3 experts per token, but the")
+    ):  # fmt: skip
         with pytest.raises(InputError, match=re.escape(says)), replay(model, wrong):
             pass
     with replay(model, good), pytest.raises(InputError, match=r"layers\.0\.router.*\[B, L\] = \[3, 5\].*got \[3, 4\]"):

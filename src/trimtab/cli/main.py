@@ -92,22 +92,23 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = bool(getattr(options, "debug", False))
     # Training hears of signals itself; ranks of a launcher leave them to it.
     heard = contextlib.nullcontext() if options.command == "train" or "RANK" in os.environ else signals_raise()
+    caught: BaseException
     try:
         with heard:
             code: int = options.run(options)
     except TrimtabError as error:
-        message, code = str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
-    except KeyboardInterrupt:
-        message, code = "interrupted", 130
+        caught, message, code = error, str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
+    except KeyboardInterrupt as stop:
+        caught, message, code = stop, "interrupted", 130
     except Interrupted as stop:
-        message, code = "interrupted", 128 + stop.number
+        caught, message, code = stop, "interrupted", 128 + stop.number
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left(broken=True):
             return 128 + signal.SIGPIPE
-        message, code = f"{first_line(error, typed=True)} (--debug shows where)", 1
+        caught, message, code = error, f"{first_line(error, typed=True)} (--debug shows where)", 1
     else:
         return code
     if debug:
-        traceback.print_exc()
+        traceback.print_exception(caught)
     print(f"trimtab: {message}", file=sys.stderr, flush=True)
     return code

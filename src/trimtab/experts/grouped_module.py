@@ -42,7 +42,8 @@ def check_options(
     check_flags(delay_wgrad=delay_wgrad)
     check_mode(main_grad)
     if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
-        raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as MXFP8()")
+        one = "MXFP8(backend='auto')"
+        raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as {one}")
     if not isinstance(kernels, (str, KernelChoice)):
         raise ConfigError(f"kernels={kernels!r} is neither a name nor a KernelChoice, which takes kernels as well")
     return KernelChoice(kernels) if isinstance(kernels, str) else kernels

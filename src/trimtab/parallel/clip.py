@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.options import check_flags
 
 
@@ -33,16 +33,18 @@ def clip_grad_norm_(
     gradient went into `main_grad` (the parameter says so with `grad_added_to_main_grad`), that is what counts.
 
     Args:
-        norm_type: 2, another power, or inf.
+        norm_type: 2, another power above 0, or inf.
         error_if_nonfinite: whether a norm that is not finite raises.
         pp_mesh: pipeline stages, whose parameters are summed up too.
 
     Raises:
-        ConfigError: `error_if_nonfinite` is neither True nor False.
+        ConfigError: `error_if_nonfinite` is neither True nor False, or a power that is not above 0.
         InputError: a gradient whose parts are not summed yet (Partial), one on another mesh than its parameter, or a
             norm that is not finite where asked for.
     """
     check_flags(error_if_nonfinite=error_if_nonfinite)
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type!r} must be above 0")
     params: list[Tensor]
     if isinstance(parameters, nn.Module):
         params = list(parameters.parameters())

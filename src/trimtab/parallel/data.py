@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab.errors import ConfigError
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.moe import ParallelMoE
-from trimtab.parallel.token_meshes import check_ascending
+from trimtab.parallel.token_meshes import check_ascending, check_meshes
 
 
 def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> list[ParallelExperts]:
@@ -26,6 +26,7 @@ def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMe
     Raises:
         ConfigError: no parallel layer, or meshes that do not fit together. Nothing has been changed then.
     """
+    check_meshes(dp_mesh=dp_mesh, edp_mesh=edp_mesh)
     layers = [module for module in model.modules() if isinstance(module, ParallelMoE)]
     experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
     if not experts:

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
+from trimtab.parallel.token_meshes import check_meshes
 
 
 def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
@@ -54,7 +55,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     Experts may be frozen and trained again later, alike on every rank; as with DDP other parameters may not.
     Optimisers: experts' parameters are DTensors and others are not. torch's fused=True and foreach=True want them in
     parameter groups of their own; `GradScaler.unscale_` and `swa_utils.get_ema_multi_avg_fn` take no mixture at all
-    (`fully_shard_moe` makes none).
+    (`fully_shard_moe` makes none). `ZeroRedundancyOptimizer` and `PostLocalSGDOptimizer` take the dense parameters:
+    give experts an optimiser of their own.
     An optimiser that steps inside the backward, in hooks of the parameters, sees gradients of this rank alone, as with
     DDP itself; under `fully_shard_moe` it sees the reduced ones.
     `join()` is refused: a rank whose data has ended still owns experts, so feed it batches without tokens.
@@ -63,6 +65,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         ConfigError: no parallel experts, meshes that do not fit together or have more dims, or nothing but experts to
             train.
     """
+    check_meshes(dp_mesh=dp_mesh, edp_mesh=edp_mesh)
     if dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
         raise ConfigError(f"ddp needs meshes of one dim, got {dp_mesh} and {edp_mesh}")
     experts = join_data_parallel(model, dp_mesh, edp_mesh)

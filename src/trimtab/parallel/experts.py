@@ -36,7 +36,7 @@ from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.recipe_state import share_state_dicts
-from trimtab.parallel.token_meshes import check_ascending
+from trimtab.parallel.token_meshes import check_ascending, check_meshes
 from trimtab.routing.recompute import always_recomputed
 
 NAMES = ("up", "down", "up_bias", "down_bias")
@@ -51,6 +51,7 @@ class ExpertMesh(SharedByCopies):
     etp: str | None = None
 
     def __post_init__(self) -> None:
+        check_meshes(mesh=self.mesh)
         names = self.mesh.mesh_dim_names or ()
         if self.mesh.ndim != (1 if self.etp is None else 2) or (self.etp is not None and self.etp not in names):
             raise ConfigError(

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard
 from trimtab.errors import ConfigError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
+from trimtab.parallel.token_meshes import check_meshes
 from trimtab.parallel.units import find_units
 from trimtab.routing.recompute import always_recomputed
 from trimtab.routing.router import Router
@@ -85,6 +86,7 @@ def fully_shard_moe(
         raise ConfigError(f"{', '.join(other)}: no option of fully_shard, or one that follows from the meshes given")
     if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
         raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
+    check_meshes(dp_mesh=dp_mesh, efsdp_mesh=efsdp_mesh)
     of_experts = options | _resharding(options.get("reshard_after_forward"), dp_mesh, efsdp_mesh)
     units = find_units(model, blocks, options.get("ignored_params") or ())
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)

@@ -75,6 +75,6 @@ def _digest(tensor: Tensor) -> tuple[int, float]:
     bits = local.view(-1).view(widths[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for part in torch.split(bits, CHUNK):
-        odd = torch.arange(1, 2 * part.shape[0], 2, device=part.device)
+        odd = 2 * torch.arange(part.shape[0], device=part.device) + 1
         total = total * 1000003 + (part.to(torch.int64) * odd * 0x9E3779B1).sum()
     return int(total), float(torch.linalg.vector_norm(local.double()))

@@ -26,6 +26,13 @@ def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(d) for d in dims if mesh is not None and mesh.size(d) > 1)
 
 
+def check_meshes(**meshes: object) -> None:
+    """Raises ConfigError: one of them is no mesh."""
+    for name, mesh in meshes.items():
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigError(f"{name}={mesh!r} is no DeviceMesh: make one, as init_device_mesh('cuda', (8,)) does")
+
+
 def check_ascending(mesh: DeviceMesh | None, name: str) -> None:
     """Raises ConfigError, on all ranks of a line of the mesh, where the line's order is not that of its group, which
     torch sorts: what is cut by the one would be looked for, and put together again, by the other."""

@@ -60,7 +60,12 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
 
 
 def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tensor] | None = None) -> None:
-    """Tell every router the totals of the coming step, see `StepTotals`. counts: [E] by router name."""
+    """Tell every router the totals of the coming step, whose micro-batches' losses are then added up, not averaged.
+
+    Args:
+        tokens: real tokens of the step, over all micro-batches and ranks.
+        counts: as `StepTotals.counts_E`, [E] by router name.
+    """
     for name, router in routers(model).items():
         here = torch.as_tensor(tokens, dtype=torch.float64, device=router.weight.device)
         router.totals = StepTotals(tokens=here, counts_E=None if counts is None else counts[name])

@@ -51,8 +51,8 @@ class RouterConfig:
             token gets then depends on those beside it. To serve one by one as in a batch, None.
         drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
         pad: experts with room get slots of weight 0 up to the capacity, so that with T >= E the number of slots does
-            not depend on the routing. Takes ceil(factor * K) + 1 columns more. Theirs are real tokens, which others
-            picked: an expert whose output on one of them is not finite makes it NaN, for 0 times infinity is.
+            not depend on the routing. Takes ceil(factor * K) + 1 columns more, of any tokens: an expert whose output on
+            one of them is not finite makes it NaN, for 0 times infinity is.
         jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
 
     Raises:
@@ -96,6 +96,11 @@ class RouterConfig:
         for problem, is_one in self._problems().items():
             if is_one:
                 raise ConfigError(problem)
+
+    @property
+    def columns(self) -> int:
+        """How many ids a decision has for each token, without padding."""
+        return self.num_experts if self.select == "expert_choice" else self.top_k
 
     def _problems(self) -> dict[str, bool]:
         even = self.num_experts % self.groups == 0

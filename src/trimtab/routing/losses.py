@@ -10,9 +10,9 @@ For real tokens t, with p[t] the scores as a distribution and f the fraction of 
 
 times their coefficients. The first three are 1 where the load is even; a sequence counts by its real tokens.
 
-Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and one of
-B E counts over `LossGroups.sequence`; one after another where these are several groups), issued by every rank on every
-call, whatever its tokens. Each rank's value is
+Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and, for
+sequence_aux, one of B E counts over `LossGroups.sequence`, whose ranks must have the same B; one after another where
+these are several groups), issued by every rank on every call, whatever its tokens. Each rank's value is
 the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging parameter
 gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
 
@@ -46,7 +46,8 @@ class LossGroups(SharedByCopies):
     """Who shares what. `trimtab.parallel` sets it from the meshes it is handed; a value set by hand stays.
 
     batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.
-    sequence: the ranks that hold parts of the same sequences (TP, CP); None if sequences are whole.
+    sequence: the ranks that hold parts of the same sequences (TP, CP), each of all of them, if of no position; None if
+        sequences are whole.
     divisor: what gradients are divided by when they are reduced over `batch`, its size if not given. A sum over
         some of the ranks and a mean over the others needs the number of the others.
     """
@@ -143,8 +144,10 @@ def balance_losses(
     p_TE = probabilities(scores_TE, c.score).masked_fill(~real_T1, 0)
     p_E = p_TE.sum(0)
     z = _log_sum_exp(logits_TE).square().masked_fill(~real_T, 0).sum()
-    f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
-    sequence = (f_BE * _per(p_TE, batch)).sum()
+    sequence = z.new_zeros(())
+    if c.sequence_aux_loss:
+        f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
+        sequence = (f_BE * _per(p_TE, batch)).sum()
     sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
     everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])

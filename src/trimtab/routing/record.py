@@ -96,7 +96,8 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
 
     Raises:
         ConfigError: the model has no router.
-        InputError: decisions for other layers or another number of experts; in the forward, for other tokens.
+        InputError: decisions for other layers, or another number of experts, of all or per token; in the forward, for
+            other tokens.
     """
     found = _found(model)
     if set(found) != set(decisions.layers):
@@ -104,6 +105,9 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
     wrong = {n: r.config.num_experts for n, r in found.items() if r.config.num_experts != decisions.num_experts}
     if wrong:
         raise InputError(f"decisions among {decisions.num_experts} experts, but the model has {wrong}")
+    K = decisions.ids.shape[3]
+    if others := {name: router.config.columns for name, router in found.items() if router.config.columns != K}:
+        raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
     before = {name: router.source for name, router in found.items()}
 
     def source(name: str, device: torch.device) -> Callable[[int, int], Choice]:

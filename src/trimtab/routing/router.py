@@ -52,7 +52,8 @@ class Pending(NamedTuple):
 class Routing(NamedTuple):
     """One routing decision.
 
-    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real.
+    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real. Columns of padding come behind those
+        of the decision; theirs may be of any token.
     weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
         finite, so that dispatch raises on every rank.
     losses: name -> scalar, coefficient included; their sum is what joins the training loss.
@@ -338,8 +339,10 @@ class Router(nn.Module):
             raise InputError(f"tokens must be {wanted}, got {described(x)}", layer=self.layer, phase="route")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
-        if ids is not None and (ids.dim() != 2 or not holds_ids(ids) or ids.shape[0] != x.shape[0]):
-            problems.append(f"ids to replay must be int [{x.shape[0]}, K], got {ids.dtype} {tuple(ids.shape)}")
+        decided = (x.shape[0], self.config.columns)
+        if ids is not None and (tuple(ids.shape) != decided or not holds_ids(ids)):
+            padded = " (without the columns of padding)" if self.config.pad else ""
+            problems.append(f"ids to replay must be int {list(decided)}{padded}, got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
         if problems:
