@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trimtab.errors import InputError
+from trimtab.parallel.local import local_part
 
 Run = tuple[int, int, int]
 """Consecutive indices of a dim: where they begin in the global tensor, where in this rank's, and how many."""
@@ -36,7 +37,7 @@ class Pieces:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.global_size, self.dtype = tensor.size(), tensor.dtype
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         self.local = local.detach()
         self.boxes: dict[torch.Size, Tensor] = {}
         held = _held(name, tensor)

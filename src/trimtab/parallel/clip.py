@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.options import check_flags
+from trimtab.parallel.local import local_part
 
 
 @torch.no_grad()
@@ -51,12 +52,12 @@ def clip_grad_norm_(
     else:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     powers: dict[DeviceMesh | None, list[Tensor]] = {}
-    device = next((_local(p).device for p in params), torch.device("cpu"))
+    device = next((local_part(p).device for p in params), torch.device("cpu"))
     for param in params:
         grad = _gradient(param)
         found = powers.setdefault(param.device_mesh if isinstance(param, DTensor) else None, [])
         if grad is not None and _counts_here(grad, param):
-            found.append(_power(_local(grad), norm_type))
+            found.append(_power(local_part(grad), norm_type))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for mesh, found in powers.items():
         zero = total.new_zeros(1)
@@ -76,7 +77,7 @@ def clip_grad_norm_(
     for param in params:
         found_grad = _gradient(param)
         if found_grad is not None:
-            _scale(_local(found_grad), factor)
+            _scale(local_part(found_grad), factor)
     return norm.float()
 
 
@@ -119,7 +120,3 @@ def _counts_here(grad: Tensor, param: Tensor) -> bool:
     where = param.device_mesh.get_coordinate()
     copies = [d for d, placement in enumerate(placed.placements) if isinstance(placement, Replicate)]
     return where is not None and all(where[d] == 0 for d in copies)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.experts import ParallelExperts
+from trimtab.parallel.local import local_part
 from trimtab.parallel.token_meshes import check_meshes
 
 
@@ -83,7 +83,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     wrapped = DistributedDataParallel(model, process_group=dp_mesh.get_group(), **options)
     group = edp_mesh.get_group()
     for param in (param for module in experts for param in module.parameters()):
-        dist.broadcast(_local(param.detach()), group=group, group_src=0)
+        dist.broadcast(local_part(param.detach()), group=group, group_src=0)
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
     unused = wrapped.find_unused_parameters or wrapped.static_graph
@@ -122,7 +122,7 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
             f"{', '.join(absent)}: no main_grad to reduce. Give each trained parameter of experts with main_grad= a "
             "tensor of its shape as `main_grad`, before the backward"
         )
-    _average([_local(p.main_grad) for p in params.values()], edp_mesh.get_group(), dp_mesh.size())  # type: ignore[attr-defined]
+    _average([local_part(p.main_grad) for p in params.values()], edp_mesh.get_group(), dp_mesh.size())  # type: ignore[attr-defined]
 
 
 def _reduced(module: ParallelExperts) -> list[nn.Parameter]:
@@ -233,7 +233,7 @@ class _ExpertReducer:
         for index in missing:  # one that was not used here has a gradient of zeros, as on its peers
             if used[index]:
                 trained[index].grad = torch.zeros_like(trained[index])
-        _average([_local(p.grad) for p in trained if p.grad is not None], self.group, self.group.size())
+        _average([local_part(p.grad) for p in trained if p.grad is not None], self.group, self.group.size())
 
     def used_anywhere(self, device: torch.device, used: list[int], missing: list[int]) -> list[int]:
         """On how many ranks each has a gradient. The host waits for the answer only where one is missing."""
@@ -287,7 +287,3 @@ def _average(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int) 
     for tensor in tensors:
         dist.all_reduce(tensor, group=group)
         tensor.div_(divisor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -35,6 +35,7 @@ from trimtab.experts.stand_in import standing_in
 from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
+from trimtab.parallel.local import local_part
 from trimtab.parallel.recipe_state import share_state_dicts
 from trimtab.parallel.token_meshes import check_ascending, check_meshes
 from trimtab.routing.recompute import always_recomputed
@@ -196,13 +197,12 @@ class ParallelExperts(ExpertMLP):
     def _local(self, name: str) -> Tensor:
         """This rank's part of a parameter, differentiable; where its gradients go (`main_grad`) comes along."""
         param = getattr(self, name)
-        local: Tensor = param.to_local() if isinstance(param, DTensor) else param
+        local = local_part(param)
         if name in self.fused:
             local = _Fused.apply(local, [param])  # type: ignore[no-untyped-call]
             for attribute in MAIN_GRAD_NAMES:
                 if hasattr(param, attribute):
-                    value = getattr(param, attribute)
-                    setattr(local, attribute, value.to_local() if isinstance(value, DTensor) else value)
+                    setattr(local, attribute, local_part(getattr(param, attribute)))
         elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if name == "up_bias" and self.etp is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from trimtab.errors import DesyncError
+from trimtab.parallel.local import local_part
 
 CHUNK = 1 << 20
 
@@ -70,7 +71,7 @@ def _key(name: str, tensor: Tensor) -> Key:
 
 def _digest(tensor: Tensor) -> tuple[int, float]:
     """(a checksum of the bits that minds their order, the norm)."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    local = local_part(tensor).detach().contiguous()
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = local.view(-1).view(widths[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)

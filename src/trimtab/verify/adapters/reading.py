@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.parallel.local import local_part
 from trimtab.verify.adapters.base import Place
 
 
 def averaged(grad: Tensor, place: Place, of_experts: bool) -> Tensor:
     """A gradient of this rank's own loss, or its part of a DTensor, reduced to the mean loss's, in place."""
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    local = local_part(grad)
     mesh = place.experts["edp"] if of_experts else place.dense["dp"]
     dist.all_reduce(local, group=mesh.get_group())
     local /= place.topology.dp
