@@ -38,7 +38,7 @@ class MoEOutput(NamedTuple):
         checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
     loads_E: int64, kept slots of the tokens that this rank routes.
     ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped. With `RouterConfig.pad` columns of
-        padding come behind those of the decision, which `trimtab.record` gives without.
+        padding come behind those of the decision; `trimtab.record` leaves them out.
     """
 
     y: Tensor
@@ -131,7 +131,7 @@ class MoE(nn.Module):
     """The layer that `MoEConfig` describes.
 
     `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
-    be replaced by a module that takes what `Router.forward` takes, but `later`, and returns a `Routing`.
+    be replaced by a module that takes what `Router.forward` takes, except `later`, and returns a `Routing`.
 
     `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
     the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;

@@ -210,6 +210,9 @@ def placements_on_rank() -> dict[str, float]:
         errors[f"{param.placements} {param.grad.placements}"] = relative_error(param.grad.full_tensor(), whole * scale)
     other = init_device_mesh("cpu", (4,))
     params[0].grad = distribute_tensor(torch.ones(3, 5), other, (Shard(0),))
+    for power in (0, -1.0, None):
+        with pytest.raises(ConfigError, match="must be a number above 0"):
+            clip_grad_norm_([], 1.0, norm_type=power)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="its parameter is not"):
         clip_grad_norm_(params, 1.0)
     return errors

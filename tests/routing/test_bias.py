@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
 from trimtab.layer import MoEConfig
-from trimtab.routing.bias import max_vio, routers, stepped_bias, update_bias
+from trimtab.routing.bias import max_vio, routers, set_totals, stepped_bias, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router
 from trimtab.verify.ranks import run_ranks
@@ -51,6 +51,18 @@ def test_loads_are_picks_of_real_tokens_summed_over_micro_batches_while_training
         router.train()(x[:size], token_mask_T=mask[:size])
     assert router.take_loads().tolist() == expected.tolist()
     assert router.take_loads().tolist() == [0] * E
+
+
+def test_totals_that_are_none_are_refused() -> None:
+    m = model()
+    for tokens in (-1, float("nan"), "8", torch.ones(2), None):
+        with pytest.raises(InputError, match="must be the number of the step's tokens"):
+            set_totals(m, tokens)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"counts of \['0'\], but the routers are \['0.router', '1.router'\]"):
+        set_totals(m, 8, {"0": torch.ones(E)})
+    with pytest.raises(ConfigError, match="no Router in Linear"):
+        set_totals(nn.Linear(2, 2), 8)
+    assert all(router.totals is None for router in routers(m).values())
 
 
 def test_update_moves_every_bias_and_ends_the_step() -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import BackendError, InputError
+from trimtab.verify import flight_recorder_dump
 from trimtab.verify.flight_recorder import read_traces
 from trimtab.verify.flight_recorder_diagnosis import diagnose
 from trimtab.verify.flight_recorder_dump import dump, dump_on_signal
@@ -124,6 +125,18 @@ def unwritable_at_first_on_rank(folder: str) -> str:
 def test_a_dump_that_cannot_be_written_is_said_and_the_next_one_is(tmp_path: Path) -> None:
     (said,) = run_ranks(unwritable_at_first_on_rank, 1, str(tmp_path), deadline=60)
     assert said.startswith(f"trimtab: no Flight Recorder dump in {tmp_path}/dumps: ")
+
+
+def test_half_a_dump_is_not_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full() -> bytes:
+        (left,) = tmp_path.iterdir()
+        assert not left.name.startswith("trimtab_trace"), "torch's reader would take it for a dump"
+        raise OSError("no space left")
+
+    monkeypatch.setattr(flight_recorder_dump, "_recorder", lambda: full)
+    with pytest.raises(OSError, match="no space left"):
+        dump(tmp_path, 0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_torch_without_recorder_is_refused_before_any_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trimtab.bench.layer import layer_task
 from trimtab.bench.layer_case import parse_shape
 from trimtab.bench.task import Task
 from trimtab.bench.train import train_task
-from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.hf.needed import import_transformers
 from trimtab.kernels.grouped import KERNELS

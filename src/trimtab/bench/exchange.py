@@ -19,8 +19,8 @@ from trimtab.bench.layer_case import LayerCase, LayerData
 from trimtab.bench.layer_truth import BOUNDS, compare, probe
 from trimtab.bench.subject import BOTH, FORWARD, Subject, Where
 from trimtab.bench.task import Task
+from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 

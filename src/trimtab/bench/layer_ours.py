@@ -12,8 +12,8 @@ from trimtab.autocast import narrowed
 from trimtab.bench.layer_case import DTYPES, FAMILIES, LayerCase, LayerData, expert_biases, expert_weights
 from trimtab.bench.layer_step import layer_subject
 from trimtab.bench.subject import Subject, Where
+from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 
 

@@ -61,8 +61,7 @@ def put_loads(model: nn.Module, states: Sequence[State], rank: int, ranks: int) 
     r + ranks, … The counts of the step are the same on all ranks of a batch."""
     for name, router in routers(unwrapped(model)).items():
         saved = [state["loads"][plain_name(name)] for state in states if plain_name(name) in state["loads"]]
-        router._loads.zero_()
-        router._counts.zero_()
+        router.take_loads()  # of the step that was being counted
         for loads_E, _ in saved[rank::ranks]:
             router._loads += loads_E.to(router._loads.device)
         for _, counts_E in saved[:1]:

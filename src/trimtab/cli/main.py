@@ -110,5 +110,6 @@ def _main(argv: Sequence[str] | None) -> int:
         return code
     if debug:
         traceback.print_exception(caught)
+    del caught  # else its frames, this one among them, would live until garbage is collected
     print(f"trimtab: {message}", file=sys.stderr, flush=True)
     return code

@@ -30,8 +30,8 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
         ConfigError: there is no transport or combine of that name, transformers has another implementation of it, or
             it was registered with other options.
     """
+    from trimtab.dispatch.by_name import TRANSPORTS
     from trimtab.dispatch.dispatcher import check_combine
-    from trimtab.dispatch.transports import TRANSPORTS
     from trimtab.errors import BackendError, ConfigError
 
     if transport not in TRANSPORTS:

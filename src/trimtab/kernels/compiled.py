@@ -42,7 +42,7 @@ from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
 from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
-from trimtab.kernels.compiler import load
+from trimtab.kernels.compiler import is_made, load
 from trimtab.kernels.counted import count
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
@@ -51,6 +51,7 @@ from trimtab.kernels.mkl import rows_mm, slow_gradient, slower_than_compiled
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
+MAIN = SOURCES / "experts.cpp"
 SMALL = 1 << 17
 """Values of an expert's weight up to which a call of the loop costs more than the better of two products saves."""
 _CLAMPED = ACTIVATIONS.index("clamped_swiglu")
@@ -89,7 +90,7 @@ class CompiledKernels(LoopKernels):
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
-        lib = load(SOURCES / "experts.cpp", list(SOURCES.iterdir()), defines)
+        lib = load(MAIN, list(SOURCES.iterdir()), defines)
         for name in ("forward", "backward", "weight_gradients", "between_forward", "between_backward"):
             getattr(lib, f"trimtab_{name}").restype = None
         lib.trimtab_count_slots.restype = lib.trimtab_place_slots.restype = None
@@ -328,6 +329,15 @@ def compiled_kernels() -> CompiledKernels:
     if kernels is None:
         kernels = _shared.setdefault("cpu", CompiledKernels())
     return kernels
+
+
+def are_made() -> bool:
+    """Whether `compiled_kernels` has nothing to compile.
+
+    Raises:
+        BackendError: it could not, or there is no folder to keep them in.
+    """
+    return is_made(MAIN, list(SOURCES.iterdir()))
 
 
 def at_once(kernels: object, *weights_eAB: Tensor, dtype: torch.dtype | None = None) -> bool:

@@ -90,9 +90,7 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
         BackendError: no compiler, or it fails, or another process has not done with it in time, or the cache folder
             cannot be written.
     """
-    compiler = find_compiler()
-    flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
-    target = cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
+    compiler, flags, target = _wanted(main, sources, defines, march)
     try:
         if not _whole(target):
             if target in _failed:
@@ -107,6 +105,11 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
     except OSError as error:
         raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
     return target
+
+
+def is_made(main: Path, sources: Sequence[Path]) -> bool:
+    """Whether `load` has nothing to compile; the errors of `made`."""
+    return _whole(_wanted(main, sources, (), "native")[2])
 
 
 def _take(lock: IO[str], target: Path) -> None:
@@ -146,6 +149,15 @@ def _whole(library: Path) -> bool:
 
 def _hash_of(library: Path) -> Path:
     return library.with_suffix(".sha256")
+
+
+def _wanted(
+    main: Path, sources: Sequence[Path], defines: Sequence[str], march: str
+) -> tuple[list[str], tuple[str, ...], Path]:
+    """Compiler, flags, and where the cache would have the library."""
+    compiler = find_compiler()
+    flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
+    return compiler, flags, cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:

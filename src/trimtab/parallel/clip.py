@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from trimtab.errors import ConfigError, InputError
 from trimtab.options import check_flags
 from trimtab.parallel.local import local_part
+from trimtab.parallel.token_meshes import check_meshes
 
 
 @torch.no_grad()
@@ -39,13 +40,15 @@ def clip_grad_norm_(
         pp_mesh: pipeline stages, whose parameters are summed up too.
 
     Raises:
-        ConfigError: `error_if_nonfinite` is neither True nor False, or a power that is not above 0.
+        ConfigError: `error_if_nonfinite` is neither True nor False, a power that is not above 0, or no mesh.
         InputError: a gradient whose parts are not summed yet (Partial), one on another mesh than its parameter, or a
             norm that is not finite where asked for.
     """
     check_flags(error_if_nonfinite=error_if_nonfinite)
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type!r} must be above 0")
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type!r} must be a number above 0")
+    if pp_mesh is not None:
+        check_meshes(pp_mesh=pp_mesh)
     params: list[Tensor]
     if isinstance(parameters, nn.Module):
         params = list(parameters.parameters())

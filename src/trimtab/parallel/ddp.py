@@ -108,8 +108,10 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
     `main_grad` and zeroes it. Every rank of `edp_mesh` must call. Biases have ordinary gradients, which `ddp` reduces.
 
     Raises:
+        ConfigError: what is no mesh.
         InputError: a trained parameter has no `main_grad`; before any is reduced.
     """
+    check_meshes(dp_mesh=dp_mesh, edp_mesh=edp_mesh)
     experts = [(name, module) for name, module in model.named_modules() if isinstance(module, ParallelExperts)]
     params = {
         f"{name}.{own}".lstrip("."): param

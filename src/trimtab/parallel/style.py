@@ -8,15 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.layer import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
 from trimtab.parallel.moe import ParallelMoE
-from trimtab.parallel.token_meshes import TokenMeshes
+from trimtab.parallel.token_meshes import TokenMeshes, check_meshes
 from trimtab.parallel.tokens import ReplicatedTokens
 from trimtab.parallel.wiring import Wiring
 
@@ -74,6 +74,7 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
+        check_meshes(**{name: mesh for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)) if mesh is not None})
         if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
         if combine is not None:

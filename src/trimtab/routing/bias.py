@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, InputError
+from trimtab.options import is_finite
 from trimtab.routing.losses import Groups, StepTotals, all_sum
 from trimtab.routing.router import Router
 
@@ -62,12 +63,25 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
 def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tensor] | None = None) -> None:
     """Tell every router the totals of the coming step, whose micro-batches' losses are then added up, not averaged.
 
+    They hold until others are set; `router.totals = None` takes one's back.
+
     Args:
-        tokens: real tokens of the step, over all micro-batches and ranks.
+        tokens: real tokens of the step, over all micro-batches and ranks, a number or a tensor of one.
         counts: as `StepTotals.counts_E`, [E] by router name.
+
+    Raises:
+        ConfigError: the model has no router.
+        InputError: a number of tokens that is none, or counts that are not of all routers.
     """
-    for name, router in routers(model).items():
-        here = torch.as_tensor(tokens, dtype=torch.float64, device=router.weight.device)
+    found = routers(model)
+    if not found:
+        raise ConfigError(f"no Router in {type(model).__name__}: set_totals is for models with trimtab's MoE layers")
+    if not (tokens.numel() == 1 if isinstance(tokens, Tensor) else is_finite(tokens) and tokens >= 0):
+        raise InputError(f"tokens={tokens!r} must be the number of the step's tokens, or a tensor of it alone")
+    if counts is not None and counts.keys() != found.keys():
+        raise InputError(f"counts of {sorted(counts)}, but the routers are {sorted(found)}")
+    for name, router in found.items():
+        here = torch.as_tensor(tokens, dtype=torch.float64, device=router.weight.device).reshape(())
         router.totals = StepTotals(tokens=here, counts_E=None if counts is None else counts[name])
 
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
+from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.control import MOVEMENT, MOVEMENTS, ROWS
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.transport import Headers, Lanes, Transport
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.experts.module import ExpertMLP
 from trimtab.guard.guard import Guard

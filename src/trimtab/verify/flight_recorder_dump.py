@@ -32,10 +32,14 @@ def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
     record = _recorder()
     path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder_of_half:  # by its name a reader would take it for whole
-        half = Path(folder_of_half) / path.name
-        half.write_bytes(record())
-        half.replace(path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as half:  # no name of a dump's
+        try:
+            half.write(record())
+            half.flush()
+            os.replace(half.name, path)
+        except BaseException:
+            os.unlink(half.name)
+            raise
     return path
 
 

@@ -1,6 +1,6 @@
 """Python's server that ranks are forked from, with its socket where a socket's path fits.
 
-It has imported torch but never run a backward, so that ranks start in milliseconds.
+It has imported torch but never run a backward, and has tested kernels, so that ranks start in milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _PRELOAD = ["torch.distributed.tensor", "trimtab.layer", "trimtab.verify.tested_
 
 
 def preload(*modules: str) -> None:
-    """Have the server import these, too, before it forks: of no effect once anything has been forked."""
+    """Have the server import these, too, before it forks: call it when a module is imported, for it is of no effect
+    once anything has been forked."""
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
 
 
