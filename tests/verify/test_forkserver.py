@@ -3,15 +3,19 @@ takes, as job managers and test runners make them."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import pytest
+import torch
 
 from trimtab.errors import BackendError
-from trimtab.kernels import compiled
+from trimtab.kernels import compiled, fused_check
 from trimtab.verify.ranks import run_ranks
 
 
@@ -29,21 +33,30 @@ def test_ranks_inherit_tested_kernels() -> None:
     assert run_ranks(inherited, 2) == [[None], [None]]
 
 
+def imported_again(cache: str) -> list[list[object]]:
+    """What a server would keep for its ranks, where kernels end it or have to be compiled; its number of threads."""
+    from trimtab.verify import tested_kernels  # as the server alone does
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    torch.set_num_threads(2)
+    kept = []
+    for name, value in (("compiled_kernels", die), ("first_fused_fault", lambda _: 1 / 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled if name == "compiled_kernels" else fused_check, name, value)
+            patch.setattr(compiled, "are_made", lambda: True)
+            patch.setattr(compiled, "_shared", WeakValueDictionary())
+            kept.append([*importlib.reload(tested_kernels).KEPT, torch.get_num_threads()])
+    for name, path in (("XDG_CACHE_HOME", cache), ("CXX", "no such")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, path)
+            kept.append([*importlib.reload(tested_kernels).KEPT, torch.get_num_threads()])
+    return kept
+
+
 def test_no_server_is_ended_by_kernels_nor_waits_for_a_compiler(tmp_path: Path) -> None:
-    """In processes of their own, as the server imports the module."""
-    cases = (
-        "compiled.compiled_kernels = lambda: os.kill(os.getpid(), 11); compiled.are_made = lambda: True",
-        "compiled.compiled_kernels = lambda: 1 / 0; compiled.are_made = lambda: True",
-        f"os.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}",
-        "os.environ['CXX'] = 'no such'",
-    )
-    for change in cases:
-        script = (
-            f"import os, torch; from trimtab.kernels import compiled; torch.set_num_threads(2); {change}; "
-            "from trimtab.verify.tested_kernels import KEPT; print(KEPT, torch.get_num_threads())"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout == "[] 2\n", change
+    assert run_ranks(imported_again, 1, str(tmp_path)) == [[[2]] * 4]
     assert not list(tmp_path.iterdir())
 
 
