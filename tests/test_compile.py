@@ -26,8 +26,9 @@ from trimtab.layer import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals
 from trimtab.routing.losses import StepTotals
+from trimtab.routing.outcome import Routing
 from trimtab.routing.record import record, replay
-from trimtab.routing.router import Router, Routing
+from trimtab.routing.router import Router
 
 FP32, BF16 = torch.float32, torch.bfloat16
 COUNTS = (5, 0, 1, 64)

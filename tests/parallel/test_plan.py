@@ -24,7 +24,8 @@ from trimtab.parallel.replicas import check_replicated
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.router import Router, Routing
+from trimtab.routing.outcome import Routing
+from trimtab.routing.router import Router
 from trimtab.verify.ranks import run_ranks
 
 

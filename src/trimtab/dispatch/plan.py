@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.kernels.compiled import CompiledKernels, SlotPlaces
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.rows import Bags
+from trimtab.kernels.slot_places import SlotPlaces
 from trimtab.layout import ALIGNMENTS
 from trimtab.routing.ids import wide_ids
 

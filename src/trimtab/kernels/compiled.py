@@ -28,7 +28,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trimtab.errors import BackendError, InputError
+from trimtab.errors import BackendError
 from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
 from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.bf16 import Bf16Products
@@ -48,25 +47,14 @@ from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
 from trimtab.kernels.mkl import rows_mm, slow_gradient, slower_than_compiled
+from trimtab.kernels.one_pass import CLAMPED, OnePass, hidden_width, in_one_pass
+from trimtab.kernels.slot_places import SlotPlaces
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
 SMALL = 1 << 17
 """Values of an expert's weight up to which a call of the loop costs more than the better of two products saves."""
-_CLAMPED = ACTIVATIONS.index("clamped_swiglu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotPlaces:
-    """What `trimtab.dispatch.plan.ExpertPlan` holds, as tensors."""
-
-    slot_R: Tensor
-    row_R: Tensor
-    bag_index: Tensor
-    bag_offsets: Tensor
-    counts_e: Tensor
-    offsets_e: Tensor
 
 
 class CompiledKernels(LoopKernels):
@@ -236,16 +224,16 @@ class CompiledKernels(LoopKernels):
         return torch.equal(pre, rows_mm(x_RD, up[0].t(), torch.empty_like(pre), self.pages, as_compiled=True))
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
-        if number is None or not _in_one_pass(number, pre_RI, w_R1):
+        if number is None or not in_one_pass(number, pre_RI, w_R1):
             return super().hidden(f, number, pre_RI, w_R1)
-        h = self.empty(pre_RI.shape[0], _hidden_width(number, pre_RI), dtype=pre_RI.dtype)
+        h = self.empty(pre_RI.shape[0], hidden_width(number, pre_RI), dtype=pre_RI.dtype)
         self.between("forward", number, pre=pre_RI, w=w_R1, h=h)
         return h
 
     def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
-        if number is None or not _in_one_pass(number, pre_RI, w_R1):
+        if number is None or not in_one_pass(number, pre_RI, w_R1):
             return super().hidden_back(f, number, pre_RI, w_R1)
-        return _OnePass(self, number, pre_RI, w_R1)
+        return OnePass(self, number, pre_RI, w_R1)
 
     def between(self, name: str, number: int, *, h: Tensor, **others: Tensor | None) -> None:
         """Run cpu/elementwise.h, "forward" or "backward", on its fields: contiguous, in float32, or None."""
@@ -277,42 +265,9 @@ def _count(name: str, call: Call) -> None:
     up = (name == "forward") + (backward and bool(call.dx)) + bool(call.d_up)
     down = bool(call.y) + backward + bool(call.d_down)
     for _ in range(up):
-        count(call.R, call.D, 2 * call.F if call.act <= _CLAMPED else call.F)
+        count(call.R, call.D, 2 * call.F if call.act <= CLAMPED else call.F)
     for _ in range(down):
         count(call.R, call.F, call.D)
-
-
-class _OnePass(HiddenBack):
-    """By cpu/elementwise.h: all at once when dh is there, h * w in its place."""
-
-    def __init__(self, kernels: CompiledKernels, number: int, pre_RI: Tensor, w_R1: Tensor | None) -> None:
-        self._kernels, self._number, self._pre, self._w = kernels, number, pre_RI, w_R1
-
-    def hidden(self, dh_RF: Tensor) -> tuple[Tensor, Tensor | None]:
-        shape = self._pre.shape[0], _hidden_width(self._number, self._pre)
-        if dh_RF.shape != shape or dh_RF.dtype != self._pre.dtype:
-            got = f"{tuple(dh_RF.shape)} in {dh_RF.dtype}"
-            raise InputError(f"a gradient {got} of hidden rows {shape} in {self._pre.dtype}", phase="experts")
-        h = dh_RF.contiguous()
-        self._d_pre = self._kernels.empty(*self._pre.shape, dtype=h.dtype)
-        dw = None if self._w is None else torch.empty(shape[0], dtype=h.dtype, device="cpu")
-        self._kernels.between("backward", self._number, pre=self._pre, w=self._w, h=h, d_pre=self._d_pre, dw=dw)
-        return h, dw
-
-    def pre(self) -> tuple[Tensor, Sequence[Tensor]]:
-        return self._d_pre, ()
-
-
-def _in_one_pass(number: int, pre_RI: Tensor, w_R1: Tensor | None) -> bool:
-    """Whether cpu/elementwise.h computes it."""
-    floats = [t for t in (pre_RI, w_R1) if t is not None]
-    plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.device.type == "cpu" for t in floats)
-    fits = w_R1 is None or w_R1.shape == (pre_RI.shape[0], 1)
-    return plain and fits and number != _CLAMPED and (number > _CLAMPED or pre_RI.shape[1] % 2 == 0)
-
-
-def _hidden_width(number: int, pre_RI: Tensor) -> int:
-    return pre_RI.shape[1] // 2 if number <= _CLAMPED else pre_RI.shape[1]
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,53 +23,13 @@ from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.outcome import Pending, Routing
 from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
 from trimtab.routing.select import capacity, select
 
 MANY = 1000
 """Micro-batches that are unlikely to be of one step."""
-
-
-class Pending(NamedTuple):
-    """A decision whose losses are still to be taken, see `Router.take_losses`.
-
-    ids_TK: those that were given out with it. again: whether it was counted before; None where a compiled graph made
-    it, which cannot know.
-    """
-
-    ids_TK: Tensor
-    logits_TE: Tensor
-    scores_TE: Tensor
-    chosen_TK: Tensor
-    chosen_E: Tensor
-    real_T: Tensor | None
-    batch: int
-    counts_before_E: Tensor
-    again: bool | None
-
-
-class Routing(NamedTuple):
-    """One routing decision.
-
-    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real. Columns of padding come behind those
-        of the decision; theirs may be of any token.
-    weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
-        finite, so that dispatch raises on every rank.
-    losses: name -> scalar, coefficient included; their sum is what joins the training loss.
-    loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
-    logits_TE: float32 (float64 for float64 tokens).
-    most_slots: how many ids are not -1 at most, where a capacity says so.
-    pending: what `Router.take_losses` takes them from, where they were left for later.
-    """
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    losses: dict[str, Tensor]
-    loads_E: Tensor
-    logits_TE: Tensor
-    most_slots: int | None = None
-    pending: Pending | None = None
 
 
 class Router(nn.Module):

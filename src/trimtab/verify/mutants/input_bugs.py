@@ -15,8 +15,9 @@ from trimtab.dispatch.dispatcher import Dispatcher, Rows
 from trimtab.experts import mlp
 from trimtab.layer import MoE
 from trimtab.routing import scores
+from trimtab.routing.outcome import Routing
 from trimtab.routing.recompute import Choice
-from trimtab.routing.router import Router, Routing
+from trimtab.routing.router import Router
 from trimtab.verify.mutants.patching import Mutant, Patches
 
 

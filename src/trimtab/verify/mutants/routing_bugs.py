@@ -15,7 +15,8 @@ from trimtab.layer import MoEOutput
 from trimtab.parallel.moe import ParallelMoE
 from trimtab.parallel.tokens import ReplicatedTokens
 from trimtab.routing import router, scores, select
-from trimtab.routing.router import Router, Routing
+from trimtab.routing.outcome import Routing
+from trimtab.routing.router import Router
 from trimtab.verify.mutants.patching import Mutant, Patches
 
 
