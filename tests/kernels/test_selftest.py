@@ -117,14 +117,24 @@ def test_another_is_taken_only_where_it_was_allowed_and_not_in_silence(broken: t
     assert [r.kernels for r in choice.reports] == [broken.name, "loop"]
 
 
-@pytest.mark.parametrize("fault", [None, "a fault"])
-def test_kernels_that_layers_share_are_tested_once(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[CompiledKernels] = []
-    monkeypatch.setattr(selftest, "first_fused_fault", lambda kernels: (seen.append(kernels), fault)[1])
+@pytest.mark.parametrize(("fault", "at"), [(None, None), ("a fault", None), ("a fault", torch.float32)])
+def test_kernels_that_layers_share_are_tested_once(
+    fault: str | None, at: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = CompiledKernels(), CompiledKernels()
-    for kernels in (one, one, other):
-        assert self_test(kernels, CPU, torch.bfloat16).fault == fault
-    assert [k is one for k in seen] == [True, False]
+    seen: list[tuple[bool, torch.dtype | None]] = []
+
+    def found(kernels: CompiledKernels, device: torch.device = CPU, dtype: torch.dtype | None = None) -> str | None:
+        seen.append((kernels is one, dtype))
+        return fault if dtype == at else None
+
+    monkeypatch.setattr(selftest, "first_fused_fault", found)
+    monkeypatch.setattr(selftest, "_first_fault", found)
+    for kernels, dtype in ((one, torch.bfloat16), (one, torch.bfloat16), (one, torch.float32), (other, torch.float32)):
+        assert self_test(kernels, CPU, dtype).fault == (fault if at in (None, dtype) else None)
+    products = [] if fault and at is None else [torch.bfloat16, torch.float32]
+    assert [dtype for ours, dtype in seen if ours] == [None, *products]
+    assert [dtype for ours, dtype in seen if not ours] == [None, *products[1:]]
 
 
 def test_all_refused_names_all() -> None:

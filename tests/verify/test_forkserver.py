@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Hashable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -15,14 +16,14 @@ import pytest
 import torch
 
 from trimtab.errors import BackendError
-from trimtab.kernels import compiled, fused_check
+from trimtab.kernels import compiled, selftest
 from trimtab.verify.ranks import run_ranks
 
 
-def inherited() -> list[str | None]:
-    """What was found wrong with the kernels before this rank began."""
+def inherited() -> dict[Hashable, str | None]:
+    """What was found wrong with the kernels before this rank began, by what was asked."""
     kernels = compiled._shared.get("cpu")
-    return ["there are none"] if kernels is None else kernels._found
+    return {"there are": "none"} if kernels is None else kernels._faults
 
 
 def test_ranks_inherit_tested_kernels() -> None:
@@ -30,7 +31,8 @@ def test_ranks_inherit_tested_kernels() -> None:
         compiled.compiled_kernels()  # the server compiles none
     except BackendError as error:
         pytest.skip(str(error))
-    assert run_ranks(inherited, 2) == [[None], [None]]
+    asked = ("fused", torch.float32, torch.bfloat16, torch.float64)
+    assert run_ranks(inherited, 2) == [dict.fromkeys(asked)] * 2
 
 
 def imported_again(cache: str) -> list[list[object]]:
@@ -44,7 +46,7 @@ def imported_again(cache: str) -> list[list[object]]:
     kept = []
     for name, value in (("compiled_kernels", die), ("first_fused_fault", lambda _: 1 / 0)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiled if name == "compiled_kernels" else fused_check, name, value)
+            patch.setattr(compiled if name == "compiled_kernels" else selftest, name, value)
             patch.setattr(compiled, "are_made", lambda: True)
             patch.setattr(compiled, "_shared", WeakValueDictionary())
             kept.append([*importlib.reload(tested_kernels).KEPT, torch.get_num_threads()])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class CompiledKernels(LoopKernels):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib, self._made_of = lib, (products, tuple(defines))
-        self._found: list[str | None] = []
+        self._faults: dict[Hashable, str | None] = {}
         self.instructions: str = lib.trimtab_isa().decode()
         self.bf16 = Bf16Products(lib.trimtab_lack, products)
 
@@ -196,12 +196,12 @@ class CompiledKernels(LoopKernels):
         self._lib.trimtab_place_slots(ctypes.byref(places))
         return result
 
-    def fault_by(self, find: Callable[[CompiledKernels], str | None]) -> str | None:
-        """What `find` says is wrong with them. It is asked once for all layers that share them, whatever changes later:
-        a model of many layers would wait for the same answer many times."""
-        if not self._found:
-            self._found.append(find(self))
-        return self._found[0]
+    def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
+        """What `find` says is wrong with them. It is `asked` once for all layers that share them, whatever changes
+        later: a model of many layers would wait for the same answer many times."""
+        if asked not in self._faults:
+            self._faults[asked] = find(self)
+        return self._faults[asked]
 
     @cached_property
     def sums_as_mkl(self) -> bool:

@@ -12,12 +12,13 @@ from contextlib import suppress
 import torch
 
 from trimtab.kernels.compiled import CompiledKernels, are_made, compiled_kernels
-from trimtab.kernels.fused_check import first_fused_fault
+from trimtab.kernels.selftest import compiled_fault
 
 
 def _tested() -> CompiledKernels:
     kernels = compiled_kernels()
-    kernels.fault_by(first_fused_fault)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        compiled_fault(kernels, dtype)
     return kernels
 
 
