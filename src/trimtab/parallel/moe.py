@@ -30,10 +30,11 @@ class ParallelMoE(MoE):
         tp = self.token_meshes.tp
         return None if tp is None or tp.size() == 1 else tp.get_group()
 
-    def spread(self, meshes: TokenMeshes) -> None:
-        """Take the tokens as `meshes` has them."""
+    def spread(self, meshes: TokenMeshes, layer: str) -> None:
+        """Take the tokens as `meshes` has them. layer: this one's name, which routers that have none take."""
         self.token_meshes, self.own_groups = meshes, LossGroups()
         for router in self._routers():
+            router.layer = router.layer or layer
             if router.groups == LossGroups():  # not set by hand
                 router.groups = self.own_groups
         self.share_losses(meshes)

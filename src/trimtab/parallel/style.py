@@ -42,7 +42,7 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: context parallel, one dim: the ranks that hold positions of the same sequences, any number each and in
             any order (in turns, zig-zag), as `tokens` says. For gradients they are data-parallel ranks like others:
             they must be among those of `dp_mesh` later, and nothing is summed over them here. Only the losses per
-            sequence are taken over them.
+            sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
             gathered over the group before the experts, and their outputs summed and given back after them. Save and
             load by `trimtab.checkpoint`: torch.distributed.checkpoint takes a rank's share of `up`, a part of gate
@@ -111,9 +111,11 @@ class ExpertParallel(ParallelStyle):
         moe.dispatcher = dispatcher
         moe.__class__ = ParallelMoE
         assert isinstance(moe, ParallelMoE)
-        moe.spread(self.meshes)
+        moe.spread(self.meshes, name)
         group = moe.tp_group
-        moe.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
+        moe.tokens = AllTokens()
+        if group is not None and self.tokens == "replicated":
+            moe.tokens = ReplicatedTokens(group, name)
         return moe
 
     def check(self, module: nn.Module, mesh: DeviceMesh, layer: str = "") -> MoE:
