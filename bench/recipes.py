@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
-from trimtab.experts.recipes.common import RecipeBase
+from trimtab.experts.recipes.base import Recipe
 
-RECIPES: tuple[RecipeBase, ...] = (
+RECIPES: tuple[Recipe, ...] = (
     FP8Delayed(backend="emulated"),
     FP8Current(backend="emulated"),
     FP8Rowwise(backend="emulated"),
@@ -32,7 +32,7 @@ def relative_error(ours: Tensor, true: Tensor) -> float:
     return float((ours.double() - true).abs().max() / true.abs().max())
 
 
-def errors(recipe: RecipeBase, width: int, seed: int) -> Tensor:
+def errors(recipe: Recipe, width: int, seed: int) -> Tensor:
     """Of forward, dgrad, wgrad: [3]."""
     g = torch.Generator().manual_seed(seed)
     x, dy = torch.randn(ROWS, width, generator=g), torch.randn(ROWS, width, generator=g)

@@ -23,7 +23,6 @@ from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
-from trimtab.experts.recipes.common import RecipeBase
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.parallel.clip import clip_grad_norm_
 
@@ -31,7 +30,7 @@ G, A, B = 4, 256, 128  # what every recipe's hardware takes
 E, D, F, K = 4, 256, 128, 2
 BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # float32: TF32 may be on
 SIZES = ([3, 0, 140, 1], [0, 0, 0, 0], [0, 200, 0, 0], [0, 0, 0, 5])
-HARDWARE: dict[str, RecipeBase] = {
+HARDWARE: dict[str, Recipe] = {
     "fp8_rowwise": FP8Rowwise(backend="auto"),
     "fp8_blockwise": FP8Blockwise(backend="auto"),
     "mxfp8": MXFP8(backend="auto"),
@@ -105,7 +104,7 @@ def linear_is_true(case: LinearCase) -> None:
 
 def hardware_is_emulation(case: LinearCase) -> None:
     """A recipe on its own kernels, or whatever it takes on this device, against the same recipe emulated."""
-    assert isinstance(case.recipe, RecipeBase)
+    assert isinstance(case.recipe, Recipe)
     emulated = replace(case, recipe=replace(case.recipe, backend="emulated"), device="cpu", form="list")
     wanted = run(emulated)
     for name, value in run(case).items():

@@ -35,7 +35,7 @@ from trimtab.bench.gpu_case import captured
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES
-from trimtab.experts.recipes.common import RecipeBase
+from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.selftest import KernelChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -112,7 +112,7 @@ def test_a_recipe_s_hardware_is_its_emulation_or_is_refused(name: str, sizes: li
             hardware_is_emulation(case)
 
 
-def hardware_here() -> list[RecipeBase | None]:
+def hardware_here() -> list[Recipe | None]:
     """No recipe, and those that run on their own kernels on this device."""
     return [None, *(r for r in HARDWARE.values() if r.check(torch.device(CUDA), A, B) == "hardware")]
 

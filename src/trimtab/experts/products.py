@@ -19,7 +19,6 @@ from torch import Tensor
 from trimtab.experts.per_group import Gradients, take
 from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, RowsRole, Way
 from trimtab.experts.recipes.engine import Engine, Packed
-from trimtab.experts.recipes.quantised import Quantiser
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, Kernels, put
 
@@ -128,7 +127,7 @@ class Plain:
 class Hardware:
     """The recipe's own kernels. Biases are added, and weight gradients put where they belong, by `kernels`."""
 
-    def __init__(self, kernels: Kernels, offsets_e: Tensor, call: Quantiser, engine: Engine) -> None:
+    def __init__(self, kernels: Kernels, offsets_e: Tensor, call: Operands, engine: Engine) -> None:
         self.kernels, self.offsets_e, self.call, self.engine = kernels, offsets_e, call, engine
 
     def forward(self, x_SA: Tensor, w: GroupWeights) -> Tensor:
@@ -172,7 +171,6 @@ class Lowered:
         call = state.call()
         if self.engine is None:
             return Plain(kernels, offsets_e, call)
-        assert isinstance(call, Quantiser)
         return Hardware(kernels, offsets_e, call, self.engine)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
-from trimtab.experts.recipes.common import RecipeBase
+from trimtab.experts.recipes.base import Recipe
 
-RECIPES: dict[str, RecipeBase] = {
+RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(backend="emulated"),
     "fp8_delayed_e4m3": FP8Delayed(backend="emulated", hybrid=False, history=4, margin=2, algorithm="latest"),
     "fp8_current": FP8Current(backend="emulated"),
@@ -33,7 +33,7 @@ METHODS = [("activation", "row"), ("activation", "column"), ("gradient", "row"),
 WEIGHTS = ("in", "out")
 
 
-def offsets(recipe: RecipeBase, *units: int) -> Tensor:
+def offsets(recipe: Recipe, *units: int) -> Tensor:
     """[e + 1]: segments of so many times the alignment."""
     return torch.tensor((0, *units)).cumsum(0) * recipe.alignment
 
@@ -42,7 +42,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rows_of(recipe: RecipeBase, x: Tensor, offsets_e: Tensor, method: tuple[str, str]) -> Tensor:
+def rows_of(recipe: Recipe, x: Tensor, offsets_e: Tensor, method: tuple[str, str]) -> Tensor:
     """What a fresh state makes of the rows."""
     name, along = method
     torch.manual_seed(11)  # the key of a state that draws one

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trimtab.experts.recipes.common import RecipeBase
+from trimtab.experts.recipes.base import Recipe, RecipeState
 from trimtab.experts.recipes.describe import ErrorBound, product_bound, rms_error
 from trimtab.experts.recipes.formats import E4M3
 from trimtab.experts.recipes.fp8_current import float_scaled
-from trimtab.experts.recipes.quantised import QuantisedState
 from trimtab.experts.recipes.scales import Scale, float_scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class E4M3Scaled(RecipeBase):
+class E4M3Scaled(Recipe):
     """power_of_two: scales are rounded down to powers of two, so that scaling itself loses nothing."""
 
     power_of_two: bool
@@ -26,7 +25,7 @@ class E4M3Scaled(RecipeBase):
         return ErrorBound(activation=element, weight=element, gradient=element, forward=product, backward=product)
 
 
-class E4M3ScaledState(QuantisedState):
+class E4M3ScaledState(RecipeState):
     """No buffers: the scales come from the data."""
 
     def __init__(self, recipe: E4M3Scaled) -> None:

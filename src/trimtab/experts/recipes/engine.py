@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.recipes.base import RowsRole
-from trimtab.experts.recipes.quantised import Quantised, Quantiser
+from trimtab.experts.recipes.base import Operands, RowsRole
+from trimtab.experts.recipes.quantised import Quantised
 from trimtab.layout import align_up
 
 
@@ -69,21 +69,21 @@ class Engine:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def forward(self, call: Quantiser, x_RA: Tensor, w_eAB: Tensor, offsets_e: Tensor) -> Tensor:
+    def forward(self, call: Operands, x_RA: Tensor, w_eAB: Tensor, offsets_e: Tensor) -> Tensor:
         """[R, B] in bfloat16, zero in the padding."""
         x = call.quantise_rows(self._filled(x_RA), offsets_e, "row", "activation")
         w = call.quantise_weight(w_eAB, "in")
         right = Packed(self._stored(w.values.mT), self.kernel.weight(w, False))
         return self._rows(x, right, offsets_e)[: x_RA.shape[0]]
 
-    def dgrad(self, call: Quantiser, dy_RB: Tensor, w_eAB: Tensor, offsets_e: Tensor) -> Tensor:
+    def dgrad(self, call: Operands, dy_RB: Tensor, w_eAB: Tensor, offsets_e: Tensor) -> Tensor:
         """[R, A] in bfloat16, zero in the padding."""
         dy = call.quantise_rows(self._filled(dy_RB), offsets_e, "row", "gradient")
         w = call.quantise_weight(w_eAB, "out")
         right = Packed(self._stored(w.values), self.kernel.weight(w, True))
         return self._rows(dy, right, offsets_e)[: dy_RB.shape[0]]
 
-    def columns(self, call: Quantiser, x_RC: Tensor, offsets_e: Tensor, role: RowsRole) -> Packed:
+    def columns(self, call: Operands, x_RC: Tensor, offsets_e: Tensor, role: RowsRole) -> Packed:
         """An operand of `wgrad`, one byte per value: quantised now, multiplied whenever it is wanted."""
         q = call.quantise_rows(self._filled(x_RC), offsets_e, "column", role)
         return Packed(self._stored(q.values.t()), self.kernel.columns(q, offsets_e))

@@ -15,19 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
+from trimtab.experts.recipes.base import Recipe, RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments
-from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound, rms_error
 from trimtab.experts.recipes.formats import E4M3, E5M2, ElementFormat
 from trimtab.experts.recipes.machine import Hardware
-from trimtab.experts.recipes.quantised import (
-    Quantised,
-    QuantisedState,
-    by_broadcast,
-    by_segment,
-    whole_amax,
-)
+from trimtab.experts.recipes.quantised import Quantised, by_broadcast, by_segment, whole_amax
 from trimtab.experts.recipes.scales import float_scale
 
 # Scales in float32 are off by at most this, and so are the products with them.
@@ -48,7 +41,7 @@ def gradient_format(hybrid: bool) -> ElementFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8Current(RecipeBase):
+class FP8Current(Recipe):
     """One float32 scale per expert and operand, taken from the data.
 
     hybrid: gradients in E5M2 rather than E4M3.
@@ -85,7 +78,7 @@ class FP8Current(RecipeBase):
         return FP8CurrentState(self)
 
 
-class FP8CurrentState(QuantisedState):
+class FP8CurrentState(RecipeState):
     """No buffers: the scales come from the data."""
 
     def __init__(self, recipe: FP8Current) -> None:

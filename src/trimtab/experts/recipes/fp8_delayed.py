@@ -15,19 +15,12 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.experts.recipes.amax_history import AmaxHistory
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
+from trimtab.experts.recipes.base import Operands, RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound
 from trimtab.experts.recipes.formats import E4M3, ElementFormat
 from trimtab.experts.recipes.fp8_current import FP8Current, float_scaled, gradient_format
-from trimtab.experts.recipes.quantised import (
-    Quantised,
-    QuantisedState,
-    Quantiser,
-    by_broadcast,
-    by_segment,
-    whole_amax,
-)
+from trimtab.experts.recipes.quantised import Quantised, by_broadcast, by_segment, whole_amax
 from trimtab.experts.recipes.scales import Scale
 from trimtab.routing.recompute import in_backward
 
@@ -71,7 +64,7 @@ class FP8Delayed(FP8Current):
         return FP8DelayedState(self)
 
 
-class FP8DelayedState(QuantisedState):
+class FP8DelayedState(RecipeState):
     """Three histories: activation, weight, gradient."""
 
     def __init__(self, recipe: FP8Delayed) -> None:
@@ -88,7 +81,7 @@ class FP8DelayedState(QuantisedState):
         for history in (self.activation_amax, self.weight_amax, self.gradient_amax):
             history.reserve(num_groups)
 
-    def call(self) -> Quantiser:
+    def call(self) -> Operands:
         return FP8DelayedCall(self)
 
     def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
@@ -98,7 +91,7 @@ class FP8DelayedState(QuantisedState):
         return self.call().stacked(w_eAB, along)
 
 
-class FP8DelayedCall(Quantiser):
+class FP8DelayedCall(Operands):
     """One step of each history. Inside a backward, activation and weight are those of a call that has been."""
 
     def __init__(self, state: FP8DelayedState) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal, get_args
 
 import torch
 
 from trimtab.errors import ConfigError
-from trimtab.experts.recipes.base import Backend
 
-BACKENDS: tuple[Backend, ...] = ("emulated", "hardware", "auto")
+Backend = Literal["emulated", "hardware", "auto"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
+from trimtab.experts.recipes.base import Recipe, RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax
-from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound, rms_error
 from trimtab.experts.recipes.engine import Engine
 from trimtab.experts.recipes.formats import E4M3, ElementFormat
 from trimtab.experts.recipes.fp8_current import gradient_format
 from trimtab.experts.recipes.machine import Hardware
 from trimtab.experts.recipes.mxfp8_kernel import MXFP8Kernel
-from trimtab.experts.recipes.quantised import Quantised, QuantisedState, by_block
+from trimtab.experts.recipes.quantised import Quantised, by_block
 from trimtab.experts.recipes.scales import e8m0_scale
 
 BLOCK = 32
@@ -37,7 +36,7 @@ RMS_SATURATION = (0.19 * 0.0059 * 0.14) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class MXFP8(RecipeBase):
+class MXFP8(Recipe):
     """One E8M0 scale per 32 contracted values of every operand.
 
     scale_rounding: "floor" as in the specification, "ceil" as in the training stacks.
@@ -100,7 +99,7 @@ class MXFP8(RecipeBase):
         return None if self.hybrid else Engine(MXFP8Kernel())
 
 
-class MXFP8State(QuantisedState):
+class MXFP8State(RecipeState):
     """No buffers: the scales come from the data. Scales: rows [R, m] or [n, C], weights [e, n, B] or [e, A, m]."""
 
     def __init__(self, recipe: MXFP8) -> None:

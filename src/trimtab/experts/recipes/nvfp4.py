@@ -17,14 +17,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from trimtab.experts.recipes.base import RecipeState, RowsAlong, RowsRole, WeightAlong
+from trimtab.experts.recipes.base import Recipe, RecipeState, RowsAlong, RowsRole, WeightAlong
 from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
-from trimtab.experts.recipes.common import RecipeBase
 from trimtab.experts.recipes.describe import ElementBound, ErrorBound, Formats, Stored, product_bound
 from trimtab.experts.recipes.formats import E2M1, E4M3, encode
 from trimtab.experts.recipes.machine import Hardware
 from trimtab.experts.recipes.noise import Noise
-from trimtab.experts.recipes.quantised import Quantised, QuantisedState, whole_amax
+from trimtab.experts.recipes.quantised import Quantised, whole_amax
 from trimtab.experts.recipes.scales import e4m3_scale, tensor_scale
 
 BLOCK = 16
@@ -35,7 +34,7 @@ RMS_LINE, RMS_SQUARE = 0.10, 0.115
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4(RecipeBase):
+class NVFP4(Recipe):
     """One E4M3 scale per 16 contracted values, one float32 scale per expert and operand.
 
     square_weights: one scale per 16 x 16 values of a weight, the same for both products.
@@ -91,7 +90,7 @@ class NVFP4(RecipeBase):
         return NVFP4State(self)
 
 
-class NVFP4State(QuantisedState):
+class NVFP4State(RecipeState):
     """Holds the noise. Block scales: rows [R, m] or [n, C], weights [e, n, m], on the E4M3 grid, without g."""
 
     def __init__(self, recipe: NVFP4) -> None:
