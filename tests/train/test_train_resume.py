@@ -135,6 +135,10 @@ def test_what_may_change(half: Path, text: Path) -> None:
 def test_the_model_may_lie_elsewhere(config: TrainConfig, half: Path) -> None:
     moved = shutil.copytree(config.model, half / "elsewhere")
     assert resumed({"resume": str(half), "model": str(moved)}).model == str(moved)
+    (moved / "added_tokens.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot change it: added_tokens"):
+        resumed({"resume": str(half), "model": str(moved)})
+    (moved / "added_tokens.json").unlink()
     for name in ("tokenizer.json", "config.json"):
         (moved / name).write_text((moved / name).read_text() + " ")
         with pytest.raises(ConfigError, match=f"cannot change it: {name} is not what the checkpoint holds"):

@@ -37,7 +37,6 @@ def exchange_task(
     workload: str = "balanced",
     transports: Sequence[str] = ("alltoall",),
     peers: Sequence[str] = (),
-    modes: Sequence[str] = (FORWARD, BOTH),
 ) -> Task:
     """One thread per rank. peers: "all_to_all", transformers' own; imported only where it is named."""
     dim, hidden, num_experts, top_k = shape
@@ -64,7 +63,7 @@ def exchange_task(
             *theirs,
             made("raw all-to-all + copy", "limit", "trimtab.bench.limits:build_exchange"),
         ],
-        modes=list(modes),
+        modes=[FORWARD, BOTH],
         make_judge=lambda: _judge,
     )
 

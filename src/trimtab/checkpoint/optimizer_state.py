@@ -69,8 +69,8 @@ def targets(
             f"the optimiser has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
             "only here"
         )
-    kinds = {group["kind"] for group in groups if "kind" in group}
-    if kinds and kinds != {kind := _kind(optimizer)}:
+    kinds = {group["kind"] for group in groups}
+    if kinds != {kind := _kind(optimizer)}:
         raise ConfigError(
             f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimiser here is {kind}: make one "
             "of that class, or load the model without an optimiser"

@@ -49,9 +49,8 @@ def put_rank_state(model: nn.Module, state: State) -> None:
         else:
             router.generator.set_state(saved)
     put_loads(model, [state], 0, 1)
-    recipes = state.get("recipes", {})  # a checkpoint may be older than these
     for name, (where, module) in _recipes(model).items():
-        there, values = recipes.get(name, (None, {}))
+        there, values = state["recipes"].get(name, (None, {}))
         if there == where:  # else it has what the checkpoint holds of its experts
             module.load_state_dict(values)
 

@@ -54,8 +54,7 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
                 f"--{name.replace('_', '-')} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
                 f"change it{hint}"
             )
-    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_PER_RUN)
-    fields = {name: value for name, value in saved.items() if name in known} | given
+    fields = {name: value for name, value in saved.items() if name not in _PER_RUN} | given
     if "out" not in given:
         if folder.parent.name != CHECKPOINTS:
             raise ConfigError(f"--resume {asked}: {folder} lies in no run's folder; say with --out where to write")
@@ -193,10 +192,11 @@ def _run_of(folder: Path) -> dict[str, Any]:
 
 def _differing_file(model: Path, folder: Path) -> str | None:
     """The first of the files that describe a model which is not in `model` what it is in the checkpoint; None if all
-    are equal. Those that an older checkpoint lacks are not compared."""
-    names = [on_disk.CONFIG, *(path.name for path in on_disk.carried_files(folder))]
+    are equal."""
+    names = [path.name for where in (folder, model) for path in (where / on_disk.CONFIG, *on_disk.carried_files(where))]
     for name in names:
-        if not (model / name).is_file() or (model / name).read_bytes() != (folder / name).read_bytes():
+        here, there = (file.read_bytes() if file.is_file() else None for file in (model / name, folder / name))
+        if here != there:
             return name
     return None
 
