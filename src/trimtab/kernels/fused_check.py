@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab.kernels.abi import TYPES
 from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.reference import swiglu_experts, wave
 
 K, E = 2, 4
 SMALL = (9, 40, 21)
@@ -41,11 +41,6 @@ def first_fused_fault(kernels: CompiledKernels) -> str | None:
         return _one_pass_fault(kernels) or _places_fault(kernels)
 
 
-def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
-    """Values that need no random numbers, as `dtype` holds them."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * step).sin().view(shape).to(dtype)
-
-
 def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
     for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
@@ -64,9 +59,9 @@ def _fault(
     later: bool,
 ) -> str | None:  # fmt: skip
     M, D, F = sizes
-    x, dy = _wave(M, D, step=0.7, dtype=dtype), _wave(M, D, step=1.3, dtype=dtype)
-    up, down = _wave(E, 2 * F, D, step=2.1, dtype=stored), _wave(E, D, F, step=3.3, dtype=stored)
-    w = _wave(M, K, step=0.9, dtype=torch.float32)
+    x, dy = wave(M, D, step=0.7, dtype=dtype), wave(M, D, step=1.3, dtype=dtype)
+    up, down = wave(E, 2 * F, D, step=2.1, dtype=stored), wave(E, D, F, step=3.3, dtype=stored)
+    w = wave(M, K, step=0.9, dtype=torch.float32)
     ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
     ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
     ids = torch.where(ids == 2, E, ids)  # dropped
@@ -89,7 +84,7 @@ def _fault(
     for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
         run(fields)
     low = up.to(dtype).double(), down.to(dtype).double()
-    truth = _truth(x.double(), dy.double(), w.double(), *low, ids)
+    truth = swiglu_experts(x.double(), dy.double(), w.double(), *low, ids)
     for name, true in truth.items():
         got = results[name].double()
         if transposed and name in ("d_up", "d_down"):
@@ -101,7 +96,7 @@ def _fault(
 
 def _one_pass_fault(kernels: CompiledKernels) -> str | None:
     M, _, F = SMALL
-    pre, dh, w = (_wave(M, n, step=0.3 + n, dtype=torch.float32) for n in (2 * F, F, 1))
+    pre, dh, w = (wave(M, n, step=0.3 + n, dtype=torch.float32) for n in (2 * F, F, 1))
     made = {
         name: torch.full((M, n), torch.nan, dtype=torch.float32) for name, n in (("h", F), ("d_pre", 2 * F), ("dw", 1))
     }
@@ -127,20 +122,3 @@ def _places_fault(kernels: CompiledKernels) -> str | None:
     }  # fmt: skip
     wrong = [name for name, values in true.items() if getattr(p, name).tolist() != values]
     return f"the plan: {wrong[0]} is wrong" if wrong else None
-
-
-def _truth(x: Tensor, dy: Tensor, w: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Every expert over all rows, weighted 0 where a row is not its own."""
-    y, dx, dw, d_up, d_down = (torch.zeros_like(t) for t in (x, x, w, up, down))
-    for e in range(E):
-        own, weight = ids == e, torch.where(ids == e, w, 0).sum(1, keepdim=True)
-        gate, value = (x @ up[e].t()).chunk(2, dim=1)
-        slope = gate.sigmoid()
-        h, dh = gate * slope * value, dy @ down[e]
-        y += weight * (h @ down[e].t())
-        dw += own * (h * dh).sum(1, keepdim=True)
-        d_gate = weight * dh * value * slope * (1 + gate * (1 - slope))
-        d_pre = torch.cat((d_gate, weight * dh * gate * slope), dim=1)
-        dx += d_pre @ up[e]
-        d_up[e], d_down[e] = d_pre.t() @ x, dy.t() @ (h * weight)
-    return {"y": y, "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}

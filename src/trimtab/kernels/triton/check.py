@@ -1,4 +1,4 @@
-"""A small SwiGLU expert MLP through the fused kernels, forward and backward, against the same in float64 by autograd.
+"""A small SwiGLU expert MLP through the fused kernels, forward and backward, against the same in float64.
 
 Legend: M rows, K slots per row, e experts, D model dim, F expert hidden dim.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.kernels.reference import swiglu_experts, wave
 from trimtab.kernels.rows import Bags
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad
@@ -41,14 +42,11 @@ def _results(
     """What the kernels gave, and the truth, by name. The last expert but one gets no row, some slots are dropped."""
     ids = (torch.arange(rows)[:, None] + torch.arange(top_k)) % (experts + 1)
     ids = torch.where(ids == experts - 2, -1, ids)
-    x, dy = _wave(rows, dim, step=0.7, dtype=dtype), _wave(rows, dim, step=1.3, dtype=dtype)
-    up = _wave(experts, 2 * hidden, dim, step=2.1, dtype=dtype)
-    down = _wave(experts, dim, hidden, step=3.3, dtype=dtype)
-    w = _wave(rows, top_k, step=0.9, dtype=torch.float32)
-    leaves = [t.double().requires_grad_() for t in (x, up, down)]
-    with torch.enable_grad():
-        y = _truth(leaves[0], leaves[1], leaves[2], w.double(), ids)
-        true = (y.detach(), *torch.autograd.grad(y, leaves, dy.double()))
+    x, dy = wave(rows, dim, step=0.7, dtype=dtype), wave(rows, dim, step=1.3, dtype=dtype)
+    up = wave(experts, 2 * hidden, dim, step=2.1, dtype=dtype)
+    down = wave(experts, dim, hidden, step=3.3, dtype=dtype)
+    w = wave(rows, top_k, step=0.9, dtype=torch.float32)
+    true = swiglu_experts(x.double(), dy.double(), w.double(), up.double(), down.double(), ids)
     x, up, down, w, dy = (t.to(device) for t in (x, up, down, w, dy))
     p = place_slots(ids.to(device), experts)
     bags, total = Bags(index=p.bag_index, offsets=p.bag_offsets), p.row_R.shape[0]
@@ -63,19 +61,5 @@ def _results(
     weight_grad(hw, dy, p.offsets_e, d_down.transpose(1, 2), launch, b_index_R=p.row_R)
     weight_grad(x, d_pre, p.offsets_e, d_up.transpose(1, 2), launch, a_index_R=p.row_R)
     dx = grouped_rows(d_pre, up, p.offsets_e, x.new_empty(total, dim), launch)
-    got = (combine(out, bags), combine(dx, bags), d_up, d_down)
-    return dict(zip(("y", "dx", "d_up", "d_down"), zip(got, true, strict=True), strict=True))
-
-
-def _wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
-    """Values that need no random numbers, as `dtype` holds them."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * step).sin().view(shape).to(dtype)
-
-
-def _truth(x: Tensor, up: Tensor, down: Tensor, w: Tensor, ids: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e in range(up.shape[0]):
-        gate, value = (x @ up[e].t()).chunk(2, dim=1)
-        out = (torch.nn.functional.silu(gate) * value) @ down[e].t()
-        y = y + out * torch.where(ids == e, w, 0).sum(1, keepdim=True)
-    return y
+    got = {"y": combine(out, bags), "dx": combine(dx, bags), "d_up": d_up, "d_down": d_down}
+    return {name: (value, true[name]) for name, value in got.items()}
