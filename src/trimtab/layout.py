@@ -76,14 +76,6 @@ class SequenceLayout:
         sequence, position = divmod(local, self.shard_length(rank))
         return sequence * self.length + self.cuts[rank] + position
 
-    def to_local(self, index: int) -> tuple[int, int]:
-        """(rank, local token) that holds the flat index b * L + l."""
-        if not 0 <= index < self.batch * self.length:
-            raise InputError(f"token {index} is not in 0..{self.batch * self.length - 1}")
-        sequence, position = divmod(index, self.length)
-        rank = next(r for r in range(self.ranks) if self.cuts[r] <= position < self.cuts[r + 1])
-        return rank, sequence * self.shard_length(rank) + position - self.cuts[rank]
-
 
 def experts_per_rank(num_experts: int, ranks: int) -> int:
     """e = E / P. Rank r owns the experts r * e .. r * e + e - 1."""

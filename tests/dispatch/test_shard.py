@@ -22,11 +22,14 @@ def shards_on_rank() -> None:
         tokens = layout.batch * layout.length
         full = torch.arange(tokens * 2, dtype=torch.float64).view(tokens, 2).requires_grad_()
         mine = shard(full, layout, group)
-        expected = [layout.to_global(rank, i) for i in range(layout.tokens(rank))]
+        places = [[layout.to_global(r, i) for i in range(layout.tokens(r))] for r in range(ranks)]
+        expected = places[rank]
         assert mine.shape == (len(expected), 2)
         assert (mine[:, 0] / 2).tolist() == expected, "wrong rows"
         back = unshard(mine * (rank + 1), layout, group)
-        owner = torch.tensor([layout.to_local(i)[0] + 1 for i in range(tokens)], dtype=torch.float64)
+        owner = torch.zeros(tokens, dtype=torch.float64)
+        for r, tokens_of_r in enumerate(places):
+            owner[tokens_of_r] = r + 1
         torch.testing.assert_close(back, full.detach() * owner[:, None], rtol=0, atol=0)
         dy = torch.randn(tokens, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         (grad,) = torch.autograd.grad(back, full, dy)

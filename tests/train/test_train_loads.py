@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
+from trimtab.hf.layouts import experts_modules
 from trimtab.train.balance import balance_loss
-from trimtab.train.loads import LoadCounter, experts_modules, load_metrics
+from trimtab.train.loads import LoadCounter, load_metrics
 
 
 class Experts(torch.nn.Module):
@@ -47,7 +48,7 @@ def test_experts_are_found_in_a_transformers_model(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert [name for name, _ in experts_modules(model)] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert list(experts_modules(model)) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
 
 
 @pytest.mark.parametrize("shares", [2, 4])

@@ -11,10 +11,9 @@ from trimtab.bench.grid import all_tasks
 from trimtab.bench.page import GPU_PAGE, page
 from trimtab.bench.result import Record
 from trimtab.bench.sources import source_digest
-from trimtab.bench.store import read_records, write_records
+from trimtab.bench.store import read_records, write, write_records
 from trimtab.bench.task import Task
 from trimtab.errors import ConfigError, InputError
-from trimtab.whole_files import write_whole
 
 
 class Campaign:
@@ -77,9 +76,5 @@ def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> b
         draw(current, chart)
         address = chart.name if chart.parent.resolve() == out.parent.resolve() else str(chart)
     gpu = GPU_PAGE if (out.parent / GPU_PAGE).exists() else None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, page(current, earlier=earlier, chart=address, gpu=gpu))
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror})") from error
+    write(out, page(current, earlier=earlier, chart=address, gpu=gpu))
     return drawable

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
+from trimtab.bench import store
 from trimtab.bench.gpu_case import GpuCase
 from trimtab.bench.gpu_tables import NAMES, Section, heading, report
 from trimtab.bench.page import GPU_PAGE
-from trimtab.errors import InputError
 from trimtab.whole_files import write_whole
 
 SHAPES = ((2048, 768, 128, 8), (4096, 1536, 128, 8), (4096, 14336, 8, 2))
@@ -174,11 +174,7 @@ def _measure(options: argparse.Namespace) -> int:
 def write_gpu_page(sections: Sequence[str], folder: Path) -> Path:
     """The page's file, with a link back to the page of the CPU. Raises InputError where it cannot be written."""
     page, back = folder / GPU_PAGE, "What was measured on a CPU is in [benchmarks.md](benchmarks.md)."
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(page, "\n\n".join([sections[0], back, *sections[1:]]) + "\n")
-    except OSError as error:
-        raise InputError(f"{page}: cannot be written ({error.strerror})") from error
+    store.write(page, "\n\n".join([sections[0], back, *sections[1:]]) + "\n")
     return page
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trimtab.bench.gpu_case import GpuCase, agree, answers, captured, gemms, moves, our_layer, steps, their_layer
 from trimtab.bench.gpu_race import Raced, Run, Timing, race, told
+from trimtab.bench.subject import BOTH, FORWARD
 from trimtab.bench.table import as_markdown, duration, ratio, size
 from trimtab.kernels.measured import Measured
 
 NAMES = ("stock", "triton")
 PEER = "transformers grouped_mm"
 GRAPH = "CUDA graph"
-BOTH = "forward+backward"
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _layer_runs(
     first = our_layer(case, names[0])
     makers: dict[str, Callable[[], Any]] = {f"trimtab {n}": partial(our_layer, case, n, first) for n in names}
     makers |= {PEER: partial(their_layer, case, first)} if peer else {}
-    runs: dict[str, dict[str, Run]] = {"forward": {}, BOTH: {}}
+    runs: dict[str, dict[str, Run]] = {FORWARD: {}, BOTH: {}}
     failed: dict[str, str] = {}
     wanted: list[Tensor] | None = None
     for name, make in makers.items():
@@ -143,7 +143,7 @@ def _layer_runs(
         except Exception as error:
             failed[name] = told(error)
             continue
-        runs["forward"][name] = forward
+        runs[FORWARD][name] = forward
         runs[BOTH][name] = both
         if case.device.type == "cuda":
             try:

@@ -16,7 +16,11 @@ FORMAT = 1
 
 def write_records(records: Sequence[Record], path: Path) -> None:
     """Raises InputError where it cannot be written."""
-    text = json.dumps({"trimtab_bench": FORMAT, "records": [record.as_json() for record in records]})
+    write(path, json.dumps({"trimtab_bench": FORMAT, "records": [record.as_json() for record in records]}))
+
+
+def write(path: Path, text: str) -> None:
+    """A result's file, whole or not at all; its folder is made. Raises InputError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)

@@ -76,13 +76,12 @@ def rank_file(rank: int) -> str:
 
 def whole_checkpoints(root: Path | str) -> list[Path]:
     """The whole checkpoints below `root`, by step; none where there is no such folder."""
-    found = [path for path, name in _entries(Path(root)) if _STEP.fullmatch(name) and (path / INDEX).is_file()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in _steps(Path(root)) if _is_whole(path)), key=step_of)
 
 
 def unfinished_checkpoints(root: Path | str) -> list[Path]:
     """What is named like a checkpoint below `root` and is not whole: a save that never ended, or half a copy."""
-    return sorted(path for path, _ in _entries(Path(root)) if is_step(path) and not _is_whole(path))
+    return sorted(path for path in _steps(Path(root)) if not _is_whole(path))
 
 
 def latest(root: Path | str) -> Path | None:
@@ -96,7 +95,7 @@ def resolve(path: Path | str) -> Path:
     Raises InputError, naming what was left unfinished, where there is none that is whole.
     """
     path = Path(path)
-    if (path / INDEX).is_file() and not path.name.endswith(UNFINISHED):
+    if _is_whole(path):
         return path
     if found := latest(path):
         return found
@@ -120,7 +119,7 @@ def read_index(folder: Path | str) -> Index:
     Raises InputError for a folder that is no whole checkpoint, and for one of a newer format.
     """
     folder = Path(folder)
-    if folder.name.endswith(UNFINISHED) or not (folder / INDEX).is_file():
+    if not _is_whole(folder):
         raise InputError(f"{folder}: not a whole checkpoint: its save did not end, or {INDEX} was not copied")
     try:
         fields = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -212,8 +211,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _entries(root: Path) -> list[tuple[Path, str]]:
-    return [(path, path.name) for path in root.iterdir()] if root.is_dir() else []
+def _steps(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if is_step(path)] if root.is_dir() else []
 
 
 def is_step(path: Path) -> bool:

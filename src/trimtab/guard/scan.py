@@ -16,12 +16,12 @@ from trimtab.guard.judge import seconds_at
 from trimtab.guard.place import NAME, Place, SlateView
 
 
-def places_here(proc: Path = Path("/proc")) -> Iterator[tuple[int, int, Place, float]]:
+def places_here() -> Iterator[tuple[int, int, Place, float]]:
     """(pid, rank within its group, place, seconds there) of each record that holds a place, by pid.
 
     A process that has several transports has a record for each of their guards.
     """
-    for process in sorted((p for p in proc.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
+    for process in sorted((p for p in Path("/proc").iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
         views = {}
         for link in _files(process):
             with suppress(OSError, ValueError):  # it has been closed meanwhile

@@ -13,7 +13,7 @@ import transformers
 
 from trimtab.checkpoint.folder import CONFIG, carried_files
 from trimtab.errors import ConfigError, InputError, first_line
-from trimtab.hf.convert_store import Made, Mapped, TensorStore, kept, selected
+from trimtab.hf.convert_store import Made, Mapped, TensorStore, kept
 
 
 def skeleton(folder: Path) -> Any:
@@ -93,7 +93,7 @@ def with_ties(model: Any, store: TensorStore) -> tuple[TensorStore, list[str]]:
 def without(store: TensorStore, names: Iterable[str]) -> TensorStore:
     """The store without these."""
     dropped = set(names)
-    return selected(store, (n for n in store.infos if n not in dropped)) if dropped else store
+    return Mapped(store, [kept(n) for n in store.infos if n not in dropped]) if dropped else store
 
 
 def shared_names(model: Any, store: TensorStore) -> list[str]:

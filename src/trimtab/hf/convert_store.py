@@ -149,11 +149,6 @@ class Digested:
         return self.digests
 
 
-def selected(store: TensorStore, names: Iterable[str]) -> Mapped:
-    """Only these of a store's tensors."""
-    return Mapped(store, (kept(name) for name in names))
-
-
 def digest(name: str, tensor: Tensor) -> str:
     """SHA-256 over name, dtype, shape and bytes, in hex."""
     whole = hashlib.sha256(f"{name}\n{info_of(tensor)}\n".encode())

@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.checkpoint.model_state import is_transformers_experts
+from trimtab.hf.layouts import experts_modules
 from trimtab.routing.bias import max_vio
 from trimtab.routing.recompute import in_backward
 from trimtab.routing.scores import count_ids
-
-
-def experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The (name, module) pairs of a model's MoE layers: what transformers' experts registry dispatches."""
-    return [(name, module) for name, module in model.named_modules() if is_transformers_experts(module)]
 
 
 class LoadCounter:
@@ -32,14 +27,14 @@ class LoadCounter:
     """
 
     def __init__(self, model: nn.Module, num_experts: dict[str, int], device: torch.device) -> None:
-        self.names = [name for name, _ in experts_modules(model)]
+        modules = experts_modules(model)
+        self.names = list(modules)
         self.sizes = [num_experts[name] for name in self.names]
         self._counts = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
         self._views = torch.split(self._counts, self.sizes)
-        modules = dict(experts_modules(model))
         self._hooks = [
-            modules[name].register_forward_pre_hook(self._hook(view), with_kwargs=True)
-            for name, view in zip(self.names, self._views, strict=True)
+            module.register_forward_pre_hook(self._hook(view), with_kwargs=True)
+            for module, view in zip(modules.values(), self._views, strict=True)
         ]
 
     @staticmethod

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import trimtab.hf
 from trimtab.errors import ConfigError, first_line
+from trimtab.hf.layouts import experts_modules
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.loads import experts_modules
 from trimtab.train.presets import PRESETS
 
 IMPLEMENTATION = "trimtab"
@@ -58,7 +58,7 @@ def inspect(model: str) -> Facts:
             skeleton = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
-    experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton)}
+    experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton).items()}
     name = type(skeleton).__name__
     if not experts:
         raise ConfigError(

@@ -23,20 +23,21 @@ from trimtab.verify.faults_cases import Fault, FaultResult, Outcome, fault_cases
 from trimtab.verify.faults_on_rank import fault_main
 from trimtab.verify.forkserver import forkserver, preload
 
+LIMIT = 40.0
+"""Seconds after which all processes of a case are killed."""
+
 
 def run_fault(
     fault: Fault,
     *,
     deadline: float = 2.0,
     slack: float = 0.0,
-    limit: float = 40.0,
     alone: contextlib.AbstractContextManager[Any] | None = None,
 ) -> FaultResult:
     """Run one case.
 
     Args:
-        deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. limit: after which
-            everything is killed. All in seconds.
+        deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. Both in seconds.
         alone: a lock, where several threads run cases. To start a process is to look at all others of this program, and
             an exit code can be read once: of two threads that look at once, one is told 255.
     """
@@ -55,7 +56,7 @@ def run_fault(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        end = time.monotonic() + limit
+        end = time.monotonic() + LIMIT
         stays = {fault.rank} if fault.kind in ("kill", "freeze") else set()
         codes: dict[int, tuple[int | None, float]] = {}
         while len(codes) < fault.ranks and time.monotonic() < end:

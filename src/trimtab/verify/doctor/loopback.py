@@ -50,10 +50,10 @@ class Loopback:
     failed: str | None = None
 
 
-def look(deadline: float = 60.0) -> list[Loopback]:
+def look() -> list[Loopback]:
     """Start two ranks and run them, over Gloo and through shared memory."""
     try:
-        answers = run_ranks(on_rank, RANKS, deadline=deadline)
+        answers = run_ranks(on_rank, RANKS, deadline=60.0)
     except (AssertionError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return [Loopback(failed="; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))]
@@ -156,19 +156,19 @@ def _error(transport: Transport) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, parts, strict=True))
 
 
-def _latency(transport: Transport, times: int = 50) -> float:
+def _latency(transport: Transport) -> float:
     headers = torch.zeros(RANKS, 6, dtype=torch.int64)
-    return statistics.median(_timed(lambda: transport.exchange_headers(headers)) for _ in range(times)) * 1e6
+    return statistics.median(_timed(lambda: transport.exchange_headers(headers)) for _ in range(50)) * 1e6
 
 
-def _bandwidth(transport: Transport, times: int = 9) -> float:
+def _bandwidth(transport: Transport) -> float:
     rows = torch.zeros(MEGABYTES * 1024, 1024, dtype=torch.uint8)
     half = rows.shape[0] // RANKS
     each = (half,) * RANKS
     lanes = Lanes(outgoing=each, incoming=each, everyone=(each,) * RANKS)
     for _ in range(3):  # into memory that is new
         transport.move([rows], lanes, each)
-    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, each)) for _ in range(times))
+    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, each)) for _ in range(9))
     return rows.numel() / RANKS / seconds / 1e9  # what stays on the rank crosses nothing
 
 
