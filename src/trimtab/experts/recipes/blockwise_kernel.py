@@ -5,15 +5,10 @@ Legend: S expert rows, e experts, A in features, B out features, C either width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from trimtab.experts.recipes.engine import Packed
-from trimtab.experts.recipes.formats import E4M3
+from trimtab.experts.recipes.engine import Packed, RawCall
 from trimtab.experts.recipes.quantised import Quantised
-
-RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _rows(x_SC: Tensor, x_scale: Tensor, w_eNC: Tensor, w_scale: Tensor, offsets_e: Tensor) -> Tensor:
@@ -35,7 +30,6 @@ class BlockwiseKernel:
         rows, groups: what multiplies, as `trimtab.kernels.fp8_blockwise` describes its two functions.
     """
 
-    dtype = E4M3.dtype
     alignment = 128
 
     def __init__(self, rows: RawCall = _rows, groups: RawCall = _groups) -> None:

@@ -13,6 +13,7 @@ Legend: R expert rows, S the same filled up, e experts, A in features, B out fea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,13 +22,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.experts.recipes.base import Operands, RowsRole
+from trimtab.experts.recipes.formats import E4M3
 from trimtab.experts.recipes.quantised import Quantised
 from trimtab.layout import align_up
+
+RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """An operand as a kernel reads it: bytes of the element format, scales in the kernel's layout."""
+    """An operand as a kernel reads it: bytes of E4M3, scales in the kernel's layout."""
 
     values: Tensor
     scale: Tensor
@@ -39,7 +43,6 @@ class Kernel(Protocol):
     Neither result needs to be set where there is no row: not in the padding, not for a segment without rows.
     """
 
-    dtype: torch.dtype
     alignment: int
 
     def rows(self, quantised: Quantised) -> Tensor:
@@ -61,6 +64,18 @@ class Kernel(Protocol):
     def by_groups(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
         """columns [A, S] times columns [B, S], segment by segment: [e, A, B]."""
         ...
+
+
+class TorchKernel:
+    """The multiplications of a `Kernel` by one call, as of torch's grouped product: it takes both, and the ends [e]."""
+
+    def __init__(self, call: RawCall) -> None:
+        self.call = call
+
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return self.call(x.values, w.values.mT, x.scale, w.scale, offsets_e[1:].int())
+
+    by_groups = by_rows
 
 
 class Engine:
@@ -105,4 +120,4 @@ class Engine:
         return pad(x_RC, (0, 0, 0, whole - x_RC.shape[0]))
 
     def _stored(self, values: Tensor) -> Tensor:
-        return values.to(self.kernel.dtype).contiguous()
+        return values.to(E4M3.dtype).contiguous()

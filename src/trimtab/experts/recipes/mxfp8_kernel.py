@@ -12,18 +12,14 @@ Legend: S expert rows, e experts, C either width, N the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.recipes.engine import Packed
-from trimtab.experts.recipes.formats import E4M3
+from trimtab.experts.recipes.engine import RawCall, TorchKernel
 from trimtab.experts.recipes.quantised import Quantised
 from trimtab.kernels.counted import count
 
-RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 VECTORS, BLOCKS = 128, 4
 
 
@@ -73,7 +69,7 @@ def by_segment(tiles_nm: Tensor, cuts_e: Tensor) -> Tensor:
     return moved.view(torch.float8_e8m0fnu).flatten()
 
 
-class MXFP8Kernel:
+class MXFP8Kernel(TorchKernel):
     """See `engine.Kernel`.
 
     Args:
@@ -82,11 +78,10 @@ class MXFP8Kernel:
             of 32 and a, b and n vectors, filled up to tiles.
     """
 
-    dtype = E4M3.dtype
     alignment = 128  # a tile of scales belongs to one segment
 
     def __init__(self, call: RawCall = scaled_grouped_mm) -> None:
-        self.call = call
+        super().__init__(call)
 
     def rows(self, quantised: Quantised) -> Tensor:
         made = tiles(quantised.scale)
@@ -98,9 +93,3 @@ class MXFP8Kernel:
     def columns(self, quantised: Quantised, offsets_e: Tensor) -> Tensor:
         made = tiles(quantised.scale.t())
         return by_segment(made, offsets_e.long() // VECTORS).view(made.shape[0] * VECTORS, -1)
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        return self.call(x.values, w.values.mT, x.scale, w.scale, offsets_e[1:].int())
-
-    def by_groups(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
-        return self.call(x.values, dy.values.mT, x.scale, dy.scale, offsets_e[1:].int())

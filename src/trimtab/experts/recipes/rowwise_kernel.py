@@ -9,17 +9,12 @@ Legend: S expert rows, e experts, A in features, B out features, C either width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from trimtab.experts.recipes.engine import Packed
-from trimtab.experts.recipes.formats import E4M3
+from trimtab.experts.recipes.engine import RawCall, TorchKernel
 from trimtab.experts.recipes.quantised import Quantised
 from trimtab.kernels.counted import count
-
-RawCall = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def scaled_grouped_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends_e: Tensor) -> Tensor:
@@ -40,7 +35,7 @@ def scaled_grouped_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_sca
     return y
 
 
-class RowwiseKernel:
+class RowwiseKernel(TorchKernel):
     """See `engine.Kernel`.
 
     Args:
@@ -48,11 +43,10 @@ class RowwiseKernel:
             weight gradient, (left [A, S], right [S, B], scales [e * A] and [e * B], ends [e]).
     """
 
-    dtype = E4M3.dtype
     alignment = 16
 
     def __init__(self, call: RawCall = scaled_grouped_mm) -> None:
-        self.call = call
+        super().__init__(call)
 
     def rows(self, quantised: Quantised) -> Tensor:
         return quantised.scale[:, 0].contiguous()
@@ -62,9 +56,3 @@ class RowwiseKernel:
 
     def columns(self, quantised: Quantised, offsets_e: Tensor) -> Tensor:
         return quantised.scale.reshape(-1)
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        return self.call(x.values, w.values.mT, x.scale, w.scale, offsets_e[1:].int())
-
-    def by_groups(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
-        return self.call(x.values, dy.values.mT, x.scale, dy.scale, offsets_e[1:].int())
