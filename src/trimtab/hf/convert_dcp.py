@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class DcpFolder:
         self.left: list[str] = []
         self.index = read_index(folder) if whole else None
         self._reader = _Reader(folder)
-        self._infos: dict[str, TensorInfo] = {}
+        self.infos: dict[str, TensorInfo] = {}
         self.left_behind: dict[str, int] = {}
         found = metadata_of(self._reader, folder).state_dict_metadata
         for key, stored in found.items():
@@ -55,21 +55,17 @@ class DcpFolder:
                 continue
             info = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
             if key.startswith(MODEL):
-                self._infos[key.removeprefix(MODEL)] = info
+                self.infos[key.removeprefix(MODEL)] = info
                 held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
                 if held != math.prod(info.shape):
                     raise InputError(f"{folder}: {key} is {info}, but {held} of its values are stored")
             else:
                 self.left_behind[key] = info.nbytes
-        if not self._infos and not self.left:
+        if not self.infos and not self.left:
             raise InputError(f"{folder}: holds no tensor of a model ({MODEL}...), only {sorted(found)[:3]}")
 
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self._infos
-
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        tensors = {n: torch.empty(self._infos[n].shape, dtype=self._infos[n].dtype, device="cpu") for n in names}
+        tensors = {n: torch.empty(self.infos[n].shape, dtype=self.infos[n].dtype, device="cpu") for n in names}
         with errors_of(self.folder, reading=True):
             load({MODEL + n: t for n, t in tensors.items()}, storage_reader=self._reader, no_dist=True)
         return tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,13 @@ class SafetensorsFolder:
         self.left: list[str] = []
         self._file_of: dict[str, str] = {}
         self._opened: dict[str, Any] = {}  # mapped into memory, not read
-        self._infos: dict[str, TensorInfo] = {}
+        self.infos: dict[str, TensorInfo] = {}
         named = self._named()
         for file in dict.fromkeys(named.values()) if named is not None else [SINGLE]:
             self._open(file)
         if named is not None and named != self._file_of:
             odd = sorted(name for name in {*named, *self._file_of} if named.get(name) != self._file_of.get(name))
             raise InputError(f"{folder / INDEX}: {len(odd)} tensors are not where it says, among them {odd[0]}")
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self._infos
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._opened[self._file_of[name]].get_tensor(name) for name in names}
@@ -102,7 +98,7 @@ class SafetensorsFolder:
                     f"{self.folder / file}: {name} is {kind.get_dtype()}, not to be converted; what is to be left "
                     "behind must be named (--leave 'GLOB')"
                 )
-            self._infos[name] = TensorInfo(shape=tuple(kind.get_shape()), dtype=_DTYPES[kind.get_dtype()])
+            self.infos[name] = TensorInfo(shape=tuple(kind.get_shape()), dtype=_DTYPES[kind.get_dtype()])
 
 
 def write_safetensors(

@@ -13,7 +13,7 @@ import transformers
 
 from trimtab.checkpoint.folder import CONFIG, carried_files
 from trimtab.errors import ConfigError, InputError, first_line
-from trimtab.hf.convert_store import Made, Mapped, TensorStore, kept
+from trimtab.hf.convert_store import Mapped, TensorStore, kept
 
 
 def skeleton(folder: Path) -> Any:
@@ -86,7 +86,7 @@ def ties(model: Any) -> list[tuple[str, str]]:
 def with_ties(model: Any, store: TensorStore) -> tuple[TensorStore, list[str]]:
     """The store with the shared weights that it lacks under both names, and the names that were added."""
     pairs = [(n, shared) for n, shared in ties(model) if n not in store.infos and shared in store.infos]
-    copies = [Made(sources=(shared,), run=_under(n, shared)) for n, shared in pairs]
+    copies = [kept(n, shared) for n, shared in pairs]
     return (Mapped(store, [*map(kept, store.infos), *copies]) if pairs else store), [n for n, _ in pairs]
 
 
@@ -127,10 +127,6 @@ def first_difference(wanted: Mapping[str, object], found: Mapping[str, object]) 
         if wanted.get(n) != found.get(n):
             return f"{n} is {wanted.get(n, 'not there')} and {found.get(n, 'not there')}"
     return None
-
-
-def _under(name: str, shared: str) -> Any:
-    return lambda tensors: {name: tensors[shared]}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

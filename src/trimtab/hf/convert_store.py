@@ -81,9 +81,10 @@ class Made:
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
-def kept(name: str) -> Made:
-    """The tensor `name`, as it is."""
-    return Made(sources=(name,), run=lambda tensors: {name: tensors[name]})
+def kept(name: str, source: str | None = None) -> Made:
+    """The tensor `name`, as it is; or as that of `source` is."""
+    source = source or name
+    return Made(sources=(source,), run=lambda tensors: {name: tensors[source]})
 
 
 class Mapped:
@@ -96,18 +97,14 @@ class Mapped:
     def __init__(self, inner: TensorStore, steps: Iterable[Step]) -> None:
         self.inner = inner
         self._step_of: dict[str, Step] = {}
-        self._infos: dict[str, TensorInfo] = {}
+        self.infos: dict[str, TensorInfo] = {}
         self._last: tuple[Step, dict[str, Tensor]] | None = None
         for step in steps:
             made = step.run({name: inner.infos[name].meta() for name in step.sources})
-            if twice := sorted(made.keys() & self._infos.keys()):
+            if twice := sorted(made.keys() & self.infos.keys()):
                 raise InputError(f"{twice[0]} is made twice, the second time of {', '.join(step.sources[:3])}")
-            self._infos |= {name: info_of(tensor) for name, tensor in made.items()}
+            self.infos |= {name: info_of(tensor) for name, tensor in made.items()}
             self._step_of |= dict.fromkeys(made, step)
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self._infos
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._made_by(self._step_of[name])[name] for name in names}
