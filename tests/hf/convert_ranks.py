@@ -30,7 +30,7 @@ def swapped(name: str, model: Any) -> Any:
     for index, layer in enumerate(model.model.layers):
         state = layer.mlp.state_dict()
         block = config.build(f"layers.{index}")
-        block.load_state_dict({part.ours: part.to_ours(state, "", {}) for part in layout.parts})
+        block.load_state_dict({n: t for part in layout.parts for n, t in part.to_ours("", {}, state).items()})
         block.register_forward_hook(lambda _, args, out: out.y)
         layer.mlp = block.eval()
     return model

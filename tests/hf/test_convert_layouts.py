@@ -85,8 +85,9 @@ def changed(layout: BlockLayout, ours: str, **more: Any) -> BlockLayout:
 
 def halves_swapped(part: Part) -> Part:
     class Swapped(Part):
-        def to_ours(self, tensors: Any, prefix: str, dtypes: Any) -> Tensor:
-            return super().to_ours(tensors, prefix, dtypes).roll(tensors[prefix + self.theirs[0]].shape[1] // 2, 1)
+        def to_ours(self, prefix: str, dtypes: Any, tensors: Any) -> dict[str, Tensor]:
+            by = tensors[prefix + self.theirs[0]].shape[1] // 2
+            return {n: t.roll(by, 1) for n, t in super().to_ours(prefix, dtypes, tensors).items()}
 
     return Swapped(**{f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
 

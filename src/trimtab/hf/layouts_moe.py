@@ -42,8 +42,8 @@ class Part:
     their_axes: Axes
     wide: bool = False
 
-    def to_ours(self, tensors: Mapping[str, Tensor], prefix: str, dtypes: Dtypes) -> Tensor:
-        """Of the block's tensors, under their full names."""
+    def to_ours(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the block's tensors; all under their full names, as below."""
         named = [prefix + name for name in self.theirs]
         if len({tensors[name].dtype for name in named}) > 1:
             raise InputError(f"{prefix}{self.ours}: its parts are of different dtypes: {', '.join(named)}")
@@ -51,10 +51,11 @@ class Part:
         turned = [tensors[name].permute(order) for name in named]
         made = turned[0] if len(turned) == 1 else torch.cat(turned, 0)
         wide = torch.promote_types(made.dtype, torch.float32) if self.wide else made.dtype
-        return made.to(dtypes.get(prefix + self.ours, wide))
+        return {prefix + self.ours: made.to(dtypes.get(prefix + self.ours, wide))}
 
-    def to_theirs(self, tensor: Tensor, prefix: str, dtypes: Dtypes) -> dict[str, Tensor]:
-        """The block's tensors, under their full names."""
+    def to_theirs(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The block's tensors."""
+        tensor = tensors[prefix + self.ours]
         if tensor.dim() != len(self.axes) or tensor.shape[0] % len(self.theirs):
             raise InputError(f"{prefix}{self.ours} is {list(tensor.shape)}, expected [{', '.join(self.axes)}]")
         order = [self.axes.index(axis) for axis in self.their_axes]
@@ -143,7 +144,7 @@ def _difference(layout: BlockLayout, block_class: type[nn.Module], config: Any) 
         theirs.load_state_dict(state)
         try:
             ours = layout.config(config).build(layout.name).double().eval()
-            ours.load_state_dict({part.ours: part.to_ours(state, "", {}) for part in layout.parts})
+            ours.load_state_dict({n: t for part in layout.parts for n, t in part.to_ours("", {}, state).items()})
         except (AttributeError, KeyError, RuntimeError) as error:  # a setting that it lacks, tensors that do not fit
             why = str(error).strip().splitlines()[-1].strip()
             raise ConfigError(
@@ -163,8 +164,8 @@ def to_moe(
     for block in blocks:
         at = f"{block}."
         for part in layout.parts:
-            run = partial(_ours, part, at, dtypes or {})
-            steps.append(Made(sources=tuple(at + name for name in part.theirs), run=run))
+            sources = tuple(at + name for name in part.theirs)
+            steps.append(Made(sources=sources, run=partial(part.to_ours, at, dtypes or {})))
     return _with_the_rest(steps, infos)
 
 
@@ -178,16 +179,8 @@ def from_moe(
         for part in layout.parts:
             if at + part.ours not in infos:
                 raise InputError(f"layout {layout.name}: there is no {at + part.ours} in the checkpoint")
-            steps.append(Made(sources=(at + part.ours,), run=partial(_theirs, part, at, dtypes or {})))
+            steps.append(Made(sources=(at + part.ours,), run=partial(part.to_theirs, at, dtypes or {})))
     return _with_the_rest(steps, infos)
-
-
-def _ours(part: Part, at: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {at + part.ours: part.to_ours(tensors, at, dtypes)}
-
-
-def _theirs(part: Part, at: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return part.to_theirs(tensors[at + part.ours], at, dtypes)
 
 
 def _with_the_rest(steps: list[Step], infos: Mapping[str, TensorInfo]) -> list[Step]:
