@@ -52,10 +52,9 @@ def other_arguments(root: str) -> dict[str, str]:
         with pytest.raises(InputError) as refused:
             save(model=model, **given | {name: value})
         said[name] = str(refused.value)
-    if rank == 0:
-        given["keep"] = 0
-    with pytest.raises(ConfigError, match="rank 0: keep=0: at least 1"):
-        save(model=model, **given)
+    for name, value, match in (("keep", 0, "keep=0 must be"), ("rank_extra", {1: Path()}, "rank_extra: pathlib")):
+        with pytest.raises((ConfigError, InputError), match=f"rank 0: {match}"):
+            save(model=model, **given | ({name: value} if rank == 0 else {}))
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+from collections import deque
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from checkpoint.reshard_case import D, Model
 from trimtab import MoEConfig, RouterConfig, errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
-from trimtab.checkpoint.folder import INDEX, whole_checkpoints
+from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints
 from trimtab.checkpoint.model_state import expert_shapes, model_tensors
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import ConfigError, InputError
@@ -96,8 +97,6 @@ def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> N
         load(tmp_path / "nowhere", model)
     with pytest.raises(ConfigError, match="a checkpoint of step 7 already"):
         save(tmp_path, model, step=7)
-    with pytest.raises(ConfigError, match="keep=0"):
-        save(tmp_path, model, step=8, keep=0)
     edit(folder, format=99, trimtab="9.9")
     with pytest.raises(InputError, match=r"format 99, written by trimtab 9\.9; .* up to format 1"):
         load(folder, model)
@@ -112,6 +111,47 @@ def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> N
     (folder / INDEX).unlink()
     with pytest.raises(InputError, match="step-00000007 was not written to the end"):
         load(tmp_path, model)
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"step": step} for step in (-1, 1.0, "5", None, True)),
+    *({"keep": keep} for keep in (0, True, 1.5)),
+    *({"extra": {"loss": loss}} for loss in (np.float32(2.5), torch.ones(1))),
+    *({"files": {name: ""}} for name in ("", ".", "..", "../x", "a/b", "a\0", INDEX, ".metadata", "rank-00000.pt", 1)),
+    *({"files": {"__0_0.distcp": b""}}, {"files": {"config.json": {}}}),
+    *({"rank_extra": [extra]} for extra in (np.arange(3), np.float64(1), Path("x"), deque([1]), lambda: 1)),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_arguments_that_cannot_be_saved_or_read_again_leave_nothing(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = wrong
+    with pytest.raises((ConfigError, InputError), match=rf"^{name}[=:]"):
+        save(tmp_path, nn.Linear(2, 2), **{"step": 1} | wrong)
+    if name in ("step", "extra", "files"):
+        with pytest.raises((ConfigError, InputError), match=rf"^{name}[=:]"):
+            write_tensors(tmp_path, {"model.a": torch.ones(2)}, experts={}, **{"step": 1} | wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_of_numpy_and_containers_come_back(tmp_path: Path) -> None:
+    extra = {"a": [(1, None, "x"), {2.5, True}], "t": torch.arange(3), "b": b"x"}
+    folder = save(tmp_path, nn.Linear(2, 2), step=np.int64(3), keep=np.int64(1), rank_extra=extra)
+    loaded = load(folder, nn.Linear(2, 2))
+    assert (loaded.index.step, folder.name) == (3, "step-00000003")
+    assert loaded.own is not None
+    assert str(loaded.own["extra"]) == str(extra)
+    write_tensors(tmp_path, {"model.a": torch.ones(2)}, step=np.int64(4), experts={})
+    assert read_index(tmp_path / "step-00000004").step == 4
+
+
+def test_a_file_with_what_is_not_read_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:
+    file = folder / "rank-00000.pt"
+    torch.save(torch.load(file) | {"extra": Path("x")}, file)
+    edit(folder, files={})
+    with pytest.raises(InputError, match=r"rank-00000\.pt: holds pathlib\.\S*PosixPath; only tensors") as refused:
+        load(folder, *trained())
+    assert "damaged" not in str(refused.value)
 
 
 def test_without_an_optimiser(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ CARRIED = (
 )  # fmt: skip
 """What goes with a model's weights wherever they go, beside config.json."""
 _STEP = re.compile(r"step-(\d{8,})")
+_OWN = re.compile(r"trimtab\.json|\.metadata|__\d+_\d+\.distcp|rank-\d{5,}\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,11 @@ def step_folder(root: Path, step: int) -> Path:
 def rank_file(rank: int) -> str:
     """The name of a rank's own file."""
     return f"rank-{rank:05d}.pt"
+
+
+def may_lie_beside(name: str) -> bool:
+    """Whether a caller's file may have this name: one in the folder itself, and none of the checkpoint's own."""
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name and not _OWN.fullmatch(name)
 
 
 def whole_checkpoints(root: Path | str) -> list[Path]:

@@ -17,7 +17,7 @@ from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import MODEL, Index
 from trimtab.checkpoint.model_state import fits_another_width, give_new_buffers, model_tensors, unwrapped
 from trimtab.checkpoint.optimizer_state import put, targets
-from trimtab.checkpoint.rank_state import State, put_loads, put_rank_state, set_random
+from trimtab.checkpoint.rank_state import READABLE, State, not_readable, put_loads, put_rank_state, set_random
 from trimtab.checkpoint.tensors import read_dcp, stored, unreadable
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.bias import routers
@@ -62,8 +62,9 @@ def load(
         model, optimizer, group: as for `save`. Without an optimiser its state in the checkpoint is not read.
 
     Raises, on every rank and before anything is changed:
-        InputError: no whole checkpoint, one of a newer format, or one with a damaged file. Damage to the tensors' own
-            files is seen only when they are read: what was read until then has been overwritten.
+        InputError: no whole checkpoint, one of a newer format, or one with a file that cannot be read. Of the tensors'
+            own files only their sizes are known before: where reading one fails, what was read until then has been
+            overwritten. There are no checksums: bytes that changed within a value load as another value.
         ConfigError: tensors that only one of both has, or that have another shape, number of experts or dtype.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -153,5 +154,7 @@ def _rank_state(path: Path) -> State:
     try:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
+        if names := not_readable(path):
+            raise InputError(f"{path}: holds {names}; only {READABLE} can be read: take another checkpoint") from error
         raise unreadable(path, error) from error
     return state

@@ -3,21 +3,27 @@ the states of recipes, which have seen the tokens of this rank."""
 
 from __future__ import annotations
 
+import io
 import random
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trimtab.checkpoint.model_state import plain_name, unwrapped
+from trimtab.errors import InputError, first_line
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import routers
 
 State = dict[str, Any]
+READABLE = "tensors, numbers, strings and containers of them"
+"""What of a caller's is read again: nothing that runs code of its own."""
 
 
 def rank_state(model: nn.Module, extra: Any = None) -> State:
@@ -31,6 +37,27 @@ def rank_state(model: nn.Module, extra: Any = None) -> State:
         "recipes": {name: (where, state.state_dict()) for name, (where, state) in _recipes(model).items()},
         "extra": extra,
     }
+
+
+def check_readable(extra: Any) -> None:
+    """Raises InputError where `load` could not read it again."""
+    file = io.BytesIO()
+    try:
+        torch.save(extra, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is raised depends on what is handed in
+        file.seek(0)
+        why = f"{names} cannot be read again" if (names := not_readable(file)) else first_line(error, typed=True)
+        raise InputError(f"rank_extra: {why}; hand in {READABLE}") from None
+
+
+def not_readable(file: Path | IO[bytes]) -> str:
+    """The names of types and functions in a file of `torch.save` that are not `READABLE`; none if it is damaged."""
+    try:
+        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(file)))
+    except Exception:  # as many kinds as there are kinds of damage
+        return ""
 
 
 def put_rank_state(model: nn.Module, state: State) -> None:

@@ -15,9 +15,10 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapped
 from trimtab.checkpoint.optimizer_state import Groups, state_of
-from trimtab.checkpoint.rank_state import rank_state
-from trimtab.checkpoint.tensors import files_of, make_index, write_dcp
-from trimtab.errors import ConfigError, InputError, full_disk
+from trimtab.checkpoint.rank_state import check_readable, rank_state
+from trimtab.checkpoint.tensors import check_given, files_of, make_index, write_dcp
+from trimtab.errors import InputError, full_disk
+from trimtab.options import check_sizes
 
 
 def save(
@@ -44,17 +45,19 @@ def save(
             the same modules on every rank.
         step: optimiser steps taken.
         extra: JSON, the same on all ranks; the first rank's is kept.
-        rank_extra: of this rank: tensors, numbers, strings and containers of them.
-        files: small files to put beside it, by name. Without it, config.json of a transformers model.
+        rank_extra: of this rank: tensors, numbers, strings and containers of them; nothing of NumPy.
+        files: small files to put beside it, by plain name. Without it, config.json of a transformers model.
         keep: so many whole checkpoints are kept, this one among them; older ones are removed. All if not given.
         group: the ranks that hold the model; all if not given.
 
     Returns the folder, on every rank.
 
     Raises, on every rank:
-        ConfigError: there is a checkpoint of this step, or `root` cannot be written.
-        InputError: state that cannot be saved; ranks that hand in another `root`, `step`, `keep` or optimizer; or a
-            rank that could not write, or wrote to another folder of that name.
+        ConfigError: there is a checkpoint of this step, `root` cannot be written, or `step` or `keep` is no number of
+            steps or checkpoints.
+        InputError: what cannot be saved or read again, of the state or the arguments; ranks that hand in another
+            `root`, `step`, `keep` or optimizer; or a rank that could not write, or wrote to another folder of that
+            name.
     """
     root = Path(root)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -64,8 +67,11 @@ def save(
     groups: list[Groups] = []
 
     def collect() -> dict[str, object]:
-        if keep is not None and keep < 1:
-            raise ConfigError(f"keep={keep}: at least 1")
+        check_given(step, extra, files)
+        if keep is not None:
+            check_sizes(keep=keep)
+        if rank_extra is not None:
+            check_readable(rank_extra)
         tensors.update(model_tensors(model))
         if optimizer is not None:
             state, own = state_of(model, optimizer)

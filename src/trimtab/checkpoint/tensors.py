@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import Index
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import InputError, full_disk
+from trimtab.options import check_sizes
 
 
 def write_dcp(
@@ -130,8 +133,10 @@ def write_tensors(
         files: text files that go beside it, by name ("config.json").
 
     Raises:
-        ConfigError: there is one of this step, or `root` cannot be written.
+        ConfigError: there is one of this step, `root` cannot be written, or `step` is no whole number.
+        InputError: `extra` is no JSON, or `files` has a name that is not plain or is one of the checkpoint's own.
     """
+    check_given(step, extra, files or {})
     unfinished = on_disk.begin(Path(root), step)
     write_dcp(unfinished, tensors, alone=True)
     for name, text in (files or {}).items():
@@ -141,9 +146,29 @@ def write_tensors(
     return on_disk.finish(unfinished)
 
 
-def make_index(**fields: Any) -> Index:
+def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str | bytes]) -> None:
+    """Before anything is written, what is written last.
+
+    Raises:
+        ConfigError: `step` is no whole number, or negative.
+        InputError: `extra` is no JSON; `files` has names that cannot lie beside a checkpoint's own, or other contents.
+    """
+    check_sizes(0, step=step)
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"extra: {error}; hand in what JSON holds") from None
+    for name, content in files.items():
+        if not isinstance(name, str) or not on_disk.may_lie_beside(name):
+            raise InputError(f"files: {name!r} must be the name of a file beside the checkpoint's own, without folders")
+        if not isinstance(content, (str, bytes)):
+            raise InputError(f"files: {name!r} is to hold {type(content).__name__}; hand in str or bytes")
+
+
+def make_index(*, step: int, **fields: Any) -> Index:
     """An `Index` of the versions that run here."""
-    return Index(trimtab=trimtab.__version__, torch=str(torch.__version__), **fields)
+    step = operator.index(step)  # NumPy's integers are no JSON
+    return Index(step=step, trimtab=trimtab.__version__, torch=str(torch.__version__), **fields)
 
 
 class _SavePlanner(DefaultSavePlanner):
