@@ -13,7 +13,7 @@ from trimtab.experts.recipes.base import Recipe
 
 RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(backend="emulated"),
-    "fp8_delayed_e4m3": FP8Delayed(backend="emulated", hybrid=False, history=4, margin=2, algorithm="latest"),
+    "fp8_delayed_e4m3": FP8Delayed(backend="emulated", hybrid=False, history=4, margin=11, algorithm="latest"),
     "fp8_current": FP8Current(backend="emulated"),
     "fp8_current_e4m3": FP8Current(backend="emulated", hybrid=False),
     "fp8_rowwise": FP8Rowwise(backend="emulated"),

@@ -11,6 +11,7 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import FP8Current, FP8Delayed
 from trimtab.experts.recipes.amax_history import REMEMBERED, AmaxHistory
 from trimtab.experts.recipes.formats import E4M3, E5M2
+from trimtab.experts.recipes.fp8_delayed import LARGEST_MARGIN
 
 CUTS = torch.tensor([0, 16, 16, 48])
 
@@ -159,6 +160,17 @@ def test_margin_is_headroom_and_what_is_beyond_it_saturates() -> None:
         torch.testing.assert_close(state.gradient(x * growth, cuts, along="row"), x * growth)  # it has been seen
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_no_margin_makes_nan_or_inf_of_large_values(hybrid: bool) -> None:
+    x = torch.zeros(16, 4)
+    x[0, :2] = torch.tensor([3e38, 2.0])
+    state = FP8Delayed(backend="emulated", margin=LARGEST_MARGIN, hybrid=hybrid).state()
+    for low in (state.activation(x, torch.tensor([0, 16]), along="row"), state.weight(x[None], along="in")[0]):
+        assert low.sum() == low[0, 0] == pytest.approx(3e38, rel=1 / 16)
+    low = state.gradient(x, torch.tensor([0, 16]), along="row")
+    assert low.sum() == low[0, 0] == pytest.approx(3e38, rel=1 / 8)
+
+
 def test_with_steady_data_it_is_current_scaling() -> None:
     delayed, current = FP8Delayed(backend="emulated").state(), FP8Current(backend="emulated").state()
     x, w = normal(48, 24), normal(3, 24, 8)
@@ -230,7 +242,9 @@ def test_another_number_of_experts_is_refused() -> None:
         other.weight_amax.load_state_dict(state.weight_amax.state_dict())
 
 
-@pytest.mark.parametrize("wrong", [{"history": 0}, {"margin": -1}, {"algorithm": "mean"}])
+@pytest.mark.parametrize(
+    "wrong", [{"history": 0}, {"history": 1.5}, {"margin": -1}, {"margin": 12}, {"margin": 1.5}, {"algorithm": "mean"}]
+)
 def test_settings_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="need history >= 1"):
         FP8Delayed(backend="emulated", **wrong)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 The scale is 2 ** (floor(log2 amax) - emax), as section 6.3 of the specification has it; a value between the largest
 of the format and 2 ** (emax + 1) saturates. Blackwell training stacks round the exponent up instead, so that nothing
-saturates (arXiv 2506.08027): `scale_rounding="ceil"`.
+saturates (arXiv 2506.08027): `scale_rounding="ceil"`. What then rounds up to 2 ** 128 is Inf in float32.
 
 Legend: R expert rows, e experts, A in features, B out features, C either width.
 """

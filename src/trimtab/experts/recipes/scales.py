@@ -19,6 +19,7 @@ from trimtab.experts.recipes.formats import E2M1, E4M3, ElementFormat, floor_log
 
 # Above this a scale's inverse would be subnormal, which some devices flush.
 LARGEST_SCALE = 2.0**126
+BEYOND_FLOAT32 = 2.0**128
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class Scale:
 def float_scale(amax: Tensor, form: ElementFormat, *, exact: bool = False, margin: int = 0) -> Scale:
     """A float32 scale that puts `amax` at the largest value of `form`, over 2 ** margin.
 
+    Headroom ends where float32 does: nothing saturates for that, and the scale's inverse stays finite.
+
     Args:
         amax: float32, >= 0 and finite.
         form: the element format.
         exact: round the scale down to a power of two, so that scaling itself loses nothing.
         margin: powers of two of headroom.
     """
-    scale = (form.largest * 2.0**-margin / amax).clamp(max=LARGEST_SCALE)
+    scale = (form.largest * 2.0**-margin / amax).clamp(form.largest / BEYOND_FLOAT32, LARGEST_SCALE)
     scale = torch.where(amax > 0, scale, 1.0)
     if exact:
         scale = power_of_two(floor_log2(scale))
