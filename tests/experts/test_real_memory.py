@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from experts.wrapped import Outside, Quantised
 from trimtab.dispatch.plan import plan_experts
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import expert_mlp
@@ -23,23 +24,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 KERNELS = pytest.mark.parametrize("kernels", ["auto", "loop"])
 
 
-class Outside(Tensor):
-    """Wraps a tensor: it has no memory of its own, as a DTensor or a quantised weight has none."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Outside:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+@pytest.fixture
+def no_graph_stays() -> Iterator[None]:
+    """What was compiled would be found by others."""
+    yield
+    torch._dynamo.reset()
 
 
 def inputs(dtype: torch.dtype, kernels: str, bias: bool = True) -> tuple[ExpertMLP, Tensor, Tensor, Tensor, Tensor]:
@@ -134,6 +123,28 @@ def test_rows_in_other_tensors_are_refused_and_weights_there_are_read_as_torch_r
         setattr(mlp, name, torch.nn.Parameter(Outside(getattr(mlp, name).detach()), requires_grad=False))
     found = mlp(x, ids, w)
     assert (found - truth).norm() <= (1e-6 if dtype == torch.float32 else 0.02) * truth.norm()
+
+
+@pytest.mark.usefixtures("no_graph_stays")
+@DTYPES
+@pytest.mark.parametrize("name", ["up", "down", "up_bias", "down_bias"])
+def test_quantised_parameters_are_refused_by_name_and_those_on_their_way_are_awaited(
+    name: str, dtype: torch.dtype
+) -> None:
+    mlp, x, ids, w, _ = inputs(dtype, "auto")
+    truth, param = mlp(x, ids, w).detach(), getattr(mlp, name).detach()
+    setattr(mlp, name, torch.nn.Parameter(AsyncCollectiveTensor(param), requires_grad=False))
+    assert (mlp(x, ids, w) - truth).norm() <= (1e-6 if dtype == torch.float32 else 0.02) * truth.norm()
+    setattr(mlp, name, torch.nn.Parameter(Quantised(param), requires_grad=False))
+    says = rf"phase experts\] %s has a parameter of .* in a Quantised of {dtype}: keep parameters in"
+    for run in (mlp, torch.compile(mlp, backend="eager")):
+        with pytest.raises(ConfigError, match=says % "ExpertMLP"):
+            run(x, ids, w)
+    linear = GroupedLinear(2, D, D, dtype=dtype)
+    kind = "bias" if "bias" in name else "weight"
+    setattr(linear, kind, torch.nn.Parameter(Quantised(getattr(linear, kind).detach()), requires_grad=False))
+    with pytest.raises(ConfigError, match=says % "GroupedLinear"):
+        linear(x, [5, M - 5])
 
 
 def test_a_plan_of_other_rows_is_refused() -> None:

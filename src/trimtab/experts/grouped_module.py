@@ -12,8 +12,9 @@ from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
 from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
+from trimtab.kernels.memory import codes
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import VALUES, check_dtype, check_flags, holds_values
+from trimtab.options import VALUES, check_dtype, check_flags
 
 
 def refuse_transforms(who: str) -> None:
@@ -71,13 +72,13 @@ class GroupedModule(nn.Module):
 
     def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
         """Raises:
-        ConfigError: a parameter was cast to a dtype that is not computed with.
+        ConfigError: a parameter was cast to a dtype that is not computed with, or wraps other tensors.
         """
         for param in params:
-            if param is not None and not holds_values(param.dtype):
+            if param is not None and (held := codes(param)):
                 raise ConfigError(
-                    f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {param.dtype}: keep parameters "
-                    f"in {VALUES}; a recipe of trimtab.experts.recipes quantises what is multiplied",
+                    f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {held}: keep parameters in "
+                    f"{VALUES}, as plain tensors; a recipe of trimtab.experts.recipes quantises what is multiplied",
                     phase="experts",
                 )
 

@@ -123,7 +123,7 @@ class GroupedLinear(GroupedModule):
                 is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
 
         Raises:
-            ConfigError: a parameter was cast to another dtype than x may have.
+            ConfigError: a parameter was cast to another dtype than x may have, or wraps other tensors.
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
 

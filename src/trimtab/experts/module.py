@@ -169,7 +169,7 @@ class ExpertMLP(GroupedModule):
             num_slots: how many slots are kept, or how many at most, where it is known.
 
         Raises:
-            ConfigError: a parameter was cast to another dtype than these.
+            ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
             InputError: shapes, dtypes or layouts other than these; more slots are kept than `num_slots`, on the CPU;
                 under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.

@@ -18,9 +18,8 @@ from trimtab.experts.activations import Recomputed
 from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.hf.gates import activation_of
-from trimtab.kernels.memory import no_values
+from trimtab.kernels.memory import codes, no_values
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import holds_values
 from trimtab.routing.recompute import always_recomputed
 
 
@@ -110,14 +109,11 @@ def weights_of(module: nn.Module) -> ExpertWeights:
     if not isinstance(up, Tensor) or not isinstance(down, Tensor):
         missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
         raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
-    for t in (up, down):
-        if not holds_values(t.dtype):
-            raise ConfigError(f"{type(module).__name__} has weights in {t.dtype}: {_NEEDS}")
     return ExpertWeights(
-        up=up,
-        down=down,
-        up_bias=_tensor(module, f"{names[0]}_bias") if module.has_bias else None,
-        down_bias=_tensor(module, "down_proj_bias") if module.has_bias else None,
+        up=_of_values(module, up),
+        down=_of_values(module, down),
+        up_bias=_of_values(module, getattr(module, f"{names[0]}_bias")) if module.has_bias else None,
+        down_bias=_of_values(module, module.down_proj_bias) if module.has_bias else None,
         transposed=bool(module.is_transposed),
     )
 
@@ -139,7 +135,8 @@ def _or_none(module: nn.Module, name: str) -> object:
         return None
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    value = getattr(module, name)
+def _of_values(module: nn.Module, value: object) -> Tensor:
     assert isinstance(value, Tensor)
+    if held := codes(value):
+        raise ConfigError(f"{type(module).__name__} has weights in {held}: {_NEEDS}")
     return value

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
+from trimtab.options import holds_values
 
 
 def no_values(device: torch.device) -> bool:
@@ -39,6 +40,18 @@ def described(t: Tensor) -> str:
         return f"{t.dtype} {tuple(t.shape)}"
     way_out = ", whose to_local() is dense" if hasattr(t, "to_local") else ""
     return f"a {'nested ' * t.is_nested}{type(t).__name__} of {t.dtype} in {t.layout}{way_out}"
+
+
+def codes(t: Tensor) -> str | None:
+    """What a parameter is in, where that is nothing to compute with: a dtype of codes, or a tensor that wraps others,
+    as a quantised weight does, whose own products may leave the memory for their result (`out=`) as it was."""
+    if not holds_values(t.dtype):
+        return str(t.dtype)
+    if type(t) in (Tensor, nn.Parameter):
+        return None  # as nearly always
+    # Of the type, which is asked for in a graph of `torch.compile` as well: of a tensor there it is always False.
+    wraps = hasattr(type(t), "__tensor_flatten__") and _arrived(t) is t
+    return f"a {type(t).__name__} of {t.dtype}" if wraps else None
 
 
 def plain(t: Tensor, dtype: torch.dtype) -> bool:
