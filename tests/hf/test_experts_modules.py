@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import trimtab.hf
+from experts.wrapped import Quantised
 from hf.families import build_model, experts_modules, family_names, forward, sample_batch
 from hf.parity import FLOAT32_INSIDE, difference, scale
 from trimtab.errors import ConfigError, InputError
 from trimtab.hf.experts import experts_forward
+from trimtab.hf.gates import activation_of
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.selftest import KernelChoice
 
@@ -281,6 +286,90 @@ def test_an_activation_with_wide_parameters_under_autocast(act_fn: type[nn.Modul
         assert difference(found[0][name], value) <= 2**-5 * scale(value), name
 
 
+class OwnGate(nn.Module):
+    """What a gate of one's own may be made of, beside the stacked weights: trained, frozen, computed, in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.linspace(0.5, 2, 8))
+        self.frozen = nn.Parameter(torch.linspace(1, 3, 8), requires_grad=False)
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.frozen * self.norm(gate) * torch.sigmoid(self.beta * gate) * up  # type: ignore[no-any-return]
+
+
+def own_gate(**changes: Any) -> Any:
+    """Experts of Qwen3-MoE whose gate is a method that uses parameters of the module itself."""
+    module: Any = qwen(**dict(OwnGate().named_parameters(recurse=False)), norm=nn.RMSNorm(8), **changes)
+    kind = type(module)
+    gate: Any = {"_apply_gate": lambda self, pre: OwnGate.forward(self, *pre.chunk(2, -1))}
+    module.__class__ = type("OwnExperts", (kind,), gate)
+    parametrize.register_parametrization(module, "beta", nn.Softplus())
+    parametrize.register_parametrization(module, "down_proj", nn.Identity())
+    return module
+
+
+def swapped(module: nn.Module, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    others = {name: 1.5 * p for name, p in module.named_parameters()}
+    y: Tensor = torch.func.functional_call(module, others, (x, ids, w))
+    return y
+
+
+@pytest.fixture
+def no_graph_stays() -> Iterator[None]:
+    """What was compiled would be found by others."""
+    yield
+    torch._dynamo.reset()
+
+
+WAYS: dict[str, Any] = {
+    "itself": lambda module, *given: module(*given),
+    "run again": lambda module, *given: checkpoint(module, *given, use_reentrant=False),
+    "others in place": swapped,
+    "compiled": lambda module, *given: torch.compile(module, backend="eager")(*given),
+}
+
+
+@pytest.mark.usefixtures("no_graph_stays")
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_parameter_of_a_gate_of_ones_own_has_its_gradient(way: str, alone: bool) -> None:
+    """Also if nothing else is trained. Neither a stacked weight nor what one is computed from is the gate's."""
+    x, ids, w = rows()
+    found = {}
+    for implementation in ("grouped_mm", IMPL):  # Qwen3-MoE's own loop does not ask for the gate
+        module = own_gate()
+        module.config._experts_implementation = implementation
+        for name, p in module.named_parameters():
+            p.requires_grad_(p.requires_grad and not (alone and "proj" in name))
+        WAYS[way](module, x, ids, w).square().sum().backward()
+        found[implementation] = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    assert len(found[IMPL]) == 2 + 2 * (not alone)
+    torch.testing.assert_close(found[IMPL], found["grouped_mm"], rtol=1e-3, atol=1e-2)
+    assert {name for _, name in activation_of(own_gate())._places} == {"original", "frozen", "weight"}  # type: ignore[attr-defined]
+
+
+def test_a_tensor_of_a_gate_whose_gradient_would_be_lost_is_refused_by_name() -> None:
+    """Of nobody, of another module, and a stacked weight of its own."""
+    module, other, loose = qwen(), OwnGate(), torch.ones(8, requires_grad=True)
+    gates: dict[str, Any] = {
+        r"loose uses a tensor of \(8,\)": lambda pre: other.frozen * loose * pre[:, :8],
+        "linear uses a tensor": lambda pre: other.norm(pre[:, :8]),
+        "stacked uses a tensor of ": lambda pre: pre[:, :8] * module.down_proj.mean(),
+    }
+    for says, gate in gates.items():
+        gate.__qualname__ = says.split()[0]
+        module._apply_gate = gate
+        with pytest.raises(InputError, match=rf"phase experts\] {says}.*is no parameter of the experts module"):
+            module(*rows())
+        with torch.no_grad():
+            module(*rows())
+    module._apply_gate = gates[r"loose uses a tensor of \(8,\)"]
+    loose.requires_grad_(False)
+    module(*rows()).sum().backward()
+
+
 def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named() -> None:
     module = qwen(act_fn=nn.PReLU())
     y = module(*rows())
@@ -290,6 +379,7 @@ def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_na
         y.sum().backward()
 
 
+@pytest.mark.usefixtures("no_graph_stays")
 def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     module = qwen()
     for count, ids in ((4, 60_000), (4, 6), (6, 4)):
@@ -308,6 +398,11 @@ def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         quantised = qwen(gate_up_proj=nn.Parameter(module.gate_up_proj.detach().to(dtype), requires_grad=False))
         with pytest.raises(ConfigError, match=f"has weights in {dtype}.*transformers' own"):
             quantised(x, ids, w)
+    for name in ("gate_up_proj", "down_proj"):
+        quantised = qwen(**{name: nn.Parameter(Quantised(getattr(module, name).detach()), requires_grad=False)})
+        for run in (quantised, torch.compile(quantised, backend="eager")):
+            with pytest.raises(ConfigError, match=r"has weights in a Quantised of torch\.float32.*transformers' own"):
+                run(x, ids, w)
 
 
 def test_quantised_experts_of_transformers_are_told_what_to_choose() -> None:

@@ -118,10 +118,11 @@ def test_a_gate_that_somebody_changed_is_run_as_it_is(monkeypatch: pytest.Monkey
     assert not seen
 
 
-def of_silu(gate: bool, act_fn: object) -> types.SimpleNamespace:
+def of_silu(gate: bool, act_fn: object) -> Any:
     from transformers.integrations.moe import _default_apply_gate
 
-    module = types.SimpleNamespace(has_gate=gate, act_fn=act_fn)
+    module: Any = nn.Module()
+    module.has_gate, module.act_fn = gate, act_fn
     module._apply_gate = types.MethodType(_default_apply_gate, module)
     return module
 
@@ -158,18 +159,19 @@ def test_activations_are_what_their_module_computes(act_fn: Any, gated: type, un
 def test_a_hook_or_another_function_inside_is_what_runs(name: str) -> None:
     hooked, other, patched = ACT2FN[name], ACT2FN[name], ACT2FN[name]
     patched.forward = torch.tanh
-    assert isinstance(activation_of(of_silu(False, patched)), Recomputed)  # type: ignore[arg-type]
+    assert isinstance(activation_of(of_silu(False, patched)), Recomputed)
     hooked.register_forward_hook(lambda _m, _a, y: 3 * y)
     other.act = torch.tanh
     for act_fn in (hooked, other) if hasattr(ACT2FN[name], "act") else (hooked,):
-        assert isinstance(activation_of(of_silu(False, act_fn)), Recomputed)  # type: ignore[arg-type]
+        assert isinstance(activation_of(of_silu(False, act_fn)), Recomputed)
 
 
 def test_a_limit_behind_silu_is_not_one_before_it() -> None:
     """The same where there is none."""
     from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-    module: Any = types.SimpleNamespace(has_gate=True, act_fn=ACT2FN["silu"], limit=float("inf"))
+    module = of_silu(True, ACT2FN["silu"])
+    module.limit = float("inf")
     module._apply_gate = types.MethodType(Step3p7Experts._apply_gate, module)
     assert isinstance(activation_of(module), ClampedSwiGLU)
     module.limit = 2.0

@@ -13,12 +13,13 @@ Legend: n rows, I width of the pre-activations (2F with a gate, else F), F exper
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from trimtab.autocast import noted
 from trimtab.errors import InputError
@@ -192,16 +193,25 @@ class Recomputed(Activation):
     Args:
         function: [n, I] -> [n, F], any number of rows including none.
         module: the one whose parameters it uses, if it uses any: it has these again in the backward, also where others
-            have taken their place since (`torch.func.functional_call`).
+            have taken their place since (`torch.func.functional_call`). One that uses others, which would get no
+            gradient, is refused where a backward may come, unless it is the module itself.
+        but: names of the module's parameters and children that it does not use, and that are none of it.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module | None = None) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], module: nn.Module | None = None, but: Collection[str] = ()
+    ) -> None:
         self.function = function
-        owners = [] if module is None else list(module.modules())
-        found = [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
+        found = [
+            (owner, name, p)
+            for path, owner in ([] if module is None else module.named_modules())
+            for name, p in owner._parameters.items()
+            if p is not None and f"{path}.{name}".removeprefix(".").removeprefix(_COMPUTED).split(".")[0] not in but
+        ]
         self._places = [(owner, name) for owner, name, _ in found]
         self._stand_ins = [p for _, _, p in found]
         self.params = tuple(dict.fromkeys(self._stand_ins))
+        self._watch = function is not module and not any(p.is_inference() for p in self.params)
         self._versions = [p._version for p in self.params if not p.is_inference()]
         self._keep, self._tried, self._autocast = torch.is_grad_enabled(), False, noted()
 
@@ -212,7 +222,7 @@ class Recomputed(Activation):
                 return self.function(pre_nI)
             self._tried = True
             before = generators(pre_nI.device)
-            h = self.function(pre_nI)
+            h = self._watched(pre_nI) if self._watch else self.function(pre_nI)
             same = all(map(torch.equal, before, generators(pre_nI.device)))
             if same or torch.equal(h, self.function(pre_nI)):  # it may be another thread that drew
                 return h
@@ -221,6 +231,33 @@ class Recomputed(Activation):
             "transformers' own experts implementations keep what was drawn",
             phase="experts",
         )
+
+    def _watched(self, pre_nI: Tensor) -> Tensor:
+        """The function, with a graph that keeps no tensor and tells what a gradient would be wanted of.
+
+        Raises:
+            InputError: of something that is none of `params`.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing):
+            known = [get_gradient_edge(p).node for p in self.params if p.requires_grad]
+            h = self.function(pre_nI)
+        seen, ahead = set(known), [h.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                who = getattr(self.function, "__qualname__", type(self.function).__name__)
+                raise InputError(
+                    f"{who} uses a tensor of {tuple(leaf.shape)} that wants a gradient and is no parameter of the "
+                    "experts module, or one of its products: give the module one of its own for it, which FSDP2 shards "
+                    "together with the module's others",
+                    phase="experts",
+                )
+        return h.detach()
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
         return self.again(pre_nI)[1](dh_nF)
@@ -251,6 +288,15 @@ class Recomputed(Activation):
         d_pre, *d_wanted = torch.autograd.grad(h_nF, [pre_nI, *wanted], dh_nF.to(h_nF.dtype), materialize_grads=True)
         found = iter(d_wanted)
         return d_pre, [next(found) if p.requires_grad else torch.zeros_like(p) for p in params]
+
+
+_COMPUTED = "parametrizations."
+"""Where a module has what a parameter of its own is computed from, under that one's name."""
+
+
+def _nothing(_: Any) -> Any:
+    """What is kept of a tensor that no backward will read."""
+    return None
 
 
 def generators(device: torch.device) -> list[Tensor]:

@@ -45,7 +45,11 @@ def activation_of(module: nn.Module) -> Activation:
     act_fn = getattr(module, "act_fn", None)
     function = module._apply_gate if module.has_gate else act_fn
     assert callable(function)
-    return Recomputed(function, module=act_fn if isinstance(act_fn, nn.Module) else None)
+    return Recomputed(function, module=module, but=_NOT_OF_A_GATE)
+
+
+_PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
+_NOT_OF_A_GATE = (*_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS), "post_expert_norm")
 
 
 def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str | None:
