@@ -22,6 +22,9 @@ is written; what was written is read back through the inverse, and each tensor's
   trimtab convert ./Qwen3-30B-A3B ./start --to dcp
   trimtab convert ./Qwen3-30B-A3B ./start --to dcp --layout qwen3_moe    for a model of trimtab.MoE layers
 
+With a family's layout a router's weight and bias of 16 bits become float32, and stay it on the way back to safetensors:
+the same values in another dtype. Every other tensor comes back bit for bit.
+
 Optimiser state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
 layer's experts three times over and one file of safetensors (MALLOC_MMAP_THRESHOLD_=65536 has glibc return the rest).
 """

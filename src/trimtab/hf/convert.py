@@ -76,7 +76,8 @@ def convert(
         dst: not there yet or empty. "dcp" writes DST/step-00000000, without optimiser state.
         to: "safetensors" or "dcp".
         layout: of the checkpoint's MoE blocks: "transformers", or the name of a `BlockLayout` where the model has
-            `trimtab.MoE` in their place. If not given, what the checkpoint's record says, else "transformers".
+            `trimtab.MoE` in their place. If not given, what the checkpoint's record says, else "transformers". Under
+            another a router's weight and bias of 16 bits become float32, and are not narrowed on the way back.
         leave: globs of tensor names in the source to leave behind. Nothing else is looked at of these tensors.
         config: a folder with the config.json to go by, if not the source's.
         shard_bytes: of a file of safetensors, at most, where tensors are not larger.
