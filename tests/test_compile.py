@@ -328,6 +328,39 @@ def test_what_has_state_runs_between_two_graphs(name: str) -> None:
     assert any(grad.abs().max() > 0 for grad in found[0].values())
 
 
+@pytest.mark.parametrize("part", ["experts", "shared", "router"])
+def test_tangents_are_refused_in_a_graph_as_they_are_eagerly(part: str) -> None:
+    """torch takes zeros for those of an operator, and for gradients where a function's weight needs one too."""
+    moe = build(shared_hidden=6).eval()
+    module = getattr(moe, part)
+    x, ids, w = torch.randn(5, moe.config.dim), torch.arange(5 * K).view(5, K) % E, torch.rand(5, K)
+
+    def run(x: Tensor) -> Tensor:
+        return module(x, ids, w) if part == "experts" else module(x).weights_TK if part == "router" else module(x)
+
+    def slope_along(x: Tensor) -> Tensor:
+        return torch.func.jvp(run, (x,), (x,))[1]
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: run(x).square().sum())(x)
+
+    compiled_run = torch.compile(run, backend="eager")
+    with torch.no_grad():
+        true = compiled_run(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            with pytest.raises(NotImplementedError, match="jvp"):
+                compiled_run(dual)
+            assert torch.equal(compiled_run(x), true)
+        assert torch.equal(compiled_run(x), true)
+    for transform in (slope_along, gradient):
+        with pytest.raises((InputError, RuntimeError), match=r"torch\.func|must override the setup_context"):
+            torch.compile(transform, backend="eager")(x)
+        dynamo.reset()  # what has left a graph once is not tried again
+        with pytest.raises(dynamo.exc.Unsupported, match="InputError"):
+            torch.compile(transform, backend="eager", fullgraph=True)(x)
+
+
 @pytest.mark.parametrize("name", ["delayed", "main_grad"])
 def test_compiled_autograd_leaves_out_what_runs_eagerly(name: str) -> None:
     moe, x = STATEFUL[name](), inputs((5,), FP32)[0]

@@ -105,6 +105,10 @@ class Context:
 def forward_of(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
     as a kernel."""
+    if torch.compiler.is_compiling() and may_have_tangents():
+        from trimtab.eager import eagerly
+
+        return eagerly(function.apply, *args)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(Context(), *args)
@@ -113,6 +117,20 @@ def forward_of(function: type[Function], *args: Any) -> Any:
 def _transformed() -> bool:
     """Whether values may carry tangents or be batches, which `apply` refuses."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def may_have_tangents() -> bool:
+    """While a graph is traced: whether values may carry tangents, for which torch takes zeros in an operator. They are
+    not seen there, only that there may be some; whoever then leaves the graph is told by `apply`.
+
+    Raises:
+        InputError: under a transform of `torch.func`, which leaves no graph in good order.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise InputError(
+            "trimtab does not run under torch.func's transforms (grad, jvp, vmap): use torch.autograd.grad"
+        )
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 class _Shaped(Function):

@@ -9,7 +9,10 @@ import torch
 
 from trimtab.errors import InputError
 
-WHY = "rows are exchanged over ranks, an option has state, or an activation, norm or kernels are of one's own"
+WHY = (
+    "rows are exchanged over ranks, an option has state, an activation, norm or kernels are of one's own, or values "
+    "may have tangents"
+)
 
 
 @torch.compiler.disable(reason=f"trimtab: {WHY}: this part runs eagerly")  # type: ignore[no-untyped-call, untyped-decorator]

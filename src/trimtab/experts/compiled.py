@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.autocast import computed_in, without_autocast
-from trimtab.backward import Context
+from trimtab.backward import Context, may_have_tangents
 from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
 from trimtab.experts.activations import spelled
@@ -43,26 +43,33 @@ def compiled_experts(
     """`module.forward` while a graph is traced.
 
     Weight gradients into `main_grad` or later, recipes, and kernels that have no name have state that a graph does
-    not see: such a module runs eagerly between two graphs.
+    not see: such a module runs eagerly between two graphs. So does any where values may have tangents.
+
+    Raises:
+        InputError: see `may_have_tangents`.
     """
     plain = module.main_grad == "off" and not module.delay_wgrad and module.recipe is None
-    if not plain or not named(module.kernels):
+    if not plain or not operable(module.kernels):
         y: Tensor = eagerly(module.forward, x_MD, ids_MK, w_MK, num_slots=num_slots)
         return y
     weights = ExpertWeights(up=module.up, down=module.down, up_bias=module.up_bias, down_bias=module.down_bias)
     return as_operator(x_MD, ids_MK, w_MK, weights, module.activation, module.weights, module.kernels, num_slots)
 
 
-def named(kernels: KernelChoice) -> bool:
-    """Whether an operator can be told of them: none are of one's own."""
-    return all(isinstance(name, str) for name in kernels.candidates)
+def operable(kernels: KernelChoice) -> bool:
+    """Whether an operator may be in their place here, and can be told of them: none are of one's own.
+
+    Raises:
+        InputError: see `may_have_tangents`.
+    """
+    return not may_have_tangents() and all(isinstance(name, str) for name in kernels.candidates)
 
 
 def as_operator(
     x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, weights: ExpertWeights, activation: str, side: str,
     kernels: KernelChoice, num_slots: int | None,
 ) -> Tensor:  # fmt: skip
-    """One call of `expert_mlp_op`, in x's dtype. activation, side: as there. kernels: `named`."""
+    """One call of `expert_mlp_op`, in x's dtype. activation, side: as there. kernels: `operable`."""
     x, w = x_MD.to(computed_in(weights.up)), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     out, _ = expert_mlp_op(
         x, w, ids_MK, *weights.each, activation, side, weights.transposed, ",".join(map(str, kernels.candidates)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn.utils.parametrize import is_parametrized
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import may_have_tangents, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
 from trimtab.options import check_flags, check_sizes, holds_values
@@ -98,7 +98,11 @@ class SharedExperts(nn.Module):
 
     def _activated(self, pre_TI: Tensor) -> Tensor:
         h_TF: Tensor
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and may_have_tangents():
+            from trimtab.eager import eagerly
+
+            h_TF = eagerly(self._activated, pre_TI)
+        elif torch.compiler.is_compiling():
             from trimtab.experts.compiled_activation import activate
 
             h_TF = activate(pre_TI, self.name)

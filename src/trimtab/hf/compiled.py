@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.eager import eagerly
 from trimtab.errors import InputError
-from trimtab.experts.compiled import as_operator, named
+from trimtab.experts.compiled import as_operator, operable
 from trimtab.hf.experts import experts_forward, refuse_dropped, weights_of
 from trimtab.hf.gates import _clamped, word_of
 from trimtab.kernels.selftest import KernelChoice
@@ -51,7 +51,7 @@ def compiled_forward(
 ) -> Tensor:
     """`experts_forward` while a graph is traced."""
     word = None if module.has_post_expert_norm else word_of(module, _clamped_word)
-    if word is None or not named(kernels):
+    if word is None or not operable(kernels):
         if torch.compiler.is_exporting():
             raise InputError(
                 f"{type(module).__name__}: with an activation, gate or norm that is none of trimtab's, its experts "
