@@ -63,7 +63,12 @@ def expert_choice(scores_TE: Tensor, real_T: Tensor | None, capacity: int) -> Te
     A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
     """
     order = _only(real_T, scores_TE).sort(dim=0, descending=True, stable=True).indices
-    chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order[:capacity], True)
+    chosen = torch.zeros_like(scores_TE, dtype=torch.bool)
+    if torch.compiler.is_exporting():  # a slice of a symbolic length would be for one alone, or for any but one
+        first_T = torch.arange(order.shape[0], device=order.device) < capacity
+        chosen.scatter_(0, order, first_T[:, None].expand_as(order))
+    else:
+        chosen.scatter_(0, order[:capacity], True)
     return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
 
 
@@ -103,4 +108,9 @@ def capacity(tokens: int, config: RouterConfig) -> int:
         from trimtab.routing.compiled import constant
 
         factor = constant(factor.hex())  # sizes of a graph may depend on no symbol but the number of tokens
-    return math.ceil(factor * config.top_k * tokens / config.num_experts)
+    slots = factor * config.top_k * tokens / config.num_experts
+    if torch.compiler.is_exporting():  # a program with `math.ceil` of a symbol cannot be saved
+        whole = math.trunc(slots)
+        room: int = whole + torch.sym_ite(slots > whole, 1, 0)  # type: ignore[no-untyped-call]
+        return room
+    return math.ceil(slots)
