@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_case import inputs, results
 from layer_case import D, E, K, build
+from trimtab import exported
 from trimtab.dispatch.checks import name_bytes
 from trimtab.dispatch.compiled import checked_ids
 from trimtab.errors import InputError
@@ -156,6 +160,38 @@ def test_what_no_graph_can_hold_is_not_exported() -> None:
         with pytest.raises(InputError, match=r"cannot be exported: .* an option has state"):
             torch.export.export(build(**options), (x,), strict=False)
     torch.export.export(build(), (x,), strict=False)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [{"capacity_factor": 1.1, "pad": True}, {"select": "expert_choice", "capacity_factor": 0.6, "aux_loss": 0.1}],
+    ids=str,
+)
+def test_an_exported_layer_is_saved_and_loaded_for_any_number_of_tokens(router: dict[str, Any]) -> None:
+    """Made where an expert takes one token alone."""
+    moe, rows = build(router=router).eval(), ({0: torch.export.Dim.DYNAMIC},)
+    for module in (moe, moe.router):
+        file = BytesIO()
+        torch.export.save(torch.export.export(module, (torch.randn(3, D),), dynamic_shapes=rows, strict=False), file)
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+        for tokens in (2, 3, 10, 77):
+            x = torch.randn(tokens, D)
+            found, true = loaded(x), module(x)
+            assert type(found) is type(true)
+            for name in ("loads_E", "ids_TK", "y" if module is moe else "weights_TK"):
+                assert torch.equal(getattr(found, name), getattr(true, name)), (tokens, name)
+
+
+def test_who_loads_what_was_exported_knows_every_operator() -> None:
+    root = Path(exported.__file__).parent
+    files = [file.relative_to(root) for file in root.rglob("*.py") if "library.custom_op" in file.read_text()]
+    modules = {".".join(("trimtab", *file.with_suffix("").parts)) for file in files} - {"trimtab.hf.compiled"}
+    known = {
+        name for name, _ in re.findall(r"^(?:import|from) ([\w.]+)( import .*)?$", inspect.getsource(exported), re.M)
+    }
+    assert len(modules) >= 4
+    assert modules <= known
 
 
 class Result(torch.nn.Module):

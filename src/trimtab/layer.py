@@ -142,6 +142,9 @@ class MoE(nn.Module):
     router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
     again is the same graph, and its loads are counted once.
 
+    `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A process
+    that loads it imports `trimtab.exported` first.
+
     In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
     of the last 64 are kept, 2 bytes a slot and with a mask 1 a token. Evaluate in `eval()`, which keeps none.
     """
@@ -212,6 +215,10 @@ class MoE(nn.Module):
         if mask_T is not None:
             y_TD = zeroed(y_TD, mask_T, over_ranks=self.dispatcher.transport is not None)
         y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
+        if torch.compiler.is_exporting():
+            from trimtab.routing.compiled import storable
+
+            storable(MoEOutput)
         return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _ours_routes(self) -> bool:

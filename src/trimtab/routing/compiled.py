@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, _register_namedtuple
 
 from trimtab.errors import ConfigError
 from trimtab.routing.recompute import in_backward
@@ -19,6 +20,14 @@ from trimtab.routing.recompute import in_backward
 def constant(text: str) -> float:
     """The number that `float.hex` spells so, never a symbol: the text is what a graph is guarded by."""
     return float.fromhex(text)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def storable(result: type) -> bool:
+    """From now on, a program of `torch.export` whose result is of this named tuple can be saved and loaded."""
+    if result not in SUPPORTED_NODES:
+        _register_namedtuple(result, serialized_type_name=f"{result.__module__}.{result.__qualname__}")
+    return True
 
 
 @torch.library.custom_op("trimtab::counted_once", mutates_args=())

@@ -174,6 +174,10 @@ class Router(nn.Module):
         counted = None if torch.compiler.is_compiling() else again is not None
         pending = Pending(ids, logits, scores, choice.chosen, chosen_E, real_T, batch, before_E, counted)
         losses = {} if later else self.take_losses(pending)
+        if torch.compiler.is_exporting():
+            from trimtab.routing.compiled import storable
+
+            storable(Routing)
         return Routing(
             ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most,
             pending=pending if later else None,
