@@ -11,6 +11,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,6 +59,10 @@ class Pages:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape. Not initialised, but NaN under deterministic algorithms, as torch's."""
+        if torch.compiler.is_compiling():  # in a frame of ours, where one around it has left the graph
+            from trimtab.eager import eagerly
+
+            return cast(Tensor, eagerly(self.empty, *shape, dtype=dtype))
         count = math.prod(shape)
         size = count * dtype.itemsize
         if size < SMALL:
