@@ -170,6 +170,8 @@ def test_what_no_graph_can_hold_is_not_exported() -> None:
 def test_an_exported_layer_is_saved_and_loaded_for_any_number_of_tokens(router: dict[str, Any]) -> None:
     """Made where an expert takes one token alone."""
     moe, rows = build(router=router).eval(), ({0: torch.export.Dim.DYNAMIC},)
+    x = torch.randn(7, D)
+    assert torch.equal(torch.export.export(moe, (x,), strict=True).module()(x).y, moe(x).y)
     for module in (moe, moe.router):
         file = BytesIO()
         torch.export.save(torch.export.export(module, (torch.randn(3, D),), dynamic_shapes=rows, strict=False), file)
@@ -187,9 +189,7 @@ def test_who_loads_what_was_exported_knows_every_operator() -> None:
     root = Path(exported.__file__).parent
     files = [file.relative_to(root) for file in root.rglob("*.py") if "library.custom_op" in file.read_text()]
     modules = {".".join(("trimtab", *file.with_suffix("").parts)) for file in files} - {"trimtab.hf.compiled"}
-    known = {
-        name for name, _ in re.findall(r"^(?:import|from) ([\w.]+)( import .*)?$", inspect.getsource(exported), re.M)
-    }
+    known = set(re.findall(r"^(?:import|from) ([\w.]+)", inspect.getsource(exported), re.M))
     assert len(modules) >= 4
     assert modules <= known
 

@@ -142,8 +142,8 @@ class MoE(nn.Module):
     router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
     again is the same graph, and its loads are counted once.
 
-    `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A process
-    that loads it imports `trimtab.exported` first.
+    `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A
+    process that loads it imports `trimtab.exported` first.
 
     In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
     of the last 64 are kept, 2 bytes a slot and with a mask 1 a token. Evaluate in `eval()`, which keeps none.

@@ -8,7 +8,7 @@ Legend: T tokens, E experts, K experts per token, N = T * K slots, X columns of 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +17,16 @@ from trimtab.routing.config import RouterConfig
 from trimtab.routing.scores import count_ids
 
 
+def least(a: int, b: int) -> int:
+    """`min` that asks nothing of symbols."""
+    exported = isinstance(a, torch.SymInt)  # Dynamo takes it by itself where it traces `min`
+    smaller: int = torch.sym_min(a, b) if exported else min(a, b)  # type: ignore[no-untyped-call]
+    return smaller
+
+
 def most_slots(ids_TK: Tensor, config: RouterConfig, room: int) -> int:
     """How many slots all experts together take at most, each of which takes `room`. Symbolic in a traced graph."""
-    bound: Any = config.num_experts * room
-    slots = ids_TK.numel()
-    exported = isinstance(bound, torch.SymInt)  # Dynamo takes it by itself where it traces `min`
-    most: int = torch.sym_min(bound, slots) if exported else min(bound, slots)  # type: ignore[no-untyped-call]
-    return most
+    return least(config.num_experts * room, ids_TK.numel())
 
 
 @torch.no_grad()

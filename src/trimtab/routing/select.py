@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from trimtab.routing.capacity import least
 from trimtab.routing.config import RouterConfig
 
 FEW = 2048
@@ -111,6 +112,7 @@ def capacity(tokens: int, config: RouterConfig) -> int:
     slots = factor * config.top_k * tokens / config.num_experts
     if torch.compiler.is_exporting():  # a program with `math.ceil` of a symbol cannot be saved
         whole = math.trunc(slots)
-        room: int = whole + torch.sym_ite(slots > whole, 1, 0)  # type: ignore[no-untyped-call]
-        return room
+        return whole + least(
+            math.trunc((slots - whole) * 2.0**52), 1
+        )  # no float from 1 on has a smaller part than 2^-52
     return math.ceil(slots)
