@@ -112,7 +112,6 @@ def capacity(tokens: int, config: RouterConfig) -> int:
     slots = factor * config.top_k * tokens / config.num_experts
     if torch.compiler.is_exporting():  # a program with `math.ceil` of a symbol cannot be saved
         whole = math.trunc(slots)
-        return whole + least(
-            math.trunc((slots - whole) * 2.0**52), 1
-        )  # no float from 1 on has a smaller part than 2^-52
+        part = math.trunc((slots - whole) * 2.0**52)  # 0 for none alone: behind 1 and more there is none below 2^-52
+        return whole + least(part, 1)
     return math.ceil(slots)
