@@ -45,7 +45,7 @@ def experts_forward(
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised.
-        InputError: shapes or ids other than these; eagerly under `torch.func`'s transforms or `torch.jit.trace`.
+        InputError: shapes or ids other than these; under `torch.func`'s transforms or, eagerly, `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
     Under `torch.compile` they are operators of the graph; with an activation or gate that is none of ours, or a norm
