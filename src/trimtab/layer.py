@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view, zeroed
+from trimtab.dispatch.control import NOTHING, Shared
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
@@ -204,7 +205,8 @@ class MoE(nn.Module):
             sent = narrowed(sent, self.experts)
         given = sent, route.ids_TK, route.weights_TK
         known = ours and route.ids_TK is route.pending.ids_TK  # no hook has put others in their place
-        rows = self.dispatcher.dispatch(*given, most_slots=route.most_slots if known else None)
+        most = route.most_slots if known else None
+        rows = self.dispatcher.dispatch(*given, most_slots=most, shared=self._shared(x))
         losses = {**route.losses, **self.router.take_losses(route.pending)} if ours else route.losses
         # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
         with unseen() if is_always_recomputed(type(self.experts).forward) else nullcontext():
@@ -225,6 +227,10 @@ class MoE(nn.Module):
         """Whether the router's forward is `Router`'s. The order of exchanges hangs on it, so hooks do not count, which
         one rank may have alone."""
         return getattr(self.router.forward, "__func__", None) is Router.forward
+
+    def _shared(self, x: Tensor) -> Shared:
+        """What of the input the ranks of the expert group must have as much of."""
+        return NOTHING
 
     def _refuse_transforms(self) -> None:
         if not torch.compiler.is_compiling():

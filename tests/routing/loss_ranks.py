@@ -102,7 +102,7 @@ def on_ranks() -> dict[str, float]:
 
 
 def collectives(rank: int) -> float:
-    """How many all-reduces more or fewer a forward makes than one per group and one of B, with tokens and without."""
+    """How many all-reduces more or fewer than one per group a forward makes, with tokens and without."""
     world, exact, calls = dist.group.WORLD, dist.all_reduce, []
 
     def counting(t: Tensor, **kw: object) -> object:
@@ -118,7 +118,7 @@ def collectives(rank: int) -> float:
         router(torch.zeros(2 * rank, D, dtype=torch.float64), batch=2)
     finally:
         dist.all_reduce = exact
-    return 0.0 if calls == [2 * E + 3, 2, 2 * E, 2 * E + 3] else float(len(calls)) + 1
+    return 0.0 if calls == [2 * E + 3, 2 * E, 2 * E + 3] else float(len(calls)) + 1
 
 
 def accumulated(rank: int, ranks: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What ranks tell each other before rows move, in one shape for every movement: who is where, and how much will come.
 
-    count     forward    ROWS and SLOTS that follow, TOKENS held, BAD, GRAD every transport, one host sync
+    count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
+                         GRAD, LINES and SIZES of what is shared
     combine   forward    ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
     combine   backward   the same
@@ -18,6 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +29,35 @@ from trimtab.errors import DesyncError, InputError
 from trimtab.options import DTYPES
 
 NAME_COLUMNS = 4
-ROWS, SLOTS, TOKENS, BAD, GRAD, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(12)
+ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(14)
 EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 UNUSABLE = -1
 """BAD of a rank that can take no part: it cannot send what it was given."""
+_HALF = 1 << 32
+"""Two numbers travel in one column."""
+
+
+class Shared(NamedTuple):
+    """What of this rank's tokens other ranks of the group must have as much of: it travels with the count, and ranks of
+    other groups are not asked.
+
+    tp, cp: the first rank of this one's line of the mesh, -1 where nothing is compared along it.
+    sequences, positions: how many. positions: of each sequence, compared along tp; -1 where they may differ.
+    """
+
+    tp: int = -1
+    cp: int = -1
+    sequences: int = 0
+    positions: int = -1
+
+    def columns(self) -> list[int]:
+        """LINES and SIZES."""
+        return [(self.tp + 1) * _HALF + self.cp + 1, self.sequences * _HALF + self.positions + 1]
+
+
+NOTHING = Shared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +84,15 @@ class Tag:
         return [self.call, self.experts, self.top_k, self.width, facts, *name]
 
 
-def fill(rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, *, grad: bool = False) -> Tensor:
+def fill(
+    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, *, grad: bool = False,
+    shared: Shared = NOTHING,
+) -> Tensor:  # fmt: skip
     """The message [P, C] int64 of a count, made on the device of the counts: no copy to it and no sync.
 
     grad: whether this rank's tokens or their weights want a gradient.
     """
-    same = [0, 0, tokens, 0, int(grad), *tag.columns("count", "forward")]
+    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *tag.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
@@ -85,7 +113,7 @@ def announce(transport: Transport, lanes: Lanes, tag: Tag, phase: str, direction
         InputError: a rank was given rows that it cannot send.
     """
     kind = [0, UNUSABLE, 0] if rows is None else [rows.shape[1], 0, DTYPES.index(rows.dtype)]
-    tail = [*kind, *tag.columns(phase, direction)]
+    tail = [*kind, *NOTHING.columns(), *tag.columns(phase, direction)]
     pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
     headers = transport.exchange_headers(
         torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu")
@@ -130,6 +158,34 @@ def raise_if_desynced(headers: Headers, rank: int, tag: Tag, phase: str) -> None
             "order with the same configuration",
             ranks=others, layer=tag.layer, phase=phase,
         )  # fmt: skip
+
+
+def raise_if_unlike(received: Sequence[Sequence[int]], layer: str) -> None:
+    """Every rank sees what each shares, so either all raise or none.
+
+    Raises:
+        DesyncError: ranks that must have as many sequences or positions have other numbers of them.
+    """
+    lines: dict[tuple[str, int], dict[tuple[int, int], list[int]]] = {}
+    for rank, told in enumerate(received):
+        (tp, cp), (sequences, positions) = divmod(told[LINES], _HALF), divmod(told[SIZES], _HALF)
+        for mesh, line, size in (("tp_mesh", tp, (sequences, positions)), ("cp_mesh", cp, (sequences, 0))):
+            if line:
+                lines.setdefault((mesh, line), {}).setdefault(size, []).append(rank)
+    for (mesh, _), sizes in lines.items():
+        if len(sizes) > 1:
+            each = "; ".join(
+                f"rank(s) {', '.join(map(str, ranks))}: {sequences} sequence(s)"
+                + (f" of {positions - 1} position(s)" if positions else "")
+                for (sequences, positions), ranks in sizes.items()
+            )
+            why = "hold the same tokens" if max(positions for _, positions in sizes) else "share sequences"
+            raise DesyncError(
+                f"ranks of one {mesh} that must {why} were given others ({each}). With tokens='replicated' each is "
+                "given all tokens of its tp_mesh; with a sequence_aux_loss the ranks of a tp_mesh or cp_mesh have "
+                "positions of the same sequences",
+                ranks=tuple(rank for ranks in sizes.values() for rank in ranks), layer=layer, phase="count",
+            )  # fmt: skip
 
 
 def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:

@@ -32,13 +32,16 @@ from trimtab.dispatch.checks import (
 from trimtab.dispatch.control import (
     BAD,
     GRAD,
+    NOTHING,
     ROWS,
     SLOTS,
     TOKENS,
     UNUSABLE,
+    Shared,
     Tag,
     fill,
     raise_if_desynced,
+    raise_if_unlike,
     raise_if_unusable,
 )
 from trimtab.dispatch.exchange import (
@@ -151,6 +154,7 @@ class Dispatcher:
         token_mask_T: Tensor | None = None,
         *,
         most_slots: int | None = None,
+        shared: Shared = NOTHING,
     ) -> Rows:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
@@ -161,23 +165,25 @@ class Dispatcher:
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K: what is made for them on a device, or
                 in a graph of `torch.compile`, is of so many rows. Over ranks they are counted anyway.
+            shared: what other ranks of the group must have as much of as this one.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
                 out of range or weights not finite. On every rank of the group. (What ids and weights are is asserted on
                 the device, and not raised, where the host does not wait for one: CUDA without a transport.)
-            DesyncError: the ranks of the group are not in the same call; another thread of this rank is in an exchange
-                (`Guard.alone`).
+            DesyncError: the ranks of the group are not in the same call, or have not as much of what is shared; another
+                thread of this rank is in an exchange (`Guard.alone`).
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
         """
         if self._runs_eagerly():
-            return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T))
+            return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
         with self._alone("route"):
-            return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots)
+            return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots, shared)
 
     def _dispatch(
-        self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None, most_slots: int | None
-    ) -> Rows:
+        self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None, most_slots: int | None,
+        shared: Shared,
+    ) -> Rows:  # fmt: skip
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
         ids = ids_TK.long().clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
@@ -200,7 +206,7 @@ class Dispatcher:
             x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
         else:
             own = wants_gradient(x_TD, w)
-            route, wanted = self._connect(ids, w, bad, self._named, x_TD, own)
+            route, wanted = self._connect(ids, w, bad, self._named, x_TD, own, shared)
             w = with_others(w, wanted, own)
             x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
@@ -258,24 +264,25 @@ class Dispatcher:
         """Whether a graph is being traced that ends here: what goes over ranks reads counts, and is no part of any."""
         return self._named is not None and torch.compiler.is_compiling()
 
-    def _eagerly(self, method: Callable[..., Any], *args: Any) -> Any:
+    def _eagerly(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from trimtab.eager import eagerly
 
-        return eagerly(method, *args)
+        return eagerly(method, *args, **kwargs)
 
     def _connect(
-        self, ids_TK: Tensor, w_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool
+        self, ids_TK: Tensor, w_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool, shared: Shared
     ) -> tuple[RankRoute, bool]:
         """Sort, count, tell the peers, and check what they told, before any row moves. And whether any rank's `grad`
         says that it wants gradients of what it sends."""
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
         tag = self._tag(x_TD, ids_TK)
-        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, grad=grad)
+        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, grad=grad, shared=shared)
         self._at("count")
         headers = transport.exchange_headers(message)
         self.calls += 1
         raise_if_unusable(headers.received, self.layer, "count")
         raise_if_desynced(headers, transport.rank, tag, "count")
+        raise_if_unlike(headers.received, self.layer)
         self._raise_if_bad([header[BAD] for header in headers.received], ids_TK, w_TK)
         rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
         ordered = self.combine_mode == "ordered"

@@ -42,7 +42,8 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: context parallel, one dim: the ranks that hold positions of the same sequences, any number each and in
             any order (in turns, zig-zag), as `tokens` says. For gradients they are data-parallel ranks like others:
             they must be among those of `dp_mesh` later, and nothing is summed over them here. Only the losses per
-            sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those.
+            sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those. What ranks of
+            a `tp_mesh` or `cp_mesh` must have as many of is compared where they are of one expert group.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
             gathered over the group before the experts, and their outputs summed and given back after them. Save and
             load by `trimtab.checkpoint`: torch.distributed.checkpoint takes a rank's share of `up`, a part of gate
@@ -113,9 +114,7 @@ class ExpertParallel(ParallelStyle):
         assert isinstance(moe, ParallelMoE)
         moe.spread(self.meshes, name)
         group = moe.tp_group
-        moe.tokens = AllTokens()
-        if group is not None and self.tokens == "replicated":
-            moe.tokens = ReplicatedTokens(group, name)
+        moe.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
         return moe
 
     def check(self, module: nn.Module, mesh: DeviceMesh, layer: str = "") -> MoE:

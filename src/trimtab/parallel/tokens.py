@@ -2,8 +2,7 @@
 
     x [B, L, D] on every rank  --take-->  [B, l, D], this rank's positions of every sequence  --join-->  y [B, L, D]
 
-Shares are as even as can be; they may differ by one position and be empty (L < ranks). B and L must be the same on all
-ranks, and are compared.
+Shares are as even as can be; they may differ by one position and be empty (L < ranks).
 
 Legend: B batch, L positions, l positions of this rank, D width.
 """
@@ -18,29 +17,20 @@ from torch import Tensor
 from trimtab.backward import not_a_view
 from trimtab.dispatch.shard import shard, take_shard, unshard
 from trimtab.layout import SequenceLayout
-from trimtab.routing.alike import check_alike
 
 
 class ReplicatedTokens:
     """`trimtab.layer.Tokens` over `group`, whose ranks hold the same tokens and the same gradient of the output."""
 
-    def __init__(self, group: dist.ProcessGroup, layer: str = "") -> None:
-        self.group, self.layer = group, layer
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def take(self, t: Tensor) -> Tensor:
-        """[*lead, L, any] -> [*lead, l, any]. One all-gather in the backward.
-
-        Raises:
-            DesyncError: tokens whose B or L differ between the ranks, see `check_alike`.
-        """
-        layout, tokens = self._layout(t), t.is_floating_point()
-        if tokens:
-            sizes = {"sequences": layout.batch, "positions": layout.length}
-            rule = "all ranks of tp_mesh must hold the same tokens, which each is given whole (tokens='replicated')"
-            check_alike(sizes, [self.group], rule, device=t.device, layer=self.layer)
+        """[*lead, L, any] -> [*lead, l, any]. No communication; one all-gather in the backward."""
+        layout = self._layout(t)
         rows = t.reshape(layout.batch * layout.length, t.shape[-1])
-        mine = shard(rows, layout, self.group) if tokens else take_shard(rows, layout, self.rank)
+        mine = shard(rows, layout, self.group) if t.is_floating_point() else take_shard(rows, layout, self.rank)
         return mine.view(*t.shape[:-2], layout.shard_length(self.rank), t.shape[-1])
 
     def join(self, y: Tensor, like: Tensor) -> Tensor:

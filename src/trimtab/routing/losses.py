@@ -11,10 +11,10 @@ For real tokens t, with p[t] the scores as a distribution and f the fraction of 
 times their coefficients. The first three are 1 where the load is even; a sequence counts by its real tokens.
 
 Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and, for
-sequence_aux, one of B E counts over `LossGroups.sequence`, whose ranks must have the same B and compare it before; one
-after another where these are several groups), issued by every rank on every call, whatever its tokens. Each rank's
-value is the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging
-parameter gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
+sequence_aux, one of B E counts over `LossGroups.sequence`, whose ranks must have the same B; one after another where
+these are several groups), issued by every rank on every call, whatever its tokens. Each rank's value is
+the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging parameter
+gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
 
 Micro-batches: without `StepTotals` N counts the tokens of one micro-batch, and the trainer averages over them. With
 it N is the step's number of tokens: the trainer adds up, and micro-batches may differ in size.

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
 from trimtab.options import VALUES, check_dtype, check_sizes, holds_values
-from trimtab.routing.alike import check_alike
 from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
-from trimtab.routing.losses import LossGroups, StepTotals, balance_losses, each_group
+from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
 from trimtab.routing.outcome import Pending, Routing
 from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
@@ -184,17 +183,8 @@ class Router(nn.Module):
         )  # fmt: skip
 
     def take_losses(self, pending: Pending) -> dict[str, Tensor]:
-        """The losses of a forward that left them for later, once. Every rank of `groups` must call.
-
-        Raises:
-            DesyncError: with `sequence_aux_loss`, other numbers of sequences on the ranks that share them, see
-                `check_alike`.
-        """
+        """The losses of a forward that left them for later, once. Every rank of `groups` must call."""
         p = pending
-        if self.config.sequence_aux_loss:
-            rule = "ranks that hold parts of the same sequences must have as many for sequence_aux_loss"
-            sharing, device = each_group(self.groups.sequence), p.logits_TE.device
-            check_alike({"sequences": p.batch}, sharing, rule, device=device, layer=self.layer)
         losses, counts_E = balance_losses(
             p.logits_TE, p.scores_TE, p.chosen_TK, p.chosen_E, p.real_T,
             config=self.config, batch=p.batch, groups=self.groups, totals=self.totals,
