@@ -14,7 +14,7 @@ from experts.linear_truth import true_results
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES
-from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise, Recipe
+from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise, Recipe, RecipeState
 
 RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(backend="emulated", history=4),
@@ -99,6 +99,37 @@ def test_keeping_the_original_input_changes_nothing(name: str) -> None:
         layer(x, [1, 0, 5, 2]).backward(dy)
         found.append(layer.weight.grad)
     assert torch.equal(*found)
+
+
+class OwnState(RecipeState):
+    def activation(self, x_RA: Tensor, offsets_e: Tensor, along: str) -> Tensor:
+        return x_RA.float() * 2
+
+    def gradient(self, dy_RB: Tensor, offsets_e: Tensor, along: str) -> Tensor:
+        return dy_RB.float() * 3
+
+    def weight(self, w_eAB: Tensor, along: str) -> Tensor:
+        return w_eAB.float() * 4
+
+
+class OwnRecipe:
+    name, alignment, state = "own", 1, OwnState
+
+    def check(self, device: torch.device, in_features: int, out_features: int) -> str:
+        return "emulated"
+
+    def engine(self) -> None:
+        return None
+
+
+def test_a_recipe_of_one_s_own_multiplies_what_its_state_returns() -> None:
+    layer = GroupedLinear(4, A, B, bias=False, recipe=OwnRecipe())
+    x, dy, sizes = torch.randn(8, A, requires_grad=True), torch.randn(8, B), [1, 0, 5, 2]
+    y = layer(x, sizes)
+    y.backward(dy)
+    truth = true_results(x, layer.weight, None, dy, sizes)
+    for got, true in ((y, 8 * truth.y), (x.grad, 12 * truth.dx), (layer.weight.grad, 6 * torch.stack(truth.dw))):
+        assert relative_error(got, true) < 1e-5
 
 
 def test_state_is_saved_with_the_layer() -> None:

@@ -93,10 +93,10 @@ class RecipeState(Operands, nn.Module):
     Used directly, each of its methods is a call of its own.
 
     Args:
-        alignment: the recipe's.
+        alignment: the recipe's. Not read in a state that defines `activation`, `weight` and `gradient` itself.
     """
 
-    def __init__(self, alignment: int) -> None:
+    def __init__(self, alignment: int = 1) -> None:
         super().__init__()
         self.alignment = alignment
 
