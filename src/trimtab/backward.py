@@ -119,6 +119,17 @@ def _transformed() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def refuse_torch_func(who: str, phase: str | None = None) -> None:
+    """Raises:
+    InputError: `torch.func.grad`, `vmap` or the like is at work.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise InputError(
+            f"{who} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
+            phase=phase,
+        )
+
+
 def may_have_tangents() -> bool:
     """While a graph is traced: whether values may carry tangents, for which torch takes zeros in an operator. They are
     not seen there, only that there may be some; whoever then leaves the graph is told by `apply`.
@@ -126,10 +137,7 @@ def may_have_tangents() -> bool:
     Raises:
         InputError: under a transform of `torch.func`, which leaves no graph in good order.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise InputError(
-            "trimtab does not run under torch.func's transforms (grad, jvp, vmap): use torch.autograd.grad"
-        )
+    refuse_torch_func("trimtab")
     return torch.autograd.forward_ad._current_level >= 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from trimtab.backward import refuse_torch_func
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
@@ -22,11 +23,7 @@ def refuse_transforms(who: str) -> None:
     InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, or
         `torch.jit.trace`, which would note addresses.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise InputError(
-            f"{who} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
-            phase="experts",
-        )
+    refuse_torch_func(who, phase="experts")
     if torch._C._is_tracing():
         raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
 
