@@ -132,6 +132,17 @@ def test_what_may_change(half: Path, text: Path) -> None:
         resumed({"resume": str((half / "checkpoints" / "step-00000002").rename(half / "step-00000002"))})
 
 
+def test_options_that_are_none_here_are_refused_by_name(half: Path) -> None:
+    path = half / "checkpoints" / "step-00000002" / "trimtab.json"
+    index = json.loads(path.read_text())
+    index["extra"]["run"]["config"] |= {"momentum": 0.9, "heads": 2}
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match="options that this trimtab lacks: heads, momentum; go on with the trimtab that"
+    ):
+        resumed({"resume": str(half)})
+
+
 def test_the_model_may_lie_elsewhere(config: TrainConfig, half: Path) -> None:
     moved = shutil.copytree(config.model, half / "elsewhere")
     assert resumed({"resume": str(half), "model": str(moved)}).model == str(moved)

@@ -38,11 +38,17 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
 
     Raises:
         InputError: no whole checkpoint there.
-        ConfigError: one that `trimtab train` did not write, or an option of FIXED with another value.
+        ConfigError: one that `trimtab train` did not write, or that holds options which are none here; or an option of
+            FIXED with another value.
     """
     asked = Path(given["resume"])
     folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
     saved = _run_of(folder)["config"]
+    if unknown := sorted(saved.keys() - {field.name for field in dataclasses.fields(TrainConfig)}):
+        raise ConfigError(
+            f"{folder}: its run has options that this trimtab lacks: {', '.join(unknown)}; go on with the trimtab that "
+            "wrote it"
+        )
     for name in FIXED:
         if name in given and _plain(name, given[name]) != saved[name]:
             hint = "; --stop-after ends a run early" if name == "max_steps" else ""
