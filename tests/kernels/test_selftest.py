@@ -13,7 +13,9 @@ from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels import selftest
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
+from trimtab.kernels.reference import swiglu_experts, wave
 from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.oracle import moe
 
 CPU = torch.device("cpu")
 
@@ -135,6 +137,22 @@ def test_kernels_that_layers_share_are_tested_once(
     products = [] if fault and at is None else [torch.bfloat16, torch.float32]
     assert [dtype for ours, dtype in seen if ours] == [None, *products]
     assert [dtype for ours, dtype in seen if not ours] == [None, *products[1:]]
+
+
+def test_the_experts_that_fused_kernels_are_held_to_have_autograd_s_gradients() -> None:
+    f64 = torch.float64
+    M, K, E, D, F = 5, 2, 3, 4, 3
+    x, w, up, down = (
+        wave(*shape, step=step, dtype=f64).requires_grad_()
+        for shape, step in (((M, D), 0.7), ((M, K), 0.9), ((E, 2 * F, D), 2.1), ((E, D, F), 3.3))
+    )
+    dy = wave(M, D, step=1.3, dtype=f64)
+    ids = torch.tensor([[0, 2], [-1, 0], [2, 0], [0, -1], [-1, -1]])  # none to expert 1
+    found = swiglu_experts(x.detach(), dy, w.detach(), up.detach(), down.detach(), ids)
+    y = moe(x, ids, w, up, down)
+    true = (y, *torch.autograd.grad(y, (x, w, up, down), dy))
+    for name, value in zip(("y", "dx", "dw", "d_up", "d_down"), true, strict=True):
+        torch.testing.assert_close(found[name], value, msg=name)
 
 
 def test_all_refused_names_all() -> None:
