@@ -97,10 +97,12 @@ def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> N
         load(tmp_path / "nowhere", model)
     with pytest.raises(ConfigError, match="a checkpoint of step 7 already"):
         save(tmp_path, model, step=7)
-    edit(folder, format=99, trimtab="9.9")
-    with pytest.raises(InputError, match=r"format 99, written by trimtab 9\.9; .* up to format 1"):
-        load(folder, model)
-    edit(folder, format=1)
+    before = read_index(folder).format
+    for other, do in ((99, "update it"), (1, "load it with the trimtab that wrote it")):
+        edit(folder, format=other, trimtab="9.9")
+        with pytest.raises(InputError, match=rf"format {other}, written by trimtab 9\.9; .* reads format 2: {do}"):
+            load(folder, model)
+    edit(folder, format=before)
     data = folder / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-5])
     with pytest.raises(InputError, match=r"not whole: __0_0.distcp has \d+ of \d+ bytes"):
@@ -116,9 +118,10 @@ def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> N
 WRONG: list[dict[str, Any]] = [
     *({"step": step} for step in (-1, 1.0, "5", None, True)),
     *({"keep": keep} for keep in (0, True, 1.5)),
-    *({"extra": {"loss": loss}} for loss in (np.float32(2.5), torch.ones(1))),
-    *({"files": {name: ""}} for name in ("", ".", "..", "../x", "a/b", "a\0", INDEX, ".metadata", "rank-00000.pt", 1)),
-    *({"files": {"__0_0.distcp": b""}}, {"files": {"config.json": {}}}),
+    *({"extra": extra} for extra in ({"loss": np.float32(2.5)}, {"loss": torch.ones(1)}, [1], "")),
+    *({"files": {name: ""}} for name in ("", ".", "..", "../x", "a/b", "a\0", INDEX, ".metadata", ".metadata.tmp", 1)),
+    *({"files": {name: ""}} for name in ("rank-00000.pt", "é" * 128, "\ud800")),
+    *({"files": files} for files in ({"__0_0.distcp": b""}, {"config.json": {}}, {"x": "\ud800"}, [], ["config.json"])),
     *({"rank_extra": [extra]} for extra in (np.arange(3), np.float64(1), Path("x"), deque([1]), lambda: 1)),
 ]
 
@@ -141,8 +144,10 @@ def test_arguments_of_numpy_and_containers_come_back(tmp_path: Path) -> None:
     assert (loaded.index.step, folder.name) == (3, "step-00000003")
     assert loaded.own is not None
     assert str(loaded.own["extra"]) == str(extra)
-    write_tensors(tmp_path, {"model.a": torch.ones(2)}, step=np.int64(4), experts={})
-    assert read_index(tmp_path / "step-00000004").step == 4
+    files = {"é" * 127: "é", "b": b"\xff"}
+    folder = write_tensors(tmp_path, {"model.a": torch.ones(2)}, step=np.int64(4), experts={}, files=files)
+    assert read_index(folder).step == 4
+    assert [(folder / name).read_bytes() for name in files] == ["é".encode(), b"\xff"]
 
 
 def test_a_file_with_what_is_not_read_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:

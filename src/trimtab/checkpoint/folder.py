@@ -29,7 +29,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, InputError
 
-FORMAT = 1
+FORMAT = 2
 INDEX, CONFIG, UNFINISHED = "trimtab.json", "config.json", ".unfinished"
 MODEL, OPTIM = "model.", "optim."
 CARRIED = (
@@ -38,8 +38,10 @@ CARRIED = (
     "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 """What goes with a model's weights wherever they go, beside config.json."""
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems take."""
 _STEP = re.compile(r"step-(\d{8,})")
-_OWN = re.compile(r"trimtab\.json|\.metadata|__\d+_\d+\.distcp|rank-\d{5,}\.pt")
+_OWN = re.compile(r"trimtab\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank-\d{5,}\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Index:
         slot}; None where no optimiser was saved.
     experts: by name of the experts module, its parameters' global shapes, the number of experts first.
     extra: what the caller added, JSON. files: bytes by name, of every other file of the folder.
-    trimtab, torch: versions that wrote it. format: of the folder; a newer one than FORMAT is refused.
+    trimtab, torch: versions that wrote it. format: of the folder; another than FORMAT is refused.
     """
 
     step: int
@@ -77,7 +79,12 @@ def rank_file(rank: int) -> str:
 
 def may_lie_beside(name: str) -> bool:
     """Whether a caller's file may have this name: one in the folder itself, and none of the checkpoint's own."""
-    return name not in ("", "..") and Path(name).name == name and "\0" not in name and not _OWN.fullmatch(name)
+    try:
+        fits = len(os.fsencode(name)) <= LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
+    plain = name not in ("", "..") and Path(name).name == name and "\0" not in name
+    return fits and plain and not _OWN.fullmatch(name)
 
 
 def whole_checkpoints(root: Path | str) -> list[Path]:
@@ -122,7 +129,7 @@ def step_of(folder: Path) -> int:
 def read_index(folder: Path | str) -> Index:
     """Read `trimtab.json` and check that the files it lists are there in full.
 
-    Raises InputError for a folder that is no whole checkpoint, and for one of a newer format.
+    Raises InputError for a folder that is no whole checkpoint, and for one of another format.
     """
     folder = Path(folder)
     if not _is_whole(folder):
@@ -132,10 +139,11 @@ def read_index(folder: Path | str) -> Index:
         version = int(fields["format"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / INDEX}: not an index of a checkpoint ({error!r})") from None
-    if version > FORMAT:
+    if version != FORMAT:
+        do = "update it" if version > FORMAT else "load it with the trimtab that wrote it"
         raise InputError(
-            f"{folder}: format {version}, written by trimtab {fields.get('trimtab')}; this trimtab reads up to format "
-            f"{FORMAT}: update it"
+            f"{folder}: format {version}, written by trimtab {fields.get('trimtab')}; this trimtab reads format "
+            f"{FORMAT}: {do}"
         )
     names = {f.name for f in dataclasses.fields(Index)}
     if missing := sorted(names - set(fields)):

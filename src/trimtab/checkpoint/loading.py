@@ -62,7 +62,7 @@ def load(
         model, optimizer, group: as for `save`. Without an optimiser its state in the checkpoint is not read.
 
     Raises, on every rank and before anything is changed:
-        InputError: no whole checkpoint, one of a newer format, or one with a file that cannot be read. Of the tensors'
+        InputError: no whole checkpoint, one of another format, or one with a file that cannot be read. Of the tensors'
             own files only their sizes are known before: where reading one fails, what was read until then has been
             overwritten. There are no checksums: bytes that changed within a value load as another value.
         ConfigError: tensors that only one of both has, or that have another shape, number of experts or dtype.

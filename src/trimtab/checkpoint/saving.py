@@ -16,7 +16,7 @@ from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapped
 from trimtab.checkpoint.optimizer_state import Groups, state_of
 from trimtab.checkpoint.rank_state import check_readable, rank_state
-from trimtab.checkpoint.tensors import check_given, files_of, make_index, write_dcp
+from trimtab.checkpoint.tensors import check_given, files_of, make_index, write_dcp, write_files
 from trimtab.errors import InputError, full_disk
 from trimtab.options import check_sizes
 
@@ -97,8 +97,7 @@ def save(
 
     def end() -> Path:
         _check_gathered(unfinished, ranks)
-        for name, text in files.items():
-            (unfinished / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        write_files(unfinished, files)
         index = make_index(
             step=step, world=ranks, experts=expert_shapes(model), optimizer=next(iter(groups), None), extra=extra or {}
         )

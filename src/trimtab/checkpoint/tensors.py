@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -123,24 +124,24 @@ def write_tensors(
     step: int,
     experts: dict[str, dict[str, list[int]]],
     extra: dict[str, Any] | None = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """A checkpoint of whole tensors, written by one process without a process group: ROOT/step-<step>.
 
     Args:
         tensors: by key, "model.<name>".
         experts, extra: as in `Index`.
-        files: text files that go beside it, by name ("config.json").
+        files: small files that go beside it, by name ("config.json").
 
     Raises:
         ConfigError: there is one of this step, `root` cannot be written, or `step` is no whole number.
-        InputError: `extra` is no JSON, or `files` has a name that is not plain or is one of the checkpoint's own.
+        InputError: `extra` is no dict of JSON, or `files` has a name or contents that cannot be written.
     """
-    check_given(step, extra, files or {})
+    files = {} if files is None else files
+    check_given(step, extra, files)
     unfinished = on_disk.begin(Path(root), step)
     write_dcp(unfinished, tensors, alone=True)
-    for name, text in (files or {}).items():
-        (unfinished / name).write_text(text, encoding="utf-8")
+    write_files(unfinished, files)
     index = make_index(step=step, world=0, experts=experts, extra=extra or {})
     on_disk.write_index(unfinished, index)
     return on_disk.finish(unfinished)
@@ -151,18 +152,37 @@ def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str
 
     Raises:
         ConfigError: `step` is no whole number, or negative.
-        InputError: `extra` is no JSON; `files` has names that cannot lie beside a checkpoint's own, or other contents.
+        InputError: `extra` is no dict of JSON; `files` is no mapping, or has names that cannot lie beside a
+            checkpoint's own, or contents that cannot be written.
     """
     check_sizes(0, step=step)
+    if not isinstance(extra, (dict, NoneType)):
+        raise InputError(f"extra: {type(extra).__name__}; hand in a dict")
     try:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"extra: {error}; hand in what JSON holds") from None
+    if not isinstance(files, Mapping):
+        raise InputError(f"files: {type(files).__name__}; hand in contents by name")
     for name, content in files.items():
         if not isinstance(name, str) or not on_disk.may_lie_beside(name):
             raise InputError(f"files: {name!r} must be the name of a file beside the checkpoint's own, without folders")
         if not isinstance(content, (str, bytes)):
             raise InputError(f"files: {name!r} is to hold {type(content).__name__}; hand in str or bytes")
+        try:
+            _as_bytes(content)
+        except UnicodeEncodeError as error:
+            raise InputError(f"files: {name!r} is to hold text that is no UTF-8 ({error.reason})") from None
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Write what `check_given` has passed."""
+    for name, content in files.items():
+        (folder / name).write_bytes(_as_bytes(content))
+
+
+def _as_bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
 
 
 def make_index(*, step: int, **fields: Any) -> Index:
