@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -361,13 +362,90 @@ def test_a_tensor_of_a_gate_whose_gradient_would_be_lost_is_refused_by_name() ->
     for says, gate in gates.items():
         gate.__qualname__ = says.split()[0]
         module._apply_gate = gate
-        with pytest.raises(InputError, match=rf"phase experts\] {says}.*is no parameter of the experts module"):
+        with pytest.raises(
+            InputError, match=rf"phase experts\] {says}.*is none that it may train: neither a parameter"
+        ):
             module(*rows())
         with torch.no_grad():
             module(*rows())
     module._apply_gate = gates[r"loose uses a tensor of \(8,\)"]
     loose.requires_grad_(False)
     module(*rows()).sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_parameter_that_the_gate_does_not_use_has_no_gradient(hooked: bool) -> None:
+    """But zeros where a hook would be handed None. It may be changed before the backward."""
+    module = own_gate(unused=nn.Parameter(torch.ones(3)), off=nn.Parameter(torch.ones(8), requires_grad=False))
+    if hooked:
+        module.unused.register_hook(lambda g: 3 * g)
+    y = module(*rows())
+    with torch.no_grad():
+        module.unused.mul_(2)
+        module.off.mul_(2)
+    y.sum().backward()
+    assert module.norm.weight.grad.any()
+    if hooked:
+        assert not module.unused.grad.any()
+    else:
+        assert module.unused.grad is None
+    y = module(*rows())
+    module.frozen.mul_(2)
+    with pytest.raises(InputError, match="changed in place between forward and backward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_a_gate_under_a_cache_of_parametrizations_gives_and_takes_nothing_of_it(backward_inside: bool) -> None:
+    """What others compute of the same parameter, before or after the gate, has its gradient as well."""
+    found = {}
+    for cache in (nullcontext, parametrize.cached):
+        for first in (False, True):
+            module = own_gate()
+            with cache():
+                loss = module.beta.square().sum() if first else 0
+                loss = loss + module(*rows()).square().sum()
+                loss = loss + (0 if first else module.beta.square().sum())
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
+            found[cache, first] = module.parametrizations.beta.original.grad
+    for grad in found.values():
+        torch.testing.assert_close(grad, found[nullcontext, False])
+
+
+def test_an_act_fn_that_is_no_child_is_trained() -> None:
+    found = []
+    for put in (setattr, object.__setattr__):
+        module, act_fn = qwen(), Scaled()
+        del module.act_fn
+        put(module, "act_fn", act_fn)
+        module(*rows()).square().sum().backward()
+        found.append(act_fn.scale.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+def test_a_gate_may_count_in_a_frozen_parameter() -> None:
+    """It counts each row once, though the gate is run again in the backward."""
+    module = own_gate(seen=nn.Parameter(torch.zeros(()), requires_grad=False))
+    kind = type(module)
+
+    def counts(self: Any, pre: Tensor) -> Tensor:
+        self.seen.add_(pre.shape[0])
+        return kind._apply_gate(self, pre)  # type: ignore[no-any-return]
+
+    module.__class__ = type("Counts", (kind,), {"_apply_gate": counts})
+    module(*rows()).sum().backward()
+    assert module.seen == 12
+    assert module.norm.weight.grad.any()
+
+
+def test_a_gate_with_gradients_in_inference_mode_is_refused_by_torch() -> None:
+    module, given = own_gate(), rows()
+    with torch.inference_mode(), torch.enable_grad(), pytest.raises(RuntimeError, match="Inference tensors cannot be"):
+        module(*given)
 
 
 def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named() -> None:

@@ -45,7 +45,8 @@ def activation_of(module: nn.Module) -> Activation:
     act_fn = getattr(module, "act_fn", None)
     function = module._apply_gate if module.has_gate else act_fn
     assert callable(function)
-    return Recomputed(function, module=module, but=_NOT_OF_A_GATE)
+    beside = act_fn if isinstance(act_fn, nn.Module) else None  # perhaps no child: a property, a class's attribute
+    return Recomputed(function, module=module, but=_NOT_OF_A_GATE, beside=beside)
 
 
 _PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
