@@ -11,7 +11,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from cut import cut
 from experts.test_expert_module import TRUTH
-from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU, Recomputed, generators
+from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU
+from trimtab.experts.recomputed import Recomputed, generators
 
 
 def geglu_tanh(pre: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from cut import cut
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
-from trimtab.experts.activations import Activation, Recomputed, SwiGLU
+from trimtab.experts.activations import Activation, SwiGLU
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.grouped import get_kernels
 
 T, D, F, E, K = 13, 16, 24, 6, 3

@@ -9,10 +9,11 @@ from comparing import assert_close
 from experts.test_expert_mlp import CPU, E, T, route, tensors
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError
-from trimtab.experts.activations import Recomputed, SwiGLU
+from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.products import Plain
+from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.grouped import get_kernels
 
 

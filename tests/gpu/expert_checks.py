@@ -18,11 +18,11 @@ from comparing import assert_close
 from experts.linear_truth import true_results
 from trimtab import oracle
 from trimtab.errors import InputError
-from trimtab.experts.activations import Recomputed
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
+from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.parallel.clip import clip_grad_norm_
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from hf.families import build_model, experts_modules, family_names
-from trimtab.experts.activations import GELU, ClampedSwiGLU, GeGLU, Recomputed, ReluSquared, SwiGLU
+from trimtab.experts.activations import GELU, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
+from trimtab.experts.recomputed import Recomputed
 from trimtab.hf.gates import activation_of
 
 OWN = {"beam", "inkling2", "inkling2_loop"}

@@ -13,9 +13,9 @@ from torch import Tensor
 from comparing import assert_close
 from threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
-from trimtab.experts.activations import Recomputed
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels import compiled
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels

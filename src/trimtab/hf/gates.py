@@ -29,7 +29,8 @@ from transformers.activations import (
 )
 from transformers.integrations.moe import _default_apply_gate
 
-from trimtab.experts.activations import Activation, Recomputed, spelled
+from trimtab.experts.activations import Activation, spelled
+from trimtab.experts.recomputed import Recomputed
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
