@@ -63,10 +63,9 @@ def both_precisions(case: Case) -> list[Case]:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_family(group: int, tmp_path: Path) -> None:
-    """In float64 where that can run; in float32 a family's experts are tested on one process, and presets below."""
     names = [name for name in family_names() if ep_capable(name)][group::GROUPS]
     cases = [Case(family=name, mesh=TWO, patterns=("natural",)) for name in names]
-    verify([case if case.family in PRESETS else both_precisions(case)[-1] for case in cases], tmp_path)
+    verify([c for case in cases for c in both_precisions(case)], tmp_path)
 
 
 def test_what_transformers_cannot_load_onto_several_ranks_is_not_left_out_for_longer(tmp_path: Path) -> None:
