@@ -448,8 +448,16 @@ def test_a_gate_with_gradients_in_inference_mode_is_refused_by_torch() -> None:
         module(*given)
 
 
-def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named() -> None:
-    module = qwen(act_fn=nn.PReLU())
+class Hidden(nn.PReLU):
+    """No graph shows its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.prelu(x, self.weight.detach())
+
+
+@pytest.mark.parametrize("kind", [nn.PReLU, Hidden])
+def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named(kind: type[nn.PReLU]) -> None:
+    module = qwen(act_fn=kind().requires_grad_(kind is nn.PReLU))
     y = module(*rows())
     with torch.no_grad():
         module.act_fn.weight.mul_(2)

@@ -56,9 +56,11 @@ class Recomputed(Activation):
             for name, p in owner._parameters.items()
             if p is not None and f"{path}.{name}".removeprefix(".").removeprefix(_COMPUTED).split(".")[0] not in but
         ]
-        for owner in [] if beside is None else beside.modules():
-            found += [((owner, name), p) for name, p in owner._parameters.items() if p is not None]
-        stand_ins = dict(found)
+        its = [] if beside is None else [(o, name, p) for o in beside.modules() for name, p in o._parameters.items()]
+        near = [((owner, name), p) for owner, name, p in its if p is not None]
+        # Of a module that is more than the function only the graph can tell what is used of it.
+        self._steady = {p for _, p in (near if but else [*found, *near])}
+        stand_ins = dict([*found, *near])
         self._places, self._stand_ins = list(stand_ins), list(stand_ins.values())
         self._own = tuple(dict.fromkeys(self._stand_ins))
         self._trained = [p for p in self._own if p.requires_grad]
@@ -119,6 +121,8 @@ class Recomputed(Activation):
 
     def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
         changed = [p for p, version in self._versions.items() if p._version != version]
+        if any(p in self._steady for p in changed):
+            raise _changed()
         own = self._without_hooks()
         with torch.enable_grad():
             # The graph tells whether it uses them. It may be the function that changes them, to count something.
@@ -146,10 +150,7 @@ class Recomputed(Activation):
         found += torch.autograd.grad(h_nF, given, dh_nF.to(h_nF.dtype), allow_unused=True)
         d_pre, *d_asked = found
         if any(d is not None and p in changed for p, d in zip(asked, d_asked, strict=True)):
-            raise InputError(
-                "a parameter of the experts' activation or norm was changed in place between forward and backward",
-                phase="experts",
-            )
+            raise _changed()
         d_trained = d_asked[: len(self._trained)]
         parts = list(zip(self._trained, d_trained, strict=True))
         for i, (p, d) in enumerate(parts):
@@ -173,6 +174,13 @@ class _Used(Function):
     @eager_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(grad if ctx.used.get(i, True) else None for i, grad in enumerate(grads))
+
+
+def _changed() -> InputError:
+    return InputError(
+        "a parameter of the experts' activation or norm was changed in place between forward and backward",
+        phase="experts",
+    )
 
 
 @contextmanager
