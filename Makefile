@@ -33,9 +33,9 @@ lint: $(VENV)/ready  ## ruff and mypy --strict
 verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes docs/ledger.md
 	$(BIN)/trimtab verify --out runs/verify
 	cp runs/verify/ledger.md docs/ledger.md
-	$(BIN)/trimtab verify --faults
-	$(BIN)/trimtab verify --fuzz 100000
-	$(BIN)/trimtab verify --mutants
+	PYTHONPATH=tests $(BIN)/python -m faults
+	PYTHONPATH=tests $(BIN)/python -m fuzz 100000
+	PYTHONPATH=tests $(BIN)/python -m mutants
 
 # An interpreter that has a PyTorch for its GPU, as containers and clusters do, needs no set-up: GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
@@ -47,16 +47,16 @@ gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low pre
 	@$(GPU_PYTHON) -c 'import sys, torch; \
 		torch.cuda.is_available() or sys.exit("make gpu-check needs a CUDA device; nothing was checked")'
 	@failed=0; for part in experts triton; do \
-		PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} TRIMTAB_COMPILED=0 timeout -s INT -k 10 230 \
+		PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} TRIMTAB_COMPILED=0 timeout -s INT -k 10 230 \
 			$(GPU_PYTHON) -m pytest -q --tb=short --maxfail=15 --durations=5 -o faulthandler_timeout=120 \
 			tests/gpu/test_gpu_$$part.py || failed=1; \
 	done; exit $$failed
 
 gpu-bench: $(GPU_READY)  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m trimtab.bench.gpu --out docs
+	PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.gpu --out docs
 
 bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes docs/benchmarks.md; goes on where it was stopped
-	$(BIN)/trimtab bench all --out docs
+	$(BIN)/python -m benchmarks all --out docs
 
 clean:  ## remove .venv and what the tools left
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import trimtab
-import trimtab.hf
+import trimtab.integrations.transformers
 
-trimtab.hf.register()
+trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(
     sys.argv[1],
     experts_implementation="trimtab",

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from compile_case import assert_same, inputs, results
-from layer_case import BOUNDS, E, build
+from helpers.compile_case import assert_same, inputs, results
+from helpers.layer_case import BOUNDS, E, build
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import expert_call, linear_function
@@ -25,7 +25,7 @@ from trimtab.experts.recipes import FP8Rowwise
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks
 
-preload("compile_case")
+preload("helpers.compile_case")
 D, F, ROWS = 32, 48, 600
 LOW = torch.bfloat16
 Run = Callable[[nn.Module, Tensor], Tensor]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.backward import once_differentiable
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
-from trimtab.layer import MoE, MoEConfig
+from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 
 

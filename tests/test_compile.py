@@ -15,14 +15,14 @@ from torch._dynamo.utils import counters
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
-from compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
-from layer_case import BOUNDS, E, K, build
+from helpers.compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
+from helpers.layer_case import BOUNDS, E, K, build
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import FP8Current
 from trimtab.kernels.grouped import get_kernels
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.layer import MoE
+from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals
 from trimtab.routing.losses import StepTotals

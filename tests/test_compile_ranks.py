@@ -12,15 +12,15 @@ from torch import nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 
-from compile_case import assert_same, inputs, results
-from layer_case import BOUNDS, E, build
+from helpers.compile_case import assert_same, inputs, results
+from helpers.layer_case import BOUNDS, E, build
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks
 
-preload("compile_case")
+preload("helpers.compile_case")
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
 """Of rank 0 and of rank 1."""
 

@@ -13,9 +13,9 @@ import pytest
 import trimtab
 
 ROOMS = (
-    "cli", "bench", "train", "hf", "titan", "verify", "checkpoint", "parallel", "exported", "layer", "experts",
-    "dispatch", "routing", "guard", "kernels", "layout", "launched", "interrupted", "whole_files", "backward",
-    "autocast", "eager", "options", "errors",
+    "hf", "titan", "cli", "train", "doctor", "verify", "integrations", "convert", "checkpoint", "parallel", "exported",
+    "moe", "experts", "dispatch", "routing", "guard", "kernels", "layout", "launched", "interrupted", "whole_files",
+    "backward", "autocast", "eager", "validation", "errors",
 )  # fmt: skip
 """From the top floor down. The oracle stands beside the house and imports nothing of it."""
 

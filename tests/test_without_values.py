@@ -23,7 +23,7 @@ from trimtab.errors import InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.grouped import StockKernels
-from trimtab.layer import MoE
+from trimtab.moe import MoE
 from trimtab.verify.ranks import run_ranks
 
 D, HIDDEN, E, K = 64, 32, 8, 2

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
-    from trimtab.layer import MoE as MoE
-    from trimtab.layer import MoEConfig as MoEConfig
-    from trimtab.layer import MoEOutput as MoEOutput
+    from trimtab.moe import MoE as MoE
+    from trimtab.moe import MoEConfig as MoEConfig
+    from trimtab.moe import MoEOutput as MoEOutput
     from trimtab.parallel.clip import clip_grad_norm_ as clip_grad_norm_
     from trimtab.parallel.data import join_data_parallel as join_data_parallel
     from trimtab.parallel.ddp import ddp as ddp
@@ -56,9 +56,9 @@ _HOMES = {
     "GroupedLinear": "trimtab.experts.linear",
     "Guard": "trimtab.guard.guard",
     "LossGroups": "trimtab.routing.losses",
-    "MoE": "trimtab.layer",
-    "MoEConfig": "trimtab.layer",
-    "MoEOutput": "trimtab.layer",
+    "MoE": "trimtab.moe",
+    "MoEConfig": "trimtab.moe",
+    "MoEOutput": "trimtab.moe",
     "PeerLost": "trimtab.errors",
     "PhaseTimeout": "trimtab.errors",
     "Router": "trimtab.routing.router",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from checkpoint.reshard_case import D, Model
+from helpers.reshard_case import D, Model
 from trimtab import MoEConfig, RouterConfig, errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints

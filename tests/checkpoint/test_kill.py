@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.reshard_case import Model
+from helpers.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError

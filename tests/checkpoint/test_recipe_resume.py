@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trimtab.checkpoint import load, save
 from trimtab.experts.recipes import NVFP4, FP8Delayed
 from trimtab.experts.recipes.base import Recipe
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.reshard_case import Layout, load_all, refuse_together, save_all
+from helpers.reshard_case import Layout, load_all, refuse_together, save_all
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf.convert_case import build, logits
+from helpers.convert_case import build, logits
 from trimtab.checkpoint import save
 from trimtab.cli.main import main
 

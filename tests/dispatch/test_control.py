@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dispatch.cases import case
 from dispatch.test_schedule import recorded
+from helpers.cases import case
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.control import COLUMNS, MOVEMENT, MOVEMENTS, Tag, fill

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.cases import PATTERNS, case
+from helpers.cases import PATTERNS, case
 from trimtab import oracle
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dispatch.simulated import connect, move
+from helpers.simulated import connect, move
 from trimtab.dispatch.plan import plan_experts
 from trimtab.dispatch.route import LocalRoute, slots_of
 from trimtab.kernels.rows import combine_rows, gather_rows

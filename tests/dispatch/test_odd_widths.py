@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comparing import relative_error
-from dispatch.cases import PATTERNS, case
+from helpers.cases import PATTERNS, case
+from helpers.comparing import relative_error
 from trimtab.dispatch import alltoall
 from trimtab.dispatch.allgather import AllGather
 from trimtab.dispatch.alltoall import AllToAll

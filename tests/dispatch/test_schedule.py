@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trimtab
-from dispatch.cases import PATTERNS, case
+from helpers.cases import PATTERNS, case
 from trimtab.dispatch.allgather import AllGather, all_gather_tensor
 from trimtab.dispatch.alltoall import AllToAll
 from trimtab.dispatch.checks import assert_good

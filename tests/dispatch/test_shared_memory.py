@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dispatch.cases import PATTERNS, case
+from helpers.cases import PATTERNS, case
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import introduction, shared_memory
 from trimtab.dispatch.alltoall import AllToAll

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from cut import cut
 from experts.test_expert_module import TRUTH
+from helpers.cut import cut
 from trimtab.experts.activations import BY_NAME, GELU, Activation, ClampedSwiGLU, GeGLU
 from trimtab.experts.recomputed import Recomputed, generators
 

@@ -14,10 +14,10 @@ import test_expert_mlp as grid
 import torch
 from torch import Tensor
 
-import emulated
-from comparing import assert_close
-from emulated import INSTRUCTIONS, fenced, fences
-from threads import torch_threads
+from helpers import emulated
+from helpers.comparing import assert_close
+from helpers.emulated import INSTRUCTIONS, fenced, fences
+from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.activations import BY_NAME

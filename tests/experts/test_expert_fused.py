@@ -11,9 +11,9 @@ import test_expert_mlp as grid
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from cut import cut
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.cut import cut
+from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError

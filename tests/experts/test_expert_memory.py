@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from threads import torch_threads
-from trimtab.bench.live_bytes import LiveBytes
+from benchmarks.live_bytes import LiveBytes
+from helpers.threads import torch_threads
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels import onednn

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from cut import cut
+from helpers.comparing import assert_close
+from helpers.cut import cut
 from trimtab import oracle
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.main_grad import MODES

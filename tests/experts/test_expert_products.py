@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comparing import assert_close
 from experts.test_expert_mlp import CPU, E, T, route, tensors
+from helpers.comparing import assert_close
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import SwiGLU

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close, relative_error
-from experts.linear_cases import KERNELS
-from experts.lowered_truth import truth
 from experts.test_linear_recipes import RECIPES, shapes_only
+from helpers.comparing import assert_close, relative_error
+from helpers.linear_cases import KERNELS
+from helpers.lowered_truth import truth
 from trimtab.errors import BackendError, InputError
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.main_grad import MODES

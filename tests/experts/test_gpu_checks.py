@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.expert_checks import (
+from helpers.expert_checks import (
     BOUNDS,
     HARDWARE,
     SIZES,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from experts.linear_cases import KERNELS
-from experts.stand_ins import PAIRS
+from helpers.comparing import assert_close
+from helpers.linear_cases import KERNELS
+from helpers.stand_ins import PAIRS
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP

@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from comparing import assert_close
-from experts.linear_cases import KERNELS, Case, check, per_group, true_results
+from helpers.comparing import assert_close
+from helpers.linear_cases import KERNELS, Case, check, per_group, true_results
 from trimtab.errors import InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES

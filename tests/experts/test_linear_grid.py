@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experts.linear_cases import all_cases, check
+from helpers.linear_cases import all_cases, check
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUPS = (1, 3, 6, 16)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import relative_error
-from experts.linear_cases import KERNELS, A, B, check, recipe_cases
-from experts.linear_truth import true_results
+from helpers.comparing import relative_error
+from helpers.linear_cases import KERNELS, A, B, check, recipe_cases
+from helpers.linear_truth import true_results
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comparing import assert_close
+from helpers.comparing import assert_close
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.fp8_blockwise import FP8Blockwise

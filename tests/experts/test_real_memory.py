@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from experts.wrapped import Outside, Quantised
+from helpers.wrapped import Outside, Quantised
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights

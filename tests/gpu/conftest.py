@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.bench.gpu_case import answers
+from benchmarks.gpu_case import answers
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

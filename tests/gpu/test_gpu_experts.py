@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from gpu.expert_checks import (
+from benchmarks.gpu_case import captured
+from helpers.comparing import assert_close
+from helpers.expert_checks import (
     BOUNDS,
     HARDWARE,
     SIZES,
@@ -31,7 +32,6 @@ from gpu.expert_checks import (
     mlp_inputs,
     mlp_is_true,
 )
-from trimtab.bench.gpu_case import captured
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES

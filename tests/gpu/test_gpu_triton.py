@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
+from benchmarks.gpu_case import captured
 from gpu.test_gpu_experts import no_sync
-from gpu.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
-from trimtab.bench.gpu_case import captured
+from helpers.comparing import assert_close
+from helpers.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.selftest import KernelChoice
 

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "rank_that_ends.py"
+PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_that_ends.py"
 
 
 def start(rank: int, folder: Path, stdin: int | IO[str]) -> subprocess.Popen[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp

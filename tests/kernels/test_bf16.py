@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulated import emulated
+from helpers.emulated import emulated
+from trimtab.doctor import backends
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, compiler
 from trimtab.kernels.bf16 import PRODUCTS, Bf16Products
 from trimtab.kernels.compiled import SOURCES, CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
 from trimtab.kernels.selftest import KernelChoice, self_test
-from trimtab.verify.doctor import backends
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulated import emulated
-from threads import torch_threads
+from helpers.emulated import emulated
+from helpers.threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
 from trimtab.experts.activations import BY_NAME

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from threads import torch_threads
+from helpers.threads import torch_threads
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.mlp_fused import number_of
 from trimtab.experts.module import ExpertMLP

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.interpreted import SIZES
+from helpers.interpreted import SIZES
 from trimtab.kernels.fp8_blockwise import BLOCK, groups_kernel, rows_kernel
 from trimtab.kernels.triton.language import FUSED
 
@@ -31,7 +31,7 @@ TYPES |= dict.fromkeys(("experts", "n", "c", "a_width", "b_width", "rows"), "i32
 def test_numbers_in_the_interpreter() -> None:
     tests, env = Path(__file__).parents[1], os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "kernels.interpreted"],
+        [sys.executable, "-m", "helpers.interpreted"],
         cwd=tests, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
+from helpers.comparing import assert_close
 from trimtab.dispatch.plan import plan_experts
 from trimtab.kernels import reference
 from trimtab.kernels.grouped import Kernels, get_kernels

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from comparing import assert_close
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.threads import torch_threads
 from trimtab.kernels import mkl
 from trimtab.kernels.mkl import rows_mm
 from trimtab.kernels.pages import Pages

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.threads import torch_threads
 from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.mlp_fused import number_of

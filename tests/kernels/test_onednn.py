@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comparing import assert_close
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.module import ExpertMLP

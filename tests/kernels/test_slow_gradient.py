@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from comparing import assert_close
-from threads import torch_threads
+from helpers.comparing import assert_close
+from helpers.threads import torch_threads
 from trimtab.kernels import compiled, mkl
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from comparing import relative_error
+from helpers.comparing import relative_error
 from trimtab.experts.module import ExpertMLP
-from trimtab.layer import MoE, MoEConfig
+from trimtab.moe import MoE, MoEConfig
 from trimtab.oracle import swiglu
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from comparing import relative_error
-from layer_case import D, build
+from helpers.comparing import relative_error
+from helpers.layer_case import D, build
 from trimtab import update_bias
 from trimtab.errors import ConfigError
 from trimtab.parallel.ddp import ddp

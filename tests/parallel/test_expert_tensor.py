@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.layout_truth import D, E, F, K
+from helpers.layout_truth import D, E, F, K
 from trimtab.errors import DesyncError, PhaseTimeout
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.layout_case import Layout, run_plan, solve_all
-from parallel.layout_truth import Case
+from helpers.layout_case import Layout, run_plan, solve_all
+from helpers.layout_truth import Case
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks
 

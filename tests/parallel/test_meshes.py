@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from comparing import relative_error
-from parallel.layout_truth import D as DIM
-from parallel.layout_truth import Model, build
+from helpers.comparing import relative_error
+from helpers.layout_truth import D as DIM
+from helpers.layout_truth import Model, build
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.parallel.ddp import ddp, reduce_main_grads

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel.layout_truth import Model
+from helpers.layout_truth import Model
 from trimtab.dispatch import shared_host
 from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
-from trimtab.layer import MoE, MoEConfig, MoEOutput
+from trimtab.moe import MoE, MoEConfig, MoEOutput
 from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.plan import matches, parallelize

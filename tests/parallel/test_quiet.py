@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize

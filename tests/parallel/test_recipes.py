@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel.recipe_case import histories, run_all
+from helpers.recipe_case import histories, run_all
 from trimtab.verify.ranks import run_ranks
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from comparing import relative_error
-from layer_case import D, build
+from helpers.comparing import relative_error
+from helpers.layer_case import D, build
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import FP8Current
 from trimtab.parallel.fsdp import fully_shard_moe

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from comparing import relative_error
-from parallel.layout_truth import D, Model, build
+from helpers.comparing import relative_error
+from helpers.layout_truth import D, Model, build
 from trimtab.dispatch.dispatcher import COMBINES
 from trimtab.experts.activations import BY_NAME
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from comparing import relative_error
+from helpers.comparing import relative_error
 from trimtab import MoEConfig, RouterConfig
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from comparing import relative_error
-from full_value import full_value
-from parallel.layout_truth import D
+from helpers.comparing import relative_error
+from helpers.full_value import full_value
+from helpers.layout_truth import D
 from parallel.test_selective import selecting
 from trimtab.errors import ConfigError
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize

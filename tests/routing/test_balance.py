@@ -6,11 +6,11 @@ import importlib.util
 import statistics
 from pathlib import Path
 
-from threads import torch_threads
+from helpers.threads import torch_threads
 
 
 def test_the_bias_balances_while_the_loss_falls() -> None:
-    spec = importlib.util.spec_from_file_location("balance", Path(__file__).parents[2] / "bench" / "balance.py")
+    spec = importlib.util.spec_from_file_location("balance", Path(__file__).parents[2] / "benchmarks" / "balance.py")
     assert spec is not None
     assert spec.loader is not None
     balance = importlib.util.module_from_spec(spec)

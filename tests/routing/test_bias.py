@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.routing.bias import max_vio, routers, set_totals, stepped_bias, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router

@@ -16,8 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from comparing import assert_close
-from trimtab.layer import MoEConfig
+from helpers.comparing import assert_close
+from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 
 D, F, E, K, B, L = 16, 12, 8, 3, 2, 9

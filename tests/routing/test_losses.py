@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comparing import assert_close
-from routing.loss_ranks import on_ranks
-from routing.router_truth import truth_losses
+from helpers.comparing import assert_close
+from helpers.loss_ranks import on_ranks
+from helpers.router_truth import truth_losses
 from trimtab.routing import losses
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals

@@ -17,10 +17,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from routing.recompute_case import Block, D, E, T, grads, micro_batches, on_ranks, perturbed, run, twins
+from helpers.recompute_case import Block, D, E, T, grads, micro_batches, on_ranks, perturbed, run, twins
 from trimtab.errors import InputError
 from trimtab.experts.module import ExpertMLP
-from trimtab.layer import MoEConfig
+from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import Memory, Remembered, sum_of
 from trimtab.routing.record import record

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comparing import assert_close
+from helpers.comparing import assert_close
 from trimtab.errors import ConfigError, InputError
-from trimtab.layer import MoE, MoEConfig
+from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decisions import Decisions
 from trimtab.routing.record import record, replay

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comparing import assert_close
-from routing.router_truth import truth_scores, truth_weights
+from helpers.comparing import assert_close
+from helpers.router_truth import truth_scores, truth_weights
 from trimtab.routing.config import SCORES, RouterConfig
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
 

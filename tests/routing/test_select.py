@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comparing import assert_close
-from routing.router_truth import truth_group_top, truth_top
+from helpers.comparing import assert_close
+from helpers.router_truth import truth_group_top, truth_top
 from trimtab.errors import ConfigError
 from trimtab.routing import select as selecting
 from trimtab.routing.config import RouterConfig

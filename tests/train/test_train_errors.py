@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from transformers import TrainingArguments
 
-from train.commands import run_cli, run_python
+from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError, InputError
 from trimtab.interrupted import Interrupted

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-from trimtab.hf.layouts import experts_modules
+from trimtab.convert.layouts import experts_modules
 from trimtab.train.balance import balance_loss
 from trimtab.train.loads import LoadCounter, load_metrics
 

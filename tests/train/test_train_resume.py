@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from train.forked import run_forked
+from helpers.forked import run_forked
 from trimtab.checkpoint import read_tensors
 from trimtab.checkpoint.folder import begin, clear
+from trimtab.convert.convert import convert
 from trimtab.errors import ConfigError, InputError
-from trimtab.hf.convert import convert
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.prepare import make_room, plan_run, write_init

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from train.commands import finish, killed_at_rename, ranks_of, run_cli, run_python, start_cli, wait_for
-from train.forked import run_forked
+from helpers.commands import finish, killed_at_rename, ranks_of, run_cli, run_python, start_cli, wait_for
+from helpers.forked import run_forked
 from trimtab.checkpoint.folder import latest
 from trimtab.train.config import TrainConfig
 

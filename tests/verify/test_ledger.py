@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from routing.router_truth import truth_losses
+from helpers.router_truth import truth_losses
 from trimtab import oracle
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError

@@ -18,7 +18,7 @@ from trimtab.checkpoint.optimizer_state import Groups, state_of
 from trimtab.checkpoint.rank_state import check_readable, rank_state
 from trimtab.checkpoint.tensors import check_given, files_of, make_index, write_dcp, write_files
 from trimtab.errors import InputError, full_disk
-from trimtab.options import check_sizes
+from trimtab.validation import check_sizes
 
 
 def save(

@@ -27,7 +27,7 @@ from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import Index
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import InputError, full_disk
-from trimtab.options import check_sizes
+from trimtab.validation import check_sizes
 
 
 def write_dcp(

@@ -11,7 +11,7 @@ from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.cli.progress import Progress
-    from trimtab.hf.convert import Converted
+    from trimtab.convert.convert import Converted
 
 DESCRIPTION = """\
 Convert a checkpoint (trimtab's, torch.distributed.checkpoint) to a folder that plain transformers opens, or back.
@@ -55,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.shard_size < math.inf:
         raise ConfigError("--shard-size must be more than 0, and a number")
     from trimtab.cli.progress import Progress
-    from trimtab.hf.needed import import_transformers
+    from trimtab.integrations.transformers.needed import import_transformers
 
     transformers = import_transformers("trimtab convert")
-    from trimtab.hf.convert import convert
+    from trimtab.convert.convert import convert
 
     transformers.logging.set_verbosity_error()
     bars: list[Progress] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.verify.doctor.findings import Part
+    from trimtab.doctor.findings import Part
 
 DESCRIPTION = """\
 Look at this machine: versions, devices, environment, process groups, kernels (self-tested) and a layer over two
@@ -43,9 +43,9 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print findings; returns 1 if any of them is broken, else 0."""
     # Imported here: the other subcommands start without them, and reading traces starts without torch.
-    from trimtab.verify.doctor.findings import as_json, as_text, exit_code
-    from trimtab.verify.flight_recorder import read_traces
-    from trimtab.verify.flight_recorder_diagnosis import diagnose
+    from trimtab.doctor.findings import as_json, as_text, exit_code
+    from trimtab.doctor.flight_recorder import read_traces
+    from trimtab.doctor.flight_recorder_diagnosis import diagnose
 
     seen: list[Part] = []
     if options.trace:
@@ -53,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
         ranks = ", ".join(str(trace.rank) for trace in traces)
         parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
     elif options.places:
+        from trimtab.doctor import places
         from trimtab.guard.scan import places_here
-        from trimtab.verify.doctor import places
 
         parts = [("ranks of this host", places.judge(places_here()))]
     else:
-        from trimtab.verify.doctor.checkup import checkup
+        from trimtab.doctor.checkup import checkup
 
         parts = checkup()
     for name, findings in parts:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, convert, decisions, doctor, train, verify
+from trimtab.cli import convert, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
 from trimtab.interrupted import Interrupted, signals_raise
 
@@ -45,9 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_parser(commands)
     doctor.add_parser(commands)
     verify.add_parser(commands)
-    bench.add_parser(commands)
     convert.add_parser(commands)
-    decisions.add_parser(commands)
     return parser
 
 

@@ -29,15 +29,9 @@ dense float64 truth, over arrangements of ranks and ways for tokens to fall. Not
   trimtab verify                                     1 to 8 local ranks, fp32 and bf16
   torchrun --nproc-per-node 8 -m trimtab verify      on the ranks, devices and backend of a cluster
   trimtab verify --impl transformers --quick         judge another implementation
-  trimtab verify --fuzz 100000                       routes over simulated ranks, one process
-  trimtab verify --faults                            kill, freeze, delay and desync ranks: who is named, how soon
-  trimtab verify --mutants                           put known bugs in: does the ledger catch them?
 
 Exit code: 0 nothing found, 1 something found, 2 the arguments cannot be used.
 """
-OF_THE_LEDGER = ("quick", "full", "impl", "only", "nproc", "repeat", "deadline", "out", "seed")
-WITHOUT_LEDGER = {"fuzz": True, "fuzz_case": False, "faults": False, "mutants": True}
-"""The other runs, and whether they read --seed."""
 
 
 def add_parser(commands: Any) -> None:
@@ -61,46 +55,14 @@ def add_parser(commands: Any) -> None:
     add("--repeat", type=int, default=1, metavar="N", help="run each case N times: every bit must be the same")
     add("--deadline", type=float, default=60.0, metavar="S", help="seconds after which a case hangs (default 60)")
     add("--out", default="runs/verify", metavar="DIR", help="for ledger.json and ledger.md (default runs/verify)")
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--fuzz", type=int, metavar="N", help="N random cases over simulated ranks")
-    other.add_argument("--fuzz-case", metavar="SEED:INDEX", help="one case of a fuzz run, as its failure names it")
-    other.add_argument("--faults", action="store_true", help="break ranks on purpose, on local processes")
-    other.add_argument("--mutants", nargs="*", metavar="NAME", help="put known bugs in; all, or those named")
     add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run, unasked={name: parser.get_default(name) for name in OF_THE_LEDGER})
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
     if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
         raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
-    _refuse_unread(options)
-    from trimtab.cli import verify_more
-
-    if options.fuzz_case is not None:
-        return verify_more.fuzz_case(options.fuzz_case)
-    if options.fuzz is not None:
-        return verify_more.fuzz(options.fuzz, options.seed)
-    if options.faults:
-        return verify_more.faults()
-    if options.mutants is not None:
-        return verify_more.mutants(options.mutants, options.seed)
-    return _ledger(options)
-
-
-def _refuse_unread(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of the ledger beside a run that has none: it would not read them."""
-    chosen = {name: getattr(options, name) for name in WITHOUT_LEDGER}
-    other = next((name for name, value in chosen.items() if value is not None and value is not False), None)
-    if other is None:
-        return
-    seeded = WITHOUT_LEDGER[other]
-    for name, unasked in options.unasked.items():
-        if getattr(options, name) != unasked and not (name == "seed" and seeded):
-            raise ConfigError(f"--{name} is not for --{other.replace('_', '-')}, which would not read it; leave it out")
-
-
-def _ledger(options: argparse.Namespace) -> int:
     from trimtab.cli.progress import Progress
     from trimtab.verify.adapters import get_implementation
     from trimtab.verify.cases import plan_cases

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.options import VALUES, holds_values
 from trimtab.routing.ids import holds_ids
+from trimtab.validation import VALUES, holds_values
 
 NAME_BYTES = 64
 SHOWN = 8

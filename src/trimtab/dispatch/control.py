@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
 from trimtab.errors import DesyncError, InputError
-from trimtab.options import DTYPES
+from trimtab.validation import DTYPES
 
 NAME_COLUMNS = 4
 ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(14)

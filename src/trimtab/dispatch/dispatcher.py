@@ -60,8 +60,8 @@ from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.kernels.memory import no_values
 from trimtab.layout import experts_per_rank
-from trimtab.options import check_sizes
 from trimtab.routing.recompute import always_recomputed
+from trimtab.validation import check_sizes
 
 Combine = Literal["sum", "ordered"]
 COMBINES: tuple[Combine, ...] = ("sum", "ordered")

@@ -15,7 +15,7 @@ from trimtab.experts.products import Lowered, lower
 from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.memory import codes
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import VALUES, check_dtype, check_flags
+from trimtab.validation import VALUES, check_dtype, check_flags
 
 
 def refuse_transforms(who: str) -> None:

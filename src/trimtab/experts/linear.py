@@ -29,8 +29,8 @@ from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import VALUES, check_flags, check_sizes, holds_values
 from trimtab.routing.recompute import always_recomputed
+from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 
 class GroupedLinear(GroupedModule):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.options import holds_values
+from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite"]
 MODES = ("off", "accumulate", "overwrite")

@@ -24,9 +24,9 @@ from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.options import VALUES, check_flags, check_sizes, holds_values, is_whole
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.recompute import always_recomputed
+from trimtab.validation import VALUES, check_flags, check_sizes, holds_values, is_whole
 
 WEIGHTS = ("experts", "combine")
 

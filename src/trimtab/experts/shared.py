@@ -15,8 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from trimtab.backward import may_have_tangents, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
-from trimtab.options import check_flags, check_sizes, holds_values
 from trimtab.routing.recompute import always_recomputed
+from trimtab.validation import check_flags, check_sizes, holds_values
 
 
 class _Activate(Function):

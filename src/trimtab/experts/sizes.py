@@ -15,7 +15,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.kernels.memory import no_values
 from trimtab.layout import segment_offsets
-from trimtab.options import is_whole
+from trimtab.validation import is_whole
 
 GroupSizes = Iterable[SupportsIndex] | Tensor
 

@@ -36,7 +36,7 @@ from trimtab.guard.turn import turn_of
 from trimtab.guard.waiting import SLICE, Waiting
 from trimtab.guard.watch import Watch
 from trimtab.launched import end_behind_gloo
-from trimtab.options import check_flags
+from trimtab.validation import check_flags
 
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""

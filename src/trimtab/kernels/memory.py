@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.options import holds_values
+from trimtab.validation import holds_values
 
 
 def no_values(device: torch.device) -> bool:

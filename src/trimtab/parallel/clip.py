@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.options import check_flags
 from trimtab.parallel.local import local_part
 from trimtab.parallel.token_meshes import check_meshes
+from trimtab.validation import check_flags
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trimtab.dispatch.control import NOTHING, Shared
 from trimtab.experts.stand_in import Place, standing_in
-from trimtab.layer import MoE, MoEOutput
+from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.partial import sum_gradients
 from trimtab.parallel.token_meshes import TokenMeshes
 from trimtab.parallel.tokens import ReplicatedTokens

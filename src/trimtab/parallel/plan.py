@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.errors import ConfigError
-from trimtab.layer import MoE
+from trimtab.moe import MoE
 from trimtab.parallel.style import ExpertParallel
 from trimtab.parallel.wiring import Wiring
 

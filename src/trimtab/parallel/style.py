@@ -12,7 +12,7 @@ from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.layer import AllTokens, MoE
+from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
 from trimtab.parallel.moe import ParallelMoE

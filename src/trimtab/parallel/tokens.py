@@ -20,7 +20,7 @@ from trimtab.layout import SequenceLayout
 
 
 class ReplicatedTokens:
-    """`trimtab.layer.Tokens` over `group`, whose ranks hold the same tokens and the same gradient of the output."""
+    """`trimtab.moe.Tokens` over `group`, whose ranks hold the same tokens and the same gradient of the output."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.options import is_finite
 from trimtab.routing.losses import Groups, StepTotals, all_sum
 from trimtab.routing.router import Router
+from trimtab.validation import is_finite
 
 
 def routers(model: nn.Module) -> dict[str, Router]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trimtab.errors import ConfigError
-from trimtab.options import check_flags, check_sizes, is_finite, is_whole
+from trimtab.validation import check_flags, check_sizes, is_finite, is_whole
 
 if TYPE_CHECKING:
     from trimtab.routing.router import Router

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.options import VALUES, check_dtype, check_sizes, holds_values
 from trimtab.routing.capacity import drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.ids import holds_ids
@@ -27,6 +26,7 @@ from trimtab.routing.outcome import Pending, Routing
 from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
 from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
 from trimtab.routing.select import capacity, select
+from trimtab.validation import VALUES, check_dtype, check_sizes, holds_values
 
 MANY = 1000
 """Micro-batches that are unlikely to be of one step."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.hf.layouts import experts_modules
+from trimtab.convert.layouts import experts_modules
 from trimtab.routing.bias import max_vio
 from trimtab.routing.recompute import in_backward
 from trimtab.routing.scores import count_ids

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
-import trimtab.hf
+import trimtab.integrations.transformers
+from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
-from trimtab.hf.layouts import experts_modules
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
 
@@ -96,7 +96,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    trimtab.hf.register(IMPLEMENTATION)
+    trimtab.integrations.transformers.register(IMPLEMENTATION)
     options: dict[str, Any] = {}
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
+from trimtab.convert.writing import writing
 from trimtab.errors import ConfigError
-from trimtab.hf.writing import writing
 from trimtab.launched import leave_group
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig

@@ -16,7 +16,7 @@ LONGEST = 71
 """Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
 SHORT = ("/tmp", "/var/tmp")
 _ALONE = threading.Lock()  # what is changed for a moment is the process's
-_PRELOAD = ["torch.distributed.tensor", "trimtab.layer", "trimtab.verify.tested_kernels"]
+_PRELOAD = ["torch.distributed.tensor", "trimtab.moe", "trimtab.verify.tested_kernels"]
 
 
 def preload(*modules: str) -> None:

@@ -20,15 +20,22 @@ from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
 from trimtab.verify.forkserver import forkserver, preload
-from trimtab.verify.mutants import mutated
 from trimtab.verify.on_rank import run_on_rank
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+"""Entered by each rank around its cases; picklable."""
 
 START = 60.0
 """Seconds that ranks may take to start."""
 
 
 def run_local(
-    cases: Sequence[Case], implementation: str, *, deadline: float, repeat: int = 1, mutant: str | None = None
+    cases: Sequence[Case],
+    implementation: str,
+    *,
+    deadline: float,
+    repeat: int = 1,
+    around: Around = contextlib.nullcontext,
 ) -> Iterator[Verdict]:
     """Verdicts, in the order of `cases` within those of one number of ranks. Cases that can't be asked for come first.
 
@@ -44,7 +51,7 @@ def run_local(
             else:
                 yield Verdict(case=case, status="lacking", details=[reason])
         while asked:
-            with _pool(ranks, asked, implementation, repeat, mutant) as (store, died, last_words):
+            with _pool(ranks, asked, implementation, repeat, around) as (store, died, last_words):
                 try:
                     for _, verdict in collect(list(enumerate(asked)), store, deadline, START, died):
                         yield verdict
@@ -56,7 +63,7 @@ def run_local(
 
 @contextlib.contextmanager
 def _pool(
-    ranks: int, cases: Sequence[Case], implementation: str, repeat: int, mutant: str | None
+    ranks: int, cases: Sequence[Case], implementation: str, repeat: int, around: Around
 ) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
     """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
     preload("trimtab.verify.local", home_of(implementation)[0])
@@ -64,7 +71,7 @@ def _pool(
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         logs = [os.path.join(folder, str(rank)) for rank in range(ranks)]
-        work = (ranks, store.port, list(enumerate(cases)), implementation, repeat, mutant)
+        work = (ranks, store.port, list(enumerate(cases)), implementation, repeat, around)
         processes = [
             context.Process(target=_rank_main, args=(rank, logs[rank], *work), daemon=True) for rank in range(ranks)
         ]
@@ -108,7 +115,7 @@ def _rank_main(
     cases: list[tuple[int, Case]],
     implementation: str,
     repeat: int,
-    mutant: str | None,
+    around: Around,
 ) -> None:
     try:
         with open(log, "wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
@@ -119,7 +126,7 @@ def _rank_main(
     store = TCPStore("localhost", port, is_master=False)
     timeout = timedelta(hours=1)  # the collector's deadline comes first
     dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=ranks, timeout=timeout)
-    with mutated(mutant):
+    with around():
         run_on_rank(cases, get_implementation(implementation), store, torch.device("cpu"), repeat)
     store.set(f"done/{rank}", "")
     store.wait([f"done/{other}" for other in range(ranks)])  # nobody leaves while a peer may still talk to it

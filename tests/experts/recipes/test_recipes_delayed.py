@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recipe_cases import normal
 from torch import Tensor
 
+from helpers.recipe_cases import normal
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import FP8Current, FP8Delayed
 from trimtab.experts.recipes.amax_history import REMEMBERED, AmaxHistory

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import RECIPES
+
+from helpers.recipe_cases import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 DOCUMENTED = {

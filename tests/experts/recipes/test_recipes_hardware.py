@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from recipe_cases import NAMES, RECIPES, WEIGHTS, normal, offsets
 
+from helpers.recipe_cases import NAMES, RECIPES, WEIGHTS, normal, offsets
 from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
 from trimtab.experts.recipes.formats import E2M1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recipe_cases import NAMES, RECIPES, normal, offsets
 
-from comparing import relative_error
+from helpers.comparing import relative_error
+from helpers.recipe_cases import NAMES, RECIPES, normal, offsets
 
 R_UNITS = (2, 0, 1)
 

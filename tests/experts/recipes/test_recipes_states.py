@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_cases import KINDS, METHODS, NAMES, RECIPES, WEIGHTS, normal, offsets, rows_of
 from torch import Tensor
 
+from helpers.recipe_cases import KINDS, METHODS, NAMES, RECIPES, WEIGHTS, normal, offsets, rows_of
 from trimtab.errors import InputError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes.blocks import block_amax, spread_blocks

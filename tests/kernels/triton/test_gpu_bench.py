@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.bench import gpu_launches, gpu_tables
-from trimtab.bench.gpu import main
-from trimtab.bench.gpu_case import GpuCase, agree, our_layer, steps
-from trimtab.bench.gpu_launches import LaunchCase
-from trimtab.bench.gpu_race import race
-from trimtab.bench.gpu_tables import report
+from benchmarks import gpu_launches, gpu_tables
+from benchmarks.gpu import main
+from benchmarks.gpu_case import GpuCase, agree, our_layer, steps
+from benchmarks.gpu_launches import LaunchCase
+from benchmarks.gpu_race import race
+from benchmarks.gpu_tables import report
 from trimtab.errors import InputError
 
 CASE = GpuCase(dim=64, hidden=32, experts=4, top_k=2, tokens=48, device=torch.device("cpu"))

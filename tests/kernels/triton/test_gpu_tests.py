@@ -11,7 +11,7 @@ import torch
 
 from gpu import test_gpu_experts as experts
 from gpu import test_gpu_triton as layers
-from gpu.triton_checks import Case
+from helpers.triton_checks import Case
 from trimtab.kernels.selftest import KernelChoice
 
 LOOP = Case(kernels=KernelChoice("loop"), dtype=torch.float32)

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from trimtab.bench.gpu_launches import words
+from benchmarks.gpu_launches import words
 from trimtab.kernels import fp8_blockwise
 from trimtab.kernels.rows import Bags
 from trimtab.kernels.triton import gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad

@@ -16,9 +16,9 @@ import pytest
 import torch
 import triton
 
-from gpu.triton_checks import FALLS
-from kernels.triton.ahead import Built, build
-from trimtab.bench.gpu_launches import OTHERS
+from benchmarks.gpu_launches import OTHERS
+from helpers.ahead import Built, build
+from helpers.triton_checks import FALLS
 from trimtab.kernels.triton.gate_up import gate_up_kernel
 from trimtab.kernels.triton.hidden_grad import hidden_grad_kernel
 from trimtab.kernels.triton.language import FUSED, Launch, Tiles
@@ -154,7 +154,7 @@ def test_what_moves_rows_and_places_slots_compiles_for_hopper(folder: Path) -> N
 def test_numbers_in_the_interpreter() -> None:
     tests, env = Path(__file__).parents[2], os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "kernels.triton.interpreted"],
+        [sys.executable, "-m", "helpers.triton_interpreted"],
         cwd=tests, env=env, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ from trimtab.experts.recipes.blocks import Segments
 from trimtab.experts.recipes.describe import ErrorBound, Formats
 from trimtab.experts.recipes.machine import Backend, Hardware, check_backend_name, missing
 from trimtab.experts.recipes.quantised import Quantised
-from trimtab.options import check_flags
+from trimtab.validation import check_flags
 
 if TYPE_CHECKING:
     from trimtab.experts.recipes.engine import Engine

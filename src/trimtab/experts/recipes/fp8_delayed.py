@@ -22,8 +22,8 @@ from trimtab.experts.recipes.formats import E4M3, ElementFormat
 from trimtab.experts.recipes.fp8_current import FP8Current, float_scaled, gradient_format
 from trimtab.experts.recipes.quantised import Quantised, by_broadcast, by_segment, whole_amax
 from trimtab.experts.recipes.scales import Scale
-from trimtab.options import is_whole
 from trimtab.routing.recompute import in_backward
+from trimtab.validation import is_whole
 
 LARGEST_MARGIN = 11
 """With more, too many values are subnormal in E4M3 for the stated error of a product. With amax at 7 standard

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.layer import MoE, MoEConfig
+from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.plan import parallelize

@@ -1,0 +1,50 @@
+"""Memory of one step, counted twice: by PyTorch's storages, and by the pages that the process holds.
+
+Pages see what no operator returns (workspaces of kernels, of libraries); storages see less noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.subject import Subject
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
+    """Peak bytes beyond what was there before one step of `mode`, gradients included.
+
+    resident: growth of the process's peak resident set (Linux; absent elsewhere). Wants malloc "strict".
+    tensors: most bytes alive in storages that operators made. gradients: what of either the step leaves behind.
+    """
+    gc.collect()
+    found = {"gradients": subject.held}
+    if _CLEAR.exists():
+        _trim()
+        before = _status("VmRSS")
+        _CLEAR.write_text("5")  # the peak is now what is held now
+        subject.modes[mode]()
+        found["resident"] = _status("VmHWM") - before
+    with LiveBytes() as live:
+        subject.modes[mode]()
+    found["tensors"] = live.peak
+    return found
+
+
+def _trim() -> None:
+    """Give free memory back, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None, f"{_STATUS} has no {name}"
+    return int(found[1]) * 1024

@@ -1,0 +1,1 @@
+"""Checkpoints to safetensors in the Hugging Face layout, and back."""

@@ -1,0 +1,156 @@
+"""Reading PyTorch's Flight Recorder: what each rank asked of its process groups, and what of it is done.
+
+A dump is a pickle or JSON of {version, pg_config, entries: [...]}, one file per rank: NCCL writes it when its watchdog
+times out, `trimtab.doctor.flight_recorder_dump` on a signal and on any backend. JSON dumps have no stack frames.
+
+A pickle can run any code while it is read, so only builtin containers and numbers are let through.
+
+Format: pytorch/torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.x.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trimtab.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One line of a stack, innermost first."""
+
+    file: str
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One collective as one rank recorded it.
+
+    group: name of the process group, desc its description. seq: its number in the group, the same on every rank.
+    op: such as "all_to_all". done: it is over; on Gloo also one that failed.
+    """
+
+    rank: int
+    group: str
+    desc: str
+    seq: int
+    op: str
+    p2p: bool
+    done: bool
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    frames: tuple[Frame, ...]
+    created_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One rank's dump. members: global ranks of each process group by name, where the backend records them."""
+
+    rank: int
+    path: Path
+    version: str
+    entries: tuple[Entry, ...]
+    members: dict[str, tuple[int, ...]]
+
+
+_LIKELY = re.compile(r"(trace|rank).*\d(\.(json|pickle|pkl))?$")
+"""Names that are taken from a folder."""
+
+
+class _Refused(Exception):
+    """A pickle names something that is no builtin container or number."""
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise _Refused(f"it asks for {module}.{name}, and a dump holds builtin values only")
+
+
+def read_traces(paths: Sequence[Path]) -> list[Trace]:
+    """The dumps at `paths`, files or folders of them, by rank.
+
+    Raises:
+        InputError: nothing there, a file that is no dump or asks for code when unpickled, two files of one rank.
+    """
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    files = [file for file in files if file in paths or (file.is_file() and _LIKELY.search(file.name))]
+    if not files:
+        raise InputError(f"no Flight Recorder dumps (such as nccl_trace_rank_0) in {', '.join(map(str, paths))}")
+    traces = [read_trace(file) for file in files]
+    by_rank = {trace.rank: trace for trace in traces}
+    if len(by_rank) < len(traces):
+        twice = sorted({t.rank for t in traces if by_rank[t.rank] is not t})
+        raise InputError(f"rank(s) {twice} have more than one dump: keep the files of one job and one moment only")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def read_trace(path: Path) -> Trace:
+    """One dump, pickle or JSON; the rank is the number at the end of its name."""
+    rank = _rank_of(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if rank is None:
+        raise InputError(f"{path}: a dump's name ends in its rank, such as nccl_trace_rank_0; rename it")
+    try:
+        data = path.read_bytes()
+        dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        entries = tuple(_entry(rank, entry) for entry in dump["entries"])
+        members = {str(name): _ranks(group) for name, group in dump.get("pg_config", {}).items()}
+        return Trace(rank=rank, path=path, version=str(dump["version"]), entries=entries, members=members)
+    except _Refused as error:
+        raise InputError(
+            f"{path} is refused: {error}. Reading it in full would run whatever code it names. Make the dump again "
+            "with torch itself, or with trimtab.doctor.flight_recorder_dump, and do not unpickle this one"
+        ) from error
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        IndexError,
+    ) as error:
+        raise InputError(f"{path} is not a Flight Recorder dump ({type(error).__name__}: {error})") from error
+
+
+def _rank_of(path: Path) -> int | None:
+    found = re.search(r"(\d+)(\.(json|pickle|pkl))?$", path.name)
+    return int(found[1]) if found else None
+
+
+def _entry(rank: int, e: dict[str, Any]) -> Entry:
+    (group, desc), name = e["process_group"], str(e["profiling_name"])
+    return Entry(
+        rank=rank,
+        group=str(group),
+        desc=str(desc),
+        seq=int(e["p2p_seq_id"] if e.get("is_p2p") else e["collective_seq_id"]),
+        op=name.rpartition(":")[2],
+        p2p=bool(e.get("is_p2p")),
+        # NCCL knows states, and retires what it gave up too; Gloo stays at "scheduled" and retires what is over.
+        done=e["state"] == "completed" if name.startswith("nccl:") else bool(e.get("retired")),
+        sizes=tuple(tuple(int(n) for n in size) for size in e["input_sizes"]),
+        dtypes=tuple(str(dtype) for dtype in e.get("input_dtypes", ())),
+        frames=tuple(
+            Frame(file=str(f["filename"]), name=str(f["name"]), line=int(f["line"])) for f in e.get("frames", ())
+        ),
+        created_ns=int(e.get("time_created_ns") or 0),
+    )
+
+
+def _ranks(group: dict[str, Any] | list[int]) -> tuple[int, ...]:
+    """The ranks of a group, written as a list or as the text of one."""
+    ranks = group["ranks"] if isinstance(group, dict) else group
+    return tuple(int(rank) for rank in (re.findall(r"\d+", ranks) if isinstance(ranks, str) else ranks))

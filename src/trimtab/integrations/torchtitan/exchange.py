@@ -1,0 +1,129 @@
+"""torchtitan's token dispatcher protocol over our exchange, in plain tensors: imports nothing of torchtitan.
+
+    rows_RD, counts_e, sent = exchange.dispatch(x_TD, scores_TK, ids_TK, counts_E)      collective, one host sync
+    out_RD = experts(rows_RD, counts_e)                 torchtitan's own: rows grouped by expert, not weighted
+    y_TD = exchange.combine(out_RD, sent, x_TD)                                         collective, none
+
+A token travels once to each rank that owns one of its experts, and is spread over these there; the outputs are
+weighted and summed there, and one row comes back. Any number of tokens on any rank, none included. Sequence and
+context parallelism stay outside: the tokens given are those returned, in their order, whatever shard they are.
+
+Legend: T local tokens, K experts per token, E experts, e local experts, R expert rows (with padding), D model dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows, check_combine
+from trimtab.dispatch.plan import ExpertPlan, plan_experts
+from trimtab.dispatch.transport import Transport
+from trimtab.errors import ConfigError, InputError
+from trimtab.integrations.torchtitan.maps import FromExperts, ToExperts
+from trimtab.layout import ALIGNMENTS
+
+TRANSPORT = "_trimtab_transport"
+"""The attribute of a mesh that holds what carries its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """The way home, of one call: this rank's rows, how they lie among its experts, and the number of tokens."""
+
+    rows: Rows
+    plan: ExpertPlan
+    tokens: int
+
+
+class TokenExchange:
+    """Dispatch and combine of one layer.
+
+    Args:
+        num_experts: E, over all ranks; rank r owns experts r * e .. r * e + e - 1.
+        top_k: K.
+        pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
+            8, 16, 32, 128: what low-precision grouped GEMMs ask for.
+        combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
+
+    Raises:
+        ConfigError: names or sizes that do not fit.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: Combine = "sum") -> None:
+        if pad_multiple not in ALIGNMENTS:
+            raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
+        check_combine(combine)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.pad_multiple, self.combine_mode = pad_multiple, combine
+        self.wire(None)
+
+    def wire(self, transport: Transport | None, layer: str = "") -> None:
+        """From now on over `transport`; None where this rank owns all experts. Every rank of its group must call.
+
+        Raises:
+            ConfigError: the experts do not divide over the ranks.
+        """
+        self.dispatcher = Dispatcher(self.num_experts, transport, combine=self.combine_mode, layer=layer)
+
+    def dispatch(
+        self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, counts_E: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Dispatched]:
+        """Send tokens to the experts. Every rank of the group must call.
+
+        Args:
+            x_TD: floating tokens.
+            scores_TK: floating routing scores; weighted with in float32 at least.
+            ids_TK: int expert ids; -1 drops a slot.
+            counts_E: part of the protocol, not used: counts are taken from the ids and told to the peers with them.
+
+        Returns:
+            rows_RD, counts_e, and what `combine` needs. Rows are grouped by expert, within one by source rank, and
+            within that in token order; counts are int64 and include padding, which is zeros. On a device, rows
+            behind the last group are padding too.
+
+        Raises:
+            InputError, DesyncError, PeerLost, PhaseTimeout: as `Dispatcher.dispatch`.
+        """
+        self.dispatcher.begin()
+        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+        plan = plan_experts(
+            rows.ids, self.dispatcher.experts_per_rank, alignment=self.pad_multiple, num_slots=rows.num_slots
+        )
+        routed_RD: Tensor = ToExperts.apply(rows.x, plan)  # type: ignore[no-untyped-call]
+        return routed_RD, plan.offsets_e.diff(), Dispatched(rows=rows, plan=plan, tokens=x_TD.shape[0])
+
+    def combine(self, out_RD: Tensor, sent: Dispatched, x_TD: Tensor) -> Tensor:
+        """Weighted sums of the experts' outputs, back home: [T, D] in x's dtype. Every rank of the group must call.
+
+        Args:
+            out_RD: floating; what `dispatch` gave out, through the experts.
+            sent: the third value of that `dispatch`; consumed once, as its graph is.
+            x_TD: the tokens of that `dispatch`, for their shape and dtype alone.
+
+        Raises:
+            InputError: another number of rows or of tokens; on every rank of the group where a guard waits.
+        """
+        if out_RD.shape[0] != sent.plan.row_R.shape[0] or x_TD.shape[0] != sent.tokens:
+            error = InputError(
+                f"combine got outputs {tuple(out_RD.shape)} and tokens {tuple(x_TD.shape)} for the "
+                f"{sent.plan.row_R.shape[0]} expert rows and {sent.tokens} tokens of its dispatch",
+                rank=None if self.dispatcher.transport is None else self.dispatcher.transport.rank,
+                layer=self.dispatcher.layer, phase="combine",
+            )  # fmt: skip
+            sent.rows.route.refuse(error, out_RD)
+        y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights, sent.plan)  # type: ignore[no-untyped-call]
+        return self.dispatcher.combine(y_MD, sent.rows)
+
+
+def transport_over(ep_mesh: DeviceMesh) -> AllToAll:
+    """One, and so one guard, for all layers that are ever given this very mesh: so ranks share alike, whenever each of
+    them collects what it no longer uses."""
+    kept = vars(ep_mesh)
+    if TRANSPORT not in kept:
+        kept[TRANSPORT] = AllToAll(ep_mesh.get_group())
+    transport: AllToAll = kept[TRANSPORT]
+    return transport

@@ -1,0 +1,76 @@
+"""trimtab in transformers: one call adds it to both registries, for all MoE families at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.dispatcher import Combine
+
+
+def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str = "alltoall") -> None:
+    """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
+
+    Args:
+        name: what `experts_implementation=` and `ep_implementation=` will call it.
+        combine: "sum", or "ordered" for bits that do not depend on the number of ranks
+            (see `trimtab.dispatch.dispatcher.Dispatcher`).
+        transport: how rows travel, by a name that `trimtab.parallel.style.ExpertParallel` knows.
+
+    How long a rank waits for the others before it says who is missing, 300 s, is shortened by
+    `torch.distributed.init_process_group(timeout=)`: never more than 9/10 of that.
+
+    Calling it again with the same options is harmless; other options live under another name beside the first.
+
+    Raises:
+        BackendError: transformers is missing or too old to have the registries.
+        ConfigError: there is no transport or combine of that name, transformers has another implementation of it, or
+            it was registered with other options.
+    """
+    from trimtab.dispatch.by_name import TRANSPORTS
+    from trimtab.dispatch.dispatcher import check_combine
+    from trimtab.errors import BackendError, ConfigError
+
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
+    check_combine(combine)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
+
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise BackendError(
+            f"trimtab.integrations.transformers needs transformers >= 5.23 (pip install 'trimtab[hf]'): {error}"
+        ) from error
+    from trimtab.integrations.transformers.expert_parallel import TrimtabEP
+    from trimtab.integrations.transformers.experts import experts_forward
+    from trimtab.kernels.selftest import KernelChoice
+
+    known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
+    if name == "eager" or (known is not None and getattr(known, "func", None) is not experts_forward):
+        raise ConfigError(f"name={name!r}: transformers has an experts implementation of that name; choose another")
+    known_ep = dict(EPImplementationInterface().items()).get(name)
+    if known_ep is not None and not (isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP)):
+        raise ConfigError(f"name={name!r}: transformers has an EP implementation of that name; choose another")
+    if known_ep is not None and known is not None:
+        had = known_ep.combine, next(key for key, made in TRANSPORTS.items() if made is known_ep.make_transport)
+        if had != (combine, transport):
+            raise ConfigError(
+                f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}: give these a name of "
+                "their own"
+            )
+        return
+    kernels = KernelChoice("auto")  # one for all layers: tested once
+    for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
+        registry.register(name, partial(experts_forward, kernels=kernels))
+    own = {
+        "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
+        "make_transport": staticmethod(TRANSPORTS[transport]),
+    }  # fmt: skip
+    EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))

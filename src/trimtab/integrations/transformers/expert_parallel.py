@@ -1,0 +1,101 @@
+"""transformers' expert parallelism, carried by trimtab: what `ep_implementation="trimtab"` builds.
+
+    tokens of this rank -> share of its TP group -> dispatch -> experts -> combine -> all tokens of the TP group
+
+Works in front of any experts implementation: received rows, their local ids (with the sentinel `num_experts` for
+slots of other ranks) and their weights go in, weighted sums per row come out. With `experts_implementation=
+"trimtab"` behind it the rows are sorted once, and the host's count of them is passed on.
+
+Legend: T tokens of this rank, K experts per token, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.expert_parallel import EPImplementation
+
+from trimtab.autocast import narrowed
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
+from trimtab.dispatch.exchange import Trained
+from trimtab.dispatch.shard import shard, unshard
+from trimtab.dispatch.transport import Transport
+from trimtab.integrations.transformers.experts import experts_forward
+from trimtab.kernels.selftest import KernelChoice
+from trimtab.layout import SequenceLayout
+
+
+class TrimtabEP(EPImplementation):  # type: ignore[misc]
+    """One experts module under expert parallelism.
+
+    Args:
+        experts: the experts module, its parameters already sharded over `ep_mesh`.
+        ep_mesh: the expert group. tp_mesh: the ranks that hold the same tokens (size 1 without TP).
+    """
+
+    # Filled in by `trimtab.integrations.transformers.register` in a class of its own for each name.
+    experts_name: str
+    combine: Combine
+    kernels: KernelChoice
+    make_transport: Callable[[dist.ProcessGroup], Transport]
+    built: Iterator[int]
+    """Numbers the experts modules in the order in which they are built, the same on every rank."""
+    living: WeakSet[TrimtabEP]
+    """Those built under this name that are in use: the modules of one mesh share a transport, and so a guard."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts: Any = experts
+        self.ep_group = ep_mesh.get_group()
+        self.tp_group = tp_mesh.get_group()
+        self.transport = self._transport_over(ep_mesh)
+        self.living.add(self)
+        self.dispatcher = Dispatcher(
+            self.num_local_experts * ep_mesh.size(),
+            self.transport,
+            combine=self.combine,
+            layer=f"{type(experts).__name__} {next(self.built)}",
+        )
+
+    def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
+        """One for all modules that were given this very mesh, which is one model's.
+
+        All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
+        found until its cycles are collected, and when that is differs between ranks.
+        """
+        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
+        return next(shared, None) or self.make_transport(self.ep_group)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""
+        sent = narrowed(hidden_states, self.experts) if self._ours() else hidden_states
+        tensors = (sent, top_k_index, top_k_weights)
+        tp_size = self.tp_mesh.size()
+        layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
+        if tp_size > 1:
+            tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
+        rows = self.dispatcher.dispatch(*tensors)
+        y = self.dispatcher.combine(self._run_experts(rows), rows)
+        return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
+
+    def _ours(self) -> bool:
+        return bool(self.experts.config._experts_implementation == self.experts_name)
+
+    def _run_experts(self, rows: Rows) -> Tensor:
+        if self._ours():
+            return experts_forward(
+                self.experts, rows.x, rows.ids, rows.weights, kernels=self.kernels, num_slots=rows.num_slots
+            )
+        # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
+        absent, implementation = rows.ids < 0, self.experts.config._experts_implementation
+        ids = rows.ids.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
+        if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
+            self.experts.post_expert_norm(rows.x[:0])
+        y = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
+        trained: Tensor = Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
+        return trained

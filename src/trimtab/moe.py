@@ -1,0 +1,263 @@
+"""The MoE layer: router -> dispatch -> experts -> combine, and what every token gets (shared experts).
+
+    y = sum over k of  w[k] * expert[id[k]](x)  +  shared(x)
+    y = up(sum over k of  w[k] * expert[id[k]](down(x)))  +  shared(x)              with latent projections
+
+Legend: T tokens of this rank, D model dim, K experts per token, E experts, F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.autocast import narrowed
+from trimtab.backward import not_a_view, zeroed
+from trimtab.dispatch.control import NOTHING, Shared
+from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.grouped_module import check_options, refuse_transforms
+from trimtab.experts.main_grad import MainGradMode
+from trimtab.experts.module import ExpertMLP, check_names
+from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.shared import Projection, SharedExperts
+from trimtab.kernels.memory import dense, described
+from trimtab.kernels.selftest import KernelChoice
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import is_always_recomputed, unseen
+from trimtab.routing.router import Router
+from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
+
+
+class MoEOutput(NamedTuple):
+    """y: x's shape and dtype; zeros where the token mask is False.
+    losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
+        checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
+    loads_E: int64, kept slots of the tokens that this rank routes.
+    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped. With `RouterConfig.pad` columns of
+        padding come behind those of the decision; `trimtab.record` leaves them out.
+    """
+
+    y: Tensor
+    losses: dict[str, Tensor]
+    loads_E: Tensor
+    ids_TK: Tensor
+
+
+class Tokens(Protocol):
+    """Which of the input's tokens this rank routes."""
+
+    def take(self, t: Tensor) -> Tensor:
+        """[*lead, any] -> this rank's [*lead', any]. Called for x [*lead, D], mask [*lead, 1] and ids [*lead, K]."""
+        ...
+
+    def join(self, y: Tensor, like: Tensor) -> Tensor:
+        """This rank's [*lead', D] -> the output of all tokens, in the shape of the input `like` [*lead, D]."""
+        ...
+
+
+class AllTokens:
+    """All of them: the input is this rank's share."""
+
+    def take(self, t: Tensor) -> Tensor:
+        return t
+
+    def join(self, y: Tensor, like: Tensor) -> Tensor:
+        return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One MoE layer. `build` makes it, with all experts on this rank.
+
+    Args:
+        dim, hidden: D and F.
+        router: the routing decision; its weight is built in float32 at least. Who casts it, as `model.bfloat16()` and
+            a `mp_policy` do, has logits in float32 of what is left of it.
+        activation, bias, weights, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
+        shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
+        latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
+        combine: as in `Dispatcher`.
+        dtype, device: of the parameters, the default ones if not given.
+
+    Raises:
+        ConfigError: sizes, names, flags or a dtype that no layer can have, a router, recipe or kernels that are none,
+            or a gate on shared experts that are not there.
+    """
+
+    dim: int
+    hidden: int
+    router: RouterConfig
+    activation: str = "swiglu"
+    bias: bool = False
+    weights: Literal["experts", "combine"] = "experts"
+    shared_hidden: int = 0
+    shared_gate: bool = False
+    latent_dim: int | None = None
+    combine: Combine = "sum"
+    main_grad: MainGradMode = "off"
+    delay_wgrad: bool = False
+    recipe: Recipe | None = None
+    kernels: KernelChoice | str = "auto"
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.router, RouterConfig):
+            raise ConfigError(f"router={self.router!r} must be a RouterConfig, as RouterConfig(num_experts=8, top_k=2)")
+        check_sizes(dim=self.dim, hidden=self.hidden)
+        check_sizes(least=0, shared_hidden=self.shared_hidden or 0)
+        if self.latent_dim is not None:
+            check_sizes(latent_dim=self.latent_dim)
+        check_flags(bias=self.bias, shared_gate=self.shared_gate)
+        check_names(self.activation, self.weights)
+        check_options(
+            dtype=self.dtype, main_grad=self.main_grad, delay_wgrad=self.delay_wgrad, recipe=self.recipe,
+            kernels=self.kernels,
+        )  # fmt: skip
+        check_combine(self.combine)
+        if self.shared_gate and not self.shared_hidden:
+            raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
+
+    def build(self, layer: str = "") -> MoE:
+        """The module. layer: its name, for errors. Raises BackendError where the recipe cannot run on the device."""
+        return MoE(self, layer)
+
+
+class MoE(nn.Module):
+    """The layer that `MoEConfig` describes.
+
+    `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
+    be replaced by a module that takes what `Router.forward` takes, except `later`, and returns a `Routing`.
+
+    `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
+    the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;
+    where the dim is marked by `torch._dynamo.decorators.mark_unbacked` one graph serves any number. The experts are
+    operators in it, of the same kernels as eagerly, and bad ids or logits raise as they do there. Graphs break around
+    an exchange between ranks, and around experts whose options have state that a graph does not see: `main_grad`,
+    `delay_wgrad`, a recipe, kernels of one's own; these run eagerly, also under compiled autograd. A generator of the
+    router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
+    again is the same graph, and its loads are counted once.
+
+    `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A
+    process that loads it imports `trimtab.exported` first.
+
+    In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
+    of the last 64 are kept, 2 bytes a slot and with a mask 1 a token. Evaluate in `eval()`, which keeps none.
+    """
+
+    def __init__(self, config: MoEConfig, layer: str = "") -> None:
+        super().__init__()
+        c = self.config = config
+        made: dict[str, Any] = {"dtype": c.dtype, "device": c.device}
+        width = c.dim if c.latent_dim is None else c.latent_dim
+        dtype = torch.promote_types(c.dtype or torch.get_default_dtype(), torch.float32)
+        self.router = c.router.build(c.dim, dtype=dtype, device=c.device, layer=layer)
+        self.experts = ExpertMLP(
+            c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias, weights=c.weights,
+            main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, facts=self.facts)
+        self.tokens: Tokens = AllTokens()
+        self.to_latent = nn.Identity() if c.latent_dim is None else Projection(c.dim, width, **made)
+        self.from_latent = nn.Identity() if c.latent_dim is None else Projection(width, c.dim, **made)
+        self.shared = None if not c.shared_hidden else SharedExperts(
+            c.dim, c.shared_hidden, activation=c.activation, gated=c.shared_gate, **made
+        )  # fmt: skip
+
+    @property
+    def facts(self) -> str:
+        """What else must be the same on every rank, for the `facts` of a dispatcher: what is not as by default."""
+        own = ("main_grad", "delay_wgrad", "kernels", "device")
+
+        def said(config: MoEConfig | RouterConfig) -> str:
+            named = [(f, getattr(config, f.name)) for f in fields(config) if f.name not in (*own, "router")]
+            return ", ".join(f"{f.name} {getattr(value, 'name', value)}" for f, value in named if value != f.default)
+
+        return f"{said(self.config)}, router: {said(self.config.router)}"
+
+    def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
+        """Route, run the experts, add up. Every rank of the expert group must call.
+
+        Args:
+            x: [..., D] in float64, float32, bfloat16 or float16; of three dims and more the first is the batch.
+            token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
+            ids: int [..., K] (E for K with expert choice), decisions to replay; scores and weights stay live.
+
+        Raises:
+            InputError: shapes or dtypes other than these, ids out of range, logits not finite (on CUDA without a group
+                the last two are asserted on the device, see `Dispatcher.dispatch`); under a transform of `torch.func`.
+            DesyncError: the ranks of the group are not in the same call.
+        """
+        self._refuse_transforms()
+        self.dispatcher.begin()
+        mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
+        batch = mine.shape[0] if mine.dim() > 2 else 1
+        ours = self._ours_routes()
+        options: dict[str, Any] = {"token_mask_T": mask_T, "ids_TK": ids_TK, "batch": batch}
+        route = self.router(x_TD, **options, later=True) if ours else self.router(x_TD, **options)
+        sent = self.to_latent(x_TD)
+        if isinstance(self.experts, ExpertMLP):
+            sent = narrowed(sent, self.experts)
+        given = sent, route.ids_TK, route.weights_TK
+        known = ours and route.ids_TK is route.pending.ids_TK  # no hook has put others in their place
+        most = route.most_slots if known else None
+        rows = self.dispatcher.dispatch(*given, most_slots=most, shared=self._shared(x))
+        losses = {**route.losses, **self.router.take_losses(route.pending)} if ours else route.losses
+        # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
+        with unseen() if is_always_recomputed(type(self.experts).forward) else nullcontext():
+            out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        y_TD = self.from_latent(self.dispatcher.combine(out, rows))
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        if mask_T is not None:
+            y_TD = zeroed(y_TD, mask_T, over_ranks=self.dispatcher.transport is not None)
+        y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
+        if torch.compiler.is_exporting():
+            from trimtab.routing.compiled import storable
+
+            storable(MoEOutput)
+        return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+
+    def _ours_routes(self) -> bool:
+        """Whether the router's forward is `Router`'s. The order of exchanges hangs on it, so hooks do not count, which
+        one rank may have alone."""
+        return getattr(self.router.forward, "__func__", None) is Router.forward
+
+    def _shared(self, x: Tensor) -> Shared:
+        """What of the input the ranks of the expert group must have as much of."""
+        return NOTHING
+
+    def _refuse_transforms(self) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_transforms(f"MoE {self.dispatcher.layer}".rstrip())
+
+    def _take(
+        self, x: Tensor, mask: Tensor | None, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of x in its own shape, then flat with zeros for masked tokens; its mask and ids, flat."""
+        self._check(x, mask, ids)
+        mine = self.tokens.take(x)
+        x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
+        if ids is not None:
+            ids_TK = self.tokens.take(ids).flatten(0, -2)
+        if mask is not None:
+            mask_T = self.tokens.take(mask[..., None]).flatten()
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
+        return mine, x_TD, mask_T, ids_TK
+
+    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
+        if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):
+            wanted = f"floating [..., {self.config.dim}], dense, in {VALUES}"
+            raise InputError(f"x must be {wanted}, got {described(x)}", layer=self.dispatcher.layer, phase="route")
+        lead, problems = tuple(x.shape[:-1]), []
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != lead):
+            problems.append(f"token_mask must be bool {lead} as x is, got {mask.dtype} {tuple(mask.shape)}")
+        if ids is not None and tuple(ids.shape[:-1]) != lead:
+            problems.append(f"ids must be {(*lead, 'K')} as x is, got {tuple(ids.shape)}")
+        if problems:
+            raise InputError("; ".join(problems), layer=self.dispatcher.layer, phase="route")

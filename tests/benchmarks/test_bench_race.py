@@ -1,0 +1,196 @@
+"""The race: known durations give known ratios, and every way to fail becomes a row with its reason."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.child import cores_of
+from benchmarks.contestant import MALLOC, Contestant, ContestantFailed, Team
+from benchmarks.race import Pace, race, set_aside, slowest, steps_of
+from benchmarks.result import ASIDE, Race
+from benchmarks.task import Task, run_task
+from benchmarks.weigh import weigh
+from trimtab.errors import ConfigError
+
+
+def fake(name: str, build: str, role: Any = "ours", ranks: int = 1, **args: Any) -> Contestant:
+    return Contestant(name=name, role=role, build=f"bench.fakes:{build}", args=args, ranks=ranks)
+
+
+def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
+    off = float(outcomes[0]["y"][0]) - 1.0
+    return None if off == 0 else f"y is off by {off}"
+
+
+def test_known_durations_give_known_ratios() -> None:
+    contestants = [
+        fake("fast", "sleeper", modes={"forward": 0.02, "forward+backward": 0.05}),
+        fake("slow", "sleeper", "peer", modes={"forward": 0.06}),
+        fake("slower", "sleeper", "peer", modes={"forward": 0.2}),
+        fake("floor", "sleeper", "limit", modes={"forward": 0.01}),
+        fake("copy", "sleeper", "bandwidth", modes={"copy": 0.01}, bytes=1000),
+    ]
+    modes = ("forward", "forward+backward", "copy")
+    entries = race(contestants, modes, malloc="tuned", pace=Pace(turns=3, seconds=2.0, patience=60))
+    assert [(e.name, e.role, e.failed) for e in entries] == [(c.name, c.role, None) for c in contestants]
+    fast, slow, slower, _, copy = entries
+    # A round takes 0.45 s: 0.02 + 0.06 + 0.2 + 3 * 0.01, 0.05, 3 * 0.01, and 0.01 between.
+    assert [len(turn) for turn in fast.seconds["forward"]] == [1, 1, 1, 1], "more turns than 3: there is time"
+    assert [len(turn) for turn in slower.seconds["forward"]] == [1, 1, 1, 1]
+    assert [len(turn) for turn in copy.seconds["copy"]] == [3, 3, 3, 3], "a turn takes 0.03 s at least"
+    assert fast.steps("forward") == pytest.approx([0.02] * 4)
+    assert set(slow.seconds) == {"forward"}, "modes that it has"
+    assert fast.facts["malloc"] == MALLOC["tuned"]["MALLOC_TRIM_THRESHOLD_"]
+    found = Race(malloc="tuned", entries=entries, fewest_bytes={"": {"forward+backward": 4000}})
+    assert found.fastest("peer", "", "forward") == ("slow", pytest.approx(0.06))
+    assert found.speed_up(fast, "forward") == pytest.approx(3)
+    assert found.over_limit(fast, "forward") == pytest.approx(2)
+    assert found.bandwidth() == pytest.approx(1000 / 0.01)
+    assert found.median(copy, "copy") == pytest.approx(0.01)
+    assert found.over_limit(fast, "forward+backward") == pytest.approx(0.05 / 0.04)
+    assert found.speed_up(fast, "forward+backward") is None, "no peer has that mode"
+
+
+def test_a_race_lasts_as_long_as_asked_and_has_the_turns_asked_for() -> None:
+    pace = Pace(turns=3, seconds=10.0)
+    assert pace.turns_of([0.09] * 10) == 10
+    assert pace.turns_of([5.0, 5.0]) == 3
+    assert pace.turns_of([]) == pace.turns_of([1e-6]) == 60
+    assert (steps_of(0.5), steps_of(0.014), steps_of(1e-9)) == (1, 2, 1000)
+
+
+def test_a_failure_is_a_row_with_its_reason() -> None:
+    contestants = [
+        fake("good", "answers", value=1.0),
+        fake("absent", "not_installed", "peer"),
+        fake("nowhere", "no_such_function", "peer"),
+        fake("raises", "raises", "peer"),
+        fake("dies", "dies", "peer"),
+        fake("wrong", "answers", "peer", value=1.25),
+    ]
+    said: list[str] = []
+    pace = Pace(turns=1, seconds=0.01, patience=120)
+    entries = race(contestants, ["forward"], malloc="default", pace=pace, judge=judge, say=said.append)
+    by_name = {e.name: e for e in entries}
+    assert by_name["good"].failed is None
+    assert len(by_name["good"].steps("forward")) >= 1
+    expected = {
+        "absent": "cannot be imported here: No module named 'a_package_that_nobody_has'",
+        "nowhere": "AttributeError: module 'bench.fakes' has no attribute 'no_such_function'",
+        "raises": "ValueError: bad shapes",
+        "dies": "died: exit code 3, out of luck",
+        "wrong": "wrong numbers, not raced: y is off by 0.25",
+    }
+    assert {name: e.failed for name, e in by_name.items() if name != "good"} == expected
+    assert all(not by_name[name].seconds for name in expected)
+    assert sorted(said) == sorted(f"{name}: {reason}" for name, reason in expected.items())
+
+
+def test_a_contestant_that_hangs_is_given_up() -> None:
+    contestants = [fake("hangs", "hangs", "peer"), fake("good", "sleeper", modes={"forward": 0.01})]
+    entries = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01, patience=5))
+    assert entries[0].failed == "no answer within 5 s"
+    assert entries[1].failed is None
+
+
+def test_the_slowest_rank_counts_and_one_rank_fails_for_all() -> None:
+    team = Team(fake("uneven", "sleeper", ranks=2, modes={"forward": 0.05}, fails_on_rank=1), "default")
+    try:
+        assert [facts["bytes"] for facts in team.answers(120)] == [0, 0]
+        by_rank = team.ask(("time", "forward", 2), 60)
+        assert by_rank == [pytest.approx([0.05, 0.05]), pytest.approx([0.1, 0.1])]
+        with pytest.raises(ContestantFailed, match="ValueError: only this rank"):
+            team.ask(("time", "fails", 1), 60)
+    finally:
+        team.kill()
+    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+
+
+def test_all_contestants_run_on_the_same_cores() -> None:
+    one, two, four = (Contestant(name="", role="ours", build="", threads=n) for n in (1, 2, 4))
+    assert [cores_of(one, rank, [3, 5]) for rank in range(3)] == [{3}, {5}, {3}]
+    assert [cores_of(two, rank, [0, 1, 2, 3]) for rank in range(3)] == [{0, 1}, {2, 3}, {0, 1}]
+    assert cores_of(four, 1, [0, 1]) == {0, 1}
+    here = sorted(os.sched_getaffinity(0))
+    team = Team(fake("stays", "stays", ranks=2), "default")
+    try:
+        team.answers(120)
+        saved = team.ask(("outcome",), 60)
+    finally:
+        team.kill()
+    cores = [torch.load(io.BytesIO(one), weights_only=True)["cores"].tolist() for one in saved]
+    assert cores == [[here[0]], [here[1 % len(here)]]]
+
+
+def test_a_limit_that_another_beats_by_far_takes_no_turns() -> None:
+    contestants = [fake(name, "sleeper", "limit") for name in ("bf16", "fp32", "near")] + [fake("ours", "sleeper")]
+    warm = {(name, "forward"): s for name, s in (("bf16", 4.0), ("fp32", 1.0), ("near", 1.9), ("ours", 9.0))}
+    assert set_aside(contestants, warm) == {("bf16", "forward")}
+
+
+def test_a_limit_far_behind_in_one_mode_is_not_asked_for_others() -> None:
+    """Nor under the next malloc."""
+    slow = fake("slow", "sleeper", "limit", modes={"forward": 4.0}, fails_on_rank=0)
+    contestants = [fake("fast", "sleeper", "limit", modes={"forward": 1.0}), slow, fake("ours", "sleeper", modes={})]
+    task = Task(part="layer", case={}, contestants=contestants, modes=["forward", "fails"])
+    found = run_task(task, ["default", "tuned"], Pace(turns=1, seconds=0.01, patience=60), command="here")
+    for one in found.races:
+        assert [(e.name, e.failed) for e in one.entries] == [("fast", None), ("slow", None), ("ours", None)]
+        assert (one.entries[1].facts[ASIDE], one.entries[1].seconds) == (["forward", "fails"], {})
+        assert one.entries[0].steps("forward") == [1.0]
+    assert [one.entries[1].facts["malloc"] for one in found.races] == [None, None], "it raced under the first only"
+
+
+def test_a_limit_is_not_judged_by_a_short_first_step() -> None:
+    """It may have made its kernels then."""
+    contestants = [
+        fake("fp32", "sleeper", "limit", modes={"forward": 0.01}),
+        fake("bf16", "sleeper", "limit", modes={"forward": 0.002}, first=0.1),
+    ]
+    fp32, bf16 = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01))
+    assert bf16.steps("forward")[0] == pytest.approx(0.002)
+    assert ASIDE not in bf16.facts
+    assert (fp32.seconds, fp32.facts[ASIDE]) == ({}, ["forward"])
+
+
+@pytest.mark.parametrize(("nap", "before"), [(0.0, 2), (0.7, 1)])
+def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judged one and one more; where the judged one is very slow, that one only."""
+    monkeypatch.setattr("benchmarks.race.VERY_SLOW", 0.5)
+    entries = race(
+        [fake("one", "counts", nap=nap)], ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01), judge=judge
+    )
+    assert entries[0].failed is None
+    assert entries[0].steps("forward") == [float(before)]
+
+
+def test_who_cannot_be_built_is_a_row_without_a_judge_too() -> None:
+    absent = fake("absent", "not_installed", "peer")
+    entries = race([absent, fake("good", "sleeper", modes={"forward": 0.1})], ["forward"], malloc="default",
+                   pace=Pace(turns=1, seconds=0.01))  # fmt: skip
+    assert (entries[0].failed or "").startswith("cannot be imported here")
+    assert entries[1].steps("forward") == pytest.approx([0.1])
+    (weighed,) = weigh([absent], "forward", patience=60, say=print).values()
+    assert weighed["failed"].startswith("cannot be imported here")
+
+
+def test_memory_sees_pages_and_tensors() -> None:
+    size = 2**24
+    found = weigh(
+        [fake("big", "allocates", bytes=size), fake("bad", "raises")], "forward+backward", patience=60, say=print
+    )
+    assert found["big"]["tensors"] == size
+    assert found["big"]["gradients"] == 7
+    assert 2 * size <= found["big"]["resident"] < 3 * size
+    assert "KeyError" in found["bad"]["failed"], "it has no such mode"
+
+
+def test_a_pace_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--turns must be at least 1"):
+        Pace(turns=0)

@@ -1,0 +1,194 @@
+"""Layouts as values: what they say of each family, that a wrong one is refused, and our layer in a model's blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from helpers import convert_ranks
+from helpers.convert_case import assert_same, build, logits, state_of
+from helpers.convert_ranks import swapped
+from trimtab.checkpoint import load, read_tensors, save
+from trimtab.convert.convert import convert
+from trimtab.convert.layouts import experts_modules, gate_packing, layout_of
+from trimtab.convert.layouts_moe import BlockLayout, Part, blocks_of, prove
+from trimtab.convert.layouts_named import BLOCKS
+from trimtab.errors import ConfigError
+from trimtab.verify.forkserver import preload
+from trimtab.verify.ranks import run_ranks
+
+preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Gate(nn.Module):
+    """A gate of the ways that there are, to be found out."""
+
+    def __init__(self, first: str, halves: bool, shift: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.halves, self.shift = first, halves, shift
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1) if self.halves else (x[..., ::2], x[..., 1::2])
+        gate, up = (one, two) if self.first == "gate" else (two, one)
+        return torch.nn.functional.silu(gate) * (up + self.shift)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_the_gate_says_how_it_is_packed(shift: float) -> None:
+    assert gate_packing(Gate("gate", True, shift)) == "gate|up"
+    assert gate_packing(Gate("up", True, shift)) == "up|gate"
+    assert gate_packing(Gate("gate", False, shift)) == "gate,up,gate,up"
+    assert gate_packing(Gate("up", False, shift)) == "up,gate,up,gate"
+
+
+def test_flags_that_lie() -> None:
+    (module, *_) = experts_modules(build("qwen3_moe")).values()
+    assert layout_of(module).packing == "gate|up"
+    module.is_concatenated = False  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="but its flags say"):
+        layout_of(module)
+    module.is_concatenated, module.is_transposed = True, True  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"\[4, 32, 16\] with gate\|up, but its flags say \[4, 16, 32\]"):
+        layout_of(module)
+
+
+def block_of(name: str, **config: Any) -> tuple[nn.Module, Any]:
+    model = build(name, **config)
+    return next(iter(blocks_of(model, BLOCKS[name]).values())), model.config
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, {}) for name in BLOCKS),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("deepseek_v3", {"routed_scaling_factor": 1.7, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+        ("mixtral", {"hidden_act": "gelu"}),
+    ],
+)
+def test_our_layer_computes_what_the_block_does(name: str, config: dict[str, Any]) -> None:
+    block, config_of = block_of(name, **config)
+    assert prove(BLOCKS[name], block, config_of) <= 1e-6
+
+
+def changed(layout: BlockLayout, ours: str, **more: Any) -> BlockLayout:
+    parts = tuple(dataclasses.replace(p, **more) if p.ours == ours else p for p in layout.parts)
+    return dataclasses.replace(layout, parts=parts)
+
+
+def halves_swapped(part: Part) -> Part:
+    class Swapped(Part):
+        def to_ours(self, prefix: str, dtypes: Any, tensors: Any) -> dict[str, Tensor]:
+            by = tensors[prefix + self.theirs[0]].shape[1] // 2
+            return {n: t.roll(by, 1) for n, t in super().to_ours(prefix, dtypes, tensors).items()}
+
+    return Swapped(**{f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "down transposed": ("qwen3_moe", lambda x: changed(x, "experts.down", their_axes=("E", "F", "D"))),
+    "up transposed": ("mixtral", lambda x: changed(x, "experts.up", their_axes=("E", "D", "I"))),
+    "router transposed": ("qwen3_moe", lambda x: changed(x, "router.weight", their_axes=("D", "E"))),
+    "shared gate and up swapped": (
+        "deepseek_v3",
+        lambda x: changed(
+            x, "shared.up.weight", theirs=("shared_experts.up_proj.weight", "shared_experts.gate_proj.weight")
+        ),
+    ),
+    "gate and up swapped": (
+        "olmoe",
+        lambda x: dataclasses.replace(x, parts=tuple(halves_swapped(p) if "up" in p.ours else p for p in x.parts)),
+    ),
+    "normalised after top-k": (
+        "deepseek_v3",
+        lambda x: dataclasses.replace(
+            x,
+            moe=lambda c, a: dataclasses.replace(
+                x.moe(c, a), router=dataclasses.replace(x.moe(c, a).router, normalize=not c.norm_topk_prob)
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_layout_fails_its_proof_though_shapes_fit(case: str) -> None:
+    name, wrong = WRONG[case]
+    block, config = block_of(name, experts=8)
+    layout = dataclasses.replace(wrong(BLOCKS[name]), hidden=BLOCKS[name].hidden)
+    with pytest.raises(ConfigError, match=r"differ by|size mismatch"):
+        prove(layout, block, config)
+
+
+def test_a_layout_of_another_family() -> None:
+    for name, other in (("deepseek_v3", "qwen3_moe"), ("qwen3_moe", "qwen2_moe")):
+        with pytest.raises(ConfigError, match="is this a"):
+            blocks_of(build(other), BLOCKS[name])
+    for name, other in (("qwen3_moe", "mixtral"), ("olmoe", "qwen3_moe")):  # of the same names, built otherwise
+        with pytest.raises(ConfigError, match="is this a"):
+            prove(BLOCKS[name], *block_of(other, experts=8))
+    with pytest.raises(ConfigError, match="has no activation"):
+        BLOCKS["mixtral"].config(build("mixtral", hidden_act="relu").config)
+
+
+def test_jitter_of_the_experts_tokens_is_not_taken_over_in_silence() -> None:
+    with pytest.warns(UserWarning, match=r"router_jitter_noise=0\.1: in training the router's tokens alone"):
+        assert BLOCKS["mixtral"].config(build("mixtral", router_jitter_noise=0.1).config).router.jitter == 0.1
+
+
+BOTH = [*((name, torch.float32) for name in sorted(BLOCKS)), ("deepseek_v3", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BOTH)
+def test_there_and_back_through_our_layer(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build(name, dtype=dtype)
+    model.save_pretrained(tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", layout=name)
+    ours = swapped(name, build(name, seed=1, dtype=dtype))
+    load(tmp_path / "dcp", ours)  # names, shapes and dtypes are those of a model of our layers
+    if dtype == torch.float32:
+        difference = (logits(model) - logits(ours)).abs().max()
+        assert difference <= 1e-5 * logits(model).abs().max()
+    with pytest.raises(ConfigError, match=f"was written in the layout {name}"):
+        convert(tmp_path / "dcp", tmp_path / "wrong", to="safetensors", layout="transformers")
+    again = convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")  # the record says which layout it is
+    assert again.layout == name
+    assert again.source_hash == done.hash
+    assert again.hash == done.source_hash or dtype != torch.float32  # our routers are float32 at least, and stay so
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype)
+    got = state_of(opened)
+    assert_same({n: tensor.to(got[n].dtype) for n, tensor in state_of(model).items()}, got)
+
+
+def test_a_checkpoint_of_our_layers_needs_its_layout_named(tmp_path: Path) -> None:
+    model = swapped("qwen3_moe", build("qwen3_moe"))
+    save(tmp_path / "run", model, step=1)
+    with pytest.raises(ConfigError, match=r"is trimtab.MoE's; name the layout: --layout qwen3_moe"):
+        convert(tmp_path / "run", tmp_path / "hf", to="safetensors")
+    assert convert(tmp_path / "run", tmp_path / "hf", to="safetensors", layout="qwen3_moe").layout == "qwen3_moe"
+
+
+def test_two_expert_parallel_ranks_to_plain_transformers(tmp_path: Path) -> None:
+    """Trained and saved at ep=2, converted, opened without trimtab: the same weights to the bit, the same logits."""
+    every = run_ranks(convert_ranks.run, 2, str(tmp_path), deadline=240)
+    for case, (state, wanted) in every[0].items():
+        named = None if case == "transformers" else case
+        done = convert(tmp_path / case, tmp_path / f"{case}-hf", to="safetensors", layout=named)
+        assert done.optimizer[0]
+        stored = read_tensors(tmp_path / case / "step-00000001")
+        assert_same(state, {n.removeprefix("model."): t for n, t in stored.items() if n.startswith("model.")})
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / f"{case}-hf")
+        if named is None:
+            assert_same(state, state_of(opened))
+        else:
+            back = swapped(case, opened)
+            assert_same(state, state_of(back))
+            opened = AutoModelForCausalLM.from_pretrained(tmp_path / f"{case}-hf")
+        assert (logits(opened) - wanted).abs().max() <= 2e-6 * wanted.abs().max(), case

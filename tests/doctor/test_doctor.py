@@ -1,0 +1,323 @@
+"""Each finding from facts that are fed in, the kernels' self-test on broken kernels, and the command as run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import trimtab as package
+from trimtab.cli.main import build_parser, main
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.doctor import backends, loopback, machine, places, versions
+from trimtab.doctor.findings import Finding, as_text, exit_code
+from trimtab.guard.place import Place
+from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
+from trimtab.verify.ranks import run_ranks
+
+VERSIONS = versions.Versions(
+    trimtab="0.1.0", python="3.12.1", system="Linux", torch="2.13.0+cu126", cuda="12.6", nccl="2.29.3",
+    packages={"transformers": "5.23.0", "accelerate": None, "torchtitan": None, "triton": "3.9.0"},
+)  # fmt: skip
+MACHINE = machine.Machine(
+    cores=8, threads=8, instructions="AVX512", devices=("cuda:0 H200",), host="node7", host_address="10.0.0.7",
+    interfaces=("lo", "eth0"), environment={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+)  # fmt: skip
+
+
+def by_where(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.where: finding for finding in findings}
+
+
+def test_versions() -> None:
+    found = by_where(versions.judge(VERSIONS))
+    assert found["torch"].severity == found["transformers"].severity == "ok"
+    assert "NCCL 2.29.3" in found["torch"].what
+    assert found["accelerate"].severity == "note"
+    old = by_where(versions.judge(dataclasses.replace(VERSIONS, torch="2.9.1")))["torch"]
+    assert (old.severity, old.do) == ("broken", "install torch 2.11 or newer")
+    for version, severity in (("5.22.1", "warn"), ("6.0", "warn"), ("5.100.0", "ok")):
+        packages = VERSIONS.packages | {"transformers": version}  # type: ignore[operator]
+        assert by_where(versions.judge(dataclasses.replace(VERSIONS, packages=packages)))["transformers"].severity == (
+            severity
+        )
+
+
+def test_transformers_that_cannot_be_imported_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    found = by_where(versions.judge(versions.look()))["transformers"]
+    assert found.severity == "warn"
+    assert "is installed and cannot be imported: ModuleNotFoundError" in found.what
+
+
+def test_machine() -> None:
+    assert {finding.severity for finding in machine.judge(MACHINE)} == {"ok"}
+    crowded = by_where(machine.judge(dataclasses.replace(MACHINE, threads=64)))["cores"]
+    assert crowded.severity == "warn"
+    assert "OMP_NUM_THREADS" in crowded.do
+    lost = by_where(machine.judge(dataclasses.replace(MACHINE, host_address=None)))["host name"]
+    assert lost.severity == "warn"
+    assert "lo, eth0" in lost.do
+    assert by_where(machine.judge(dataclasses.replace(MACHINE, devices=())))["gpu"].severity == "note"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity", "says"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok", ""),
+        ("GLOO_SOCKET_IFNAME", "eth", "broken", "lo, eth0"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "broken", "no such network interface"),
+        ("NCCL_SOCKET_IFNAME", "eth", "ok", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", "broken", "no such network interface"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok", ""),
+        ("NCCL_P2P_DISABLE", "1", "warn", "do not talk directly"),
+        ("NCCL_P2P_DISABLE", "0", "ok", ""),
+        ("NCCL_IB_DISABLE", "1", "warn", "InfiniBand"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn", "every kernel"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn", "slowly"),
+        ("TORCH_DISTRIBUTED_DEBUG", "OFF", "ok", ""),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn", "waits for ever"),
+        ("TORCH_FR_BUFFER_SIZE", "0", "warn", "leaves no trace"),
+        ("TORCH_FR_BUFFER_SIZE", "2000", "ok", ""),
+        ("OMP_NUM_THREADS", "9", "warn", "more threads"),
+        ("OMP_NUM_THREADS", "4", "ok", "4"),
+        ("MALLOC_TRIM_THRESHOLD_", "268435456", "ok", "268435456"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "note", "TORCH_NCCL_DUMP_ON_TIMEOUT=1"),
+    ],
+)
+def test_environment(name: str, value: str, severity: str, says: str) -> None:
+    environment = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | {name: value}
+    found = machine.judge(dataclasses.replace(MACHINE, environment=environment))
+    (one,) = [finding for finding in found if finding.where.startswith(name)]
+    assert one.severity == severity
+    assert says in one.what + one.do
+
+
+def test_only_variables_that_matter_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    shown = machine.look().environment
+    assert shown["NCCL_DEBUG"] == "INFO"
+    assert "MY_TOKEN" not in shown
+
+
+def test_process_groups_and_transports() -> None:
+    good = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=8)))
+    assert {finding.severity for finding in good.values()} == {"ok"}
+    assert "CPU over gloo, GPU over nccl" in good["transport alltoall"].what
+    cpu = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=0)))
+    assert (cpu["nccl"].severity, cpu["transport alltoall"].severity) == ("note", "ok")
+    bare = by_where(backends.judge(backends.Groups(gloo=False, nccl=False, gpus=1)))
+    assert [bare[name].severity for name in ("gloo", "nccl", "transport allgather")] == ["broken"] * 3
+
+
+class Wrong(LoopKernels):
+    name = "wrong"
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        return super().grouped_mm(x_RA, w_eAB, block, out).mul_(2)
+
+
+def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = backends.try_kernels([torch.device("cpu")])
+    assert {one.kernels for one in tried} == set(KERNELS)
+    found = backends.judge_kernels(tried)
+    assert all(finding.severity in ("ok", "note") for finding in found)
+    assert any("default there" in finding.what and "float32" in finding.what for finding in found)
+    default = next(one for one in tried if one.chosen and one.dtype == "float32")
+    bad = dataclasses.replace(default, fault="output with a NaN tail: wrong values")
+    (broken,) = backends.judge_kernels([bad])
+    assert broken.severity == "broken"
+    assert "WRONG: output with a NaN tail" in broken.what
+    (spare,) = backends.judge_kernels([dataclasses.replace(bad, chosen=False)])
+    assert spare.severity == "warn"
+    (never,) = backends.judge_kernels([dataclasses.replace(bad, fault=None, refused="the CPU only")])
+    assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
+    monkeypatch.setitem(KERNELS, "wrong", Wrong)
+    wrong = [one for one in backends.try_kernels([torch.device("cpu")]) if one.kernels == "wrong"]
+    assert all(one.fault for one in wrong)
+
+
+def test_loopback() -> None:
+    good = loopback.judge(loopback.Loopback(error=1e-16, latency_us=200, gigabytes_per_s=1.0))
+    assert [finding.severity for finding in good] == ["ok", "ok"]
+    wrong, slow = loopback.judge(loopback.Loopback(error=1e-3, latency_us=20000, gigabytes_per_s=1.0))
+    assert (wrong.severity, slow.severity) == ("broken", "warn")
+    for error in (float("nan"), float("inf")):
+        assert loopback.judge(loopback.Loopback(error=error, latency_us=1, gigabytes_per_s=1))[0].severity == "broken"
+    (net,) = loopback.judge(loopback.Loopback(failed="rank 0: no answer within 60 s"))
+    assert "GLOO_SOCKET_IFNAME=lo" in net.do
+    (own,) = loopback.judge(loopback.Loopback(failed="TypeError: forward() missing an argument"))
+    assert own.severity == "broken"
+    assert "GLOO_SOCKET_IFNAME" not in own.do
+
+
+def test_loopback_through_shared_memory() -> None:
+    lacking = loopback.Loopback(over="shared_memory", lacks="no shared memory")
+    (note,) = loopback.judge(lacking)
+    assert (note.severity, note.where) == ("note", "2 ranks, shared_memory")
+    assert "no shared memory" in note.what
+
+
+def test_text_is_aligned_and_narrow() -> None:
+    findings = [
+        Finding(severity="ok", where="torch", what="2.13"),
+        Finding(severity="broken", where="a longer place", what="word " * 60 + "\n  indented", do="do this\nthen that"),
+    ]
+    lines = as_text(findings).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "ok     torch           2.13"
+    margin = " " * 23
+    assert all(line.startswith(margin) for line in lines[2:])
+    assert margin + "  indented" in lines
+    assert lines[-2:] == [margin + "-> do this", margin + "-> then that"]
+    assert (exit_code(findings), exit_code(findings[:1])) == (1, 0)
+
+
+def trimtab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimtab", "doctor", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
+
+
+def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    assert {finding["part"] for finding in told["findings"]} == {
+        "versions", "machine and environment", "process groups and transports", "kernels, self-tested", "loopback",
+    }  # fmt: skip
+    said = [(finding["where"], finding["what"]) for finding in told["findings"] if finding["part"] == "loopback"]
+    assert [where for where, _ in said] == ["2 ranks, gloo"] * 2 + ["2 ranks, shared_memory"] * 2
+    assert all("from the oracle" in oracle and "GB/s" in speed for (_, oracle), (_, speed) in (said[:2], said[2:]))
+
+
+def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:
+    done = trimtab(GLOO_SOCKET_IFNAME="nothing0", OMP_NUM_THREADS="1")
+    assert done.returncode == 1
+    assert "broken GLOO_SOCKET_IFNAME=nothing0" in done.stdout
+    assert done.stdout.splitlines()[-1] == "2 broken: see the lines that begin so"
+    assert "set GLOO_SOCKET_IFNAME=lo and run this again" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"), [("/bin/false", "the C++ compiler failed: /bin/false"), ("no-cxx", "'no-cxx' is no program")]
+)
+def test_the_command_finds_a_compiler_that_was_named_and_fails(compiler: str, says: str, tmp_path: Path) -> None:
+    done = trimtab(CXX=compiler, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    assert "broken kernels compiled cannot run on cpu: " in said
+    assert says in said
+    assert "-> unset CXX, or let it name a C++ compiler that works" in said
+    assert said.endswith("1 broken: see the lines that begin so")
+    assert "UserWarning" not in done.stdout + done.stderr
+
+
+def test_no_compiler_at_all_is_a_note(tmp_path: Path) -> None:
+    done = trimtab(CXX="", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0
+    assert "note   kernels compiled  cannot run on cpu: no C++ compiler" in done.stdout
+    assert "UserWarning" not in done.stdout + done.stderr
+
+
+def test_the_command_on_traces(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        entry = {
+            "process_group": ("0", "default_pg"), "collective_seq_id": 3 - rank, "profiling_name": "gloo:all_reduce",
+            "state": "scheduled", "retired": rank == 1, "input_sizes": [[4]], "input_dtypes": ["Float"], "frames": [],
+        }  # fmt: skip
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"version": "2.10", "entries": [entry]}))
+    done = trimtab("--trace", str(tmp_path))
+    assert done.returncode == 1
+    assert "stopped at its collective 3: all_reduce" in done.stdout
+    assert "find out why rank 1 did not come" in done.stdout
+    assert trimtab("--trace", str(tmp_path / "gone")).returncode == 2
+
+
+def waits_on_rank(folder: str) -> None:
+    """Rank 0 waits in combine for rank 1, which stays with its experts until it is told to go on."""
+    rank, release = dist.get_rank(), Path(folder, "release")
+    dispatcher = Dispatcher(4, AllToAll(dist.group.WORLD), layer="model.layers.5")
+    rows = dispatcher.dispatch(torch.randn(3, 8), torch.tensor([[0, 2]] * 3), torch.rand(3, 2))
+    Path(folder, f"{rank}.tmp").write_text(str(os.getpid()))
+    Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.pid"))
+    while rank == 1 and not release.exists():
+        time.sleep(0.02)
+    dispatcher.combine(rows.x, rows)
+
+
+def test_the_command_says_where_the_ranks_of_a_job_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, told = [tmp_path / "0.pid", tmp_path / "1.pid"], {}
+    end = time.monotonic() + 40
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(run_ranks, waits_on_rank, 2, str(tmp_path), deadline=60.0)
+        try:
+            while time.monotonic() < end and not any("waiting in combine" in what for what in told.values()):
+                time.sleep(0.05)
+                if all(file.exists() for file in files):
+                    pids = [file.read_text() for file in files]
+                    code = main(["doctor", "--places", "--json"])
+                    found = json.loads(capsys.readouterr().out)["findings"]
+                    # Other jobs of this host are told of too: another test may hold stopped ranks.
+                    assert code == int(any(f["severity"] == "broken" for f in found))
+                    mine = [f for f in found if any(f"pid {pid}," in f["where"] for pid in pids)]
+                    assert all(f["severity"] == "ok" for f in mine), mine
+                    told = {f["where"]: f["what"] for f in mine}
+        finally:
+            (tmp_path / "release").touch()
+        ranks.result()
+    waiting, busy = (told[f"pid {pid}, rank {rank} of its group"] for rank, pid in enumerate(pids))
+    assert re.fullmatch(r"waiting in combine forward of layer model\.layers\.5, call 0, for \d+ s", waiting)
+    assert re.fullmatch(r"in experts forward of layer model\.layers\.5, call 0, for \d+ s", busy)
+
+
+def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        (stopped,) = places.judge([(process.pid, 3, Place(layer="a", phase="count", direction="forward", call=2), 7.2)])
+    finally:
+        process.kill()
+        process.wait()
+    assert (stopped.severity, stopped.where) == ("broken", f"pid {process.pid}, rank 3 of its group")
+    assert stopped.what.startswith("in count forward of layer a, call 2, for 7 s: the process is stopped")
+    (none,) = places.judge([])
+    assert none.severity == "note"
+
+
+def test_the_page_on_hangs_names_commands_and_modules_that_are_there() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines() if "trimtab doctor" in line]
+    assert len(commands) == 4
+    for command in commands:
+        arguments = command.partition("trimtab doctor")[2].split()
+        assert build_parser().parse_args(["doctor", *arguments]).command == "doctor"
+    scripts = [text for kind, text in blocks if kind == "python"]
+    assert len(scripts) == 3
+    for script in scripts:
+        compile(script, "hangs.md", "exec")
+        for module, name in re.findall(r"^from (trimtab\S*) import (\w+)", script, re.MULTILINE):
+            assert hasattr(importlib.import_module(module), name)
+        assert all(hasattr(package, name) for name in re.findall(r"\btrimtab\.([A-Z]\w+)", script))
+    for module, name in re.findall(r"`(trimtab(?:\.[a-z_]+)+)\.(\w+)`", page):
+        assert hasattr(importlib.import_module(module), name)

@@ -1,0 +1,39 @@
+"""Ranks that are killed, frozen, delayed or led astray: `python -m faults`, with tests/ on the path."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from faults.cases import FaultResult, fault_cases
+from faults.run import run_faults
+from trimtab.cli.progress import Progress
+
+
+def faults() -> int:
+    """Break ranks on purpose."""
+
+    cases = fault_cases()
+    with Progress(len(cases), unit="fault") as progress:
+
+        def report(result: FaultResult) -> None:
+            progress.say(str(result))
+            progress.step()
+
+        results = run_faults(report, cases=cases)
+    bad = [result for result in results if not result.good]
+    slowest = max((r.seconds for r in results if r.fault.kind == "kill"), default=0.0)
+    print(f"{len(results)} faults, {len(bad)} not as they should be; slowest answer to a killed rank {slowest:.2f} s")
+    return int(bool(bad))
+
+
+def main() -> int:
+    """Parse, run; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+
+    parser.parse_args()
+    return faults()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Faults: kill, freeze, delay or derail one rank at a chosen place of a small MoE, and see what the others say.
+
+    for result in run_faults(print):
+        assert result.good, result.problems
+
+Each case runs on a few local processes over Gloo, which end as a program of their own would, interpreter and all, so
+that a guard whose error is right but whose process never ends is found out too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from faults.cases import Fault, FaultResult, Outcome, fault_cases, problems_of
+from faults.on_rank import fault_main
+from trimtab.verify.forkserver import forkserver, preload
+
+LIMIT = 40.0
+"""Seconds after which all processes of a case are killed."""
+
+
+def run_fault(
+    fault: Fault,
+    *,
+    deadline: float = 2.0,
+    slack: float = 0.0,
+    alone: contextlib.AbstractContextManager[Any] | None = None,
+) -> FaultResult:
+    """Run one case.
+
+    Args:
+        deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. Both in seconds.
+        alone: a lock, where several threads run cases. To start a process is to look at all others of this program, and
+            an exit code can be read once: of two threads that look at once, one is told 255.
+    """
+    alone = contextlib.nullcontext() if alone is None else alone
+    context = forkserver()
+    pipes: list[Connection] = []
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store" if fault.store == "file" else f"tcp://127.0.0.1:{_free_port()}"
+        for rank in range(fault.ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            args = (fault, rank, store, deadline, theirs)
+            process = context.Process(target=fault_main, args=args, daemon=True)
+            with alone:
+                process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        end = time.monotonic() + LIMIT
+        stays = {fault.rank} if fault.kind in ("kill", "freeze") else set()
+        codes: dict[int, tuple[int | None, float]] = {}
+        while len(codes) < fault.ranks and time.monotonic() < end:
+            for rank, process in enumerate(processes):
+                if rank in codes:
+                    continue
+                with alone:
+                    code = process.exitcode
+                if code is not None:
+                    codes[rank] = (code, time.monotonic())
+            if stays | set(codes) >= set(range(fault.ranks)):
+                break
+            time.sleep(0.01)
+        with alone:
+            for process in processes:
+                process.kill()
+                process.join()
+        told = [_all_of(pipe) for pipe in pipes]
+    when = next((m["at"] for messages in told for m in messages if m["what"] == "fault"), None)
+    outcomes = tuple(
+        _outcome(rank, messages, when, codes.get(rank, (None, 0.0)))
+        for rank, messages in enumerate(told)
+        if rank not in stays
+    )
+    return FaultResult(
+        fault=fault, outcomes=outcomes, problems=tuple(problems_of(fault, outcomes, when, deadline, slack))
+    )
+
+
+def run_faults(
+    report: Callable[[FaultResult], None] | None = None,
+    *,
+    cases: Sequence[Fault] | None = None,
+    jobs: int = 2,
+    deadline: float = 2.0,
+    slack: float = 0.0,
+) -> list[FaultResult]:
+    """All cases, `jobs` at a time; `report` hears of each as it ends, in order. Local processes only."""
+    preload("faults.on_rank")
+    results = []
+    alone = threading.Lock()
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for result in pool.map(
+            lambda case: run_fault(case, deadline=deadline, slack=slack, alone=alone),
+            fault_cases() if cases is None else cases,
+        ):
+            results.append(result)
+            if report is not None:
+                report(result)
+    return results
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _all_of(pipe: Connection) -> list[dict[str, Any]]:
+    messages = []
+    try:
+        while pipe.poll(0):
+            messages.append(pipe.recv())
+    except (EOFError, OSError):
+        pass
+    return messages
+
+
+def _outcome(rank: int, told: list[dict[str, Any]], when: float | None, end: tuple[int | None, float]) -> Outcome:
+    code, ended = end
+    for message in told:
+        if message["what"] == "raised":
+            at = message["at"]
+            named = {key: message[key] for key in ("error", "message", "ranks", "phase", "layer")}
+            seconds, leaving = at - (at if when is None else when), ended - at
+            return Outcome(rank=rank, seconds=seconds, exit_code=code, exit_seconds=leaving, **named)
+    return Outcome(rank=rank, exit_code=code)

@@ -1,0 +1,51 @@
+"""Random routes over simulated ranks: `python -m fuzz 100000`, with tests/ on the path."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from fuzz.run import parse_case, run_case, run_fuzz
+from trimtab.cli.progress import Progress
+from trimtab.errors import ConfigError
+
+
+def fuzz(cases: int, seed: int) -> int:
+    """Random cases over simulated ranks."""
+
+    if cases < 1:
+        raise ConfigError(f"--fuzz {cases}: must be at least 1")
+    with Progress(cases) as progress:
+        result = run_fuzz(
+            cases, seed, report=lambda done, failures: progress.step(f"{failures} failed", done - progress.done)
+        )
+    speed = result.cases / max(result.seconds, 1e-9)
+    print(
+        f"seed {result.seed}: {result.cases} cases in {result.worlds} worlds, {len(result.failures)} failure(s), "
+        f"{result.seconds:.1f} s, {speed:.0f} cases/s"
+    )
+    for failure in result.failures:
+        print(failure)
+    return int(bool(result.failures))
+
+
+def fuzz_case(text: str) -> int:
+    """One case of a fuzz run."""
+
+    failure = run_case(*parse_case(text))
+    print(f"case {text}: no failure" if failure is None else failure)
+    return int(failure is not None)
+
+
+def main() -> int:
+    """Parse, run; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("cases", nargs="?", type=int, default=3000, metavar="N", help="how many (default 3000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all data (default 0)")
+    parser.add_argument("--case", metavar="SEED:INDEX", help="one case, as its failure names it")
+    options = parser.parse_args()
+    return fuzz(options.cases, options.seed) if options.case is None else fuzz_case(options.case)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Contestants that take known times, and contestants that fail in known ways."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from benchmarks.subject import Subject, Where
+
+
+def _sleep(seconds: float) -> Any:
+    return lambda: time.sleep(seconds)
+
+
+class Clock:
+    """In place of this process's clock: it goes on by what the steps say that they take, and by nothing else."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        time.perf_counter = lambda: self.now
+
+    def step(self, seconds: float, first: float = 0.0) -> Any:
+        """first: what the first one takes on top."""
+        extra = [first]
+
+        def run() -> None:
+            self.now += seconds + (extra.pop() if extra else 0.0)
+
+        return run
+
+
+def sleeper(args: dict[str, Any], where: Where) -> Subject:
+    """args: modes, mode -> seconds; with several ranks the last rank takes twice as long. first: see `Clock.step`."""
+    slow, clock = 2 if where.ranks > 1 and where.rank == where.ranks - 1 else 1, Clock()
+    modes = {mode: clock.step(seconds * slow, args.get("first", 0.0)) for mode, seconds in args["modes"].items()}
+
+    def fails() -> None:
+        if where.rank == args["fails_on_rank"]:
+            raise ValueError("only this rank")
+        time.sleep(600)
+
+    if "fails_on_rank" in args:
+        modes["fails"] = fails
+    facts = {"bytes": args.get("bytes", 0), "malloc": os.environ.get("MALLOC_TRIM_THRESHOLD_")}
+    return Subject(modes=modes, facts=facts)
+
+
+def not_installed(args: dict[str, Any], where: Where) -> Subject:
+    import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+    raise AssertionError("imported what is not there")
+
+
+def raises(args: dict[str, Any], where: Where) -> Subject:
+    def step() -> None:
+        raise ValueError("bad shapes\nwith details")
+
+    return Subject(modes={"forward": step})
+
+
+def dies(args: dict[str, Any], where: Where) -> Subject:
+    def step() -> None:
+        print("out of luck", flush=True)
+        os._exit(3)
+
+    return Subject(modes={"forward": step})
+
+
+def hangs(args: dict[str, Any], where: Where) -> Subject:
+    return Subject(modes={"forward": _sleep(600)})
+
+
+def answers(args: dict[str, Any], where: Where) -> Subject:
+    """args: value, which is its outcome."""
+    import torch
+
+    return Subject(modes={"forward": _sleep(0.001)}, outcome=lambda: {"y": torch.full((2,), args["value"])})
+
+
+def counts(args: dict[str, Any], where: Where) -> Subject:
+    """args: nap, seconds that its outcome really takes. A step takes as many seconds as steps were before it."""
+    import torch
+
+    clock, steps, sleep = Clock(), [0], _sleep(args["nap"])
+
+    def step() -> None:
+        clock.now += steps[0]
+        steps[0] += 1
+
+    def outcome() -> dict[str, torch.Tensor]:
+        step()
+        sleep()
+        return {"y": torch.ones(2)}
+
+    return Subject(modes={"forward": step}, outcome=outcome, judged="forward")
+
+
+def allocates(args: dict[str, Any], where: Where) -> Subject:
+    """args: bytes, of which one step touches as many twice over: once as a tensor, once behind PyTorch's back."""
+    import torch
+
+    def step() -> None:
+        made = torch.ones(args["bytes"], dtype=torch.uint8)
+        hidden = bytearray(args["bytes"])
+        hidden[::4096] = bytes(len(hidden[::4096]))
+        del made, hidden
+
+    return Subject(modes={"forward+backward": step}, held=7)
+
+
+def stays(args: dict[str, Any], where: Where) -> Subject:
+    """Says on which cores its steps run."""
+    import torch
+
+    return Subject(modes={}, outcome=lambda: {"cores": torch.tensor(sorted(os.sched_getaffinity(0)))})

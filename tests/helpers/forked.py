@@ -1,0 +1,52 @@
+"""Whole runs in ranks that are forked with everything imported: what a rank under torchrun does, without its start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from trimtab.train.config import TrainConfig
+from trimtab.verify.forkserver import forkserver, preload
+
+preload(
+    "torch._dynamo", "torch.distributed.fsdp", "trimtab.train.session",
+    "trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "matplotlib.figure",
+)  # fmt: skip
+DEADLINE = 240.0
+
+
+def run_forked(config: TrainConfig, ranks: int) -> None:
+    """Run `trimtab train` with these options on so many ranks; fails with the ranks' words if one of them does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    log = Path(config.out).with_name(f"{Path(config.out).name}-log")
+    context = forkserver()
+    processes = [context.Process(target=_rank, args=(config, rank, ranks, port, str(log))) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + DEADLINE
+    for process in processes:
+        process.join(max(0.1, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert codes == [0] * ranks, (codes, log.read_text())
+
+
+def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str) -> None:
+    import torch
+
+    from trimtab.train.session import run_session
+
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    run_session(config, prepared=False)

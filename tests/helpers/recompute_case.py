@@ -1,0 +1,107 @@
+"""Layers full of near-ties whose router rounds differently when a forward runs again inside a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trimtab.routing.router as router_module
+from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.moe import MoE, MoEConfig
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import in_backward
+
+D, E, K, T = 8, 8, 3, 12
+
+
+def twins(**more: Any) -> MoE:
+    """Experts 2j and 2j + 1 have the same router weights: every token has a tie at the border of its K = 3 picks."""
+    router = RouterConfig(**{"num_experts": E, "top_k": K, "score": "sigmoid", "aux_loss": 0.1} | more)
+    moe = MoEConfig(dim=D, hidden=6, router=router, dtype=torch.float64).build("twins")
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) / p.shape[-1] ** 0.5)
+        moe.router.weight[1::2] = moe.router.weight[::2]
+    return moe
+
+
+@contextmanager
+def perturbed() -> Iterator[list[bool]]:
+    """In a backward logits come out a hair larger for odd experts, so that every tie falls the other way.
+
+    Gives, for each routing, whether it was a recomputation.
+    """
+    exact, log = router_module.router_logits, []
+
+    def rough(x: Tensor, weight: Tensor) -> Tensor:
+        log.append(in_backward())
+        return exact(x, weight) + 1e-9 * in_backward() * (torch.arange(E) % 2)
+
+    router_module.router_logits = rough
+    try:
+        yield log
+    finally:
+        router_module.router_logits = exact
+
+
+class Block(nn.Module):
+    """Something with a saved tensor before and behind the layer, as in a transformer."""
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+        self.norm = nn.RMSNorm(D, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.moe(self.norm(x))
+        y = x + torch.tanh(out.y)
+        return y, sum(out.losses.values(), torch.zeros((), dtype=torch.float64))
+
+
+def run(block: Block, x: Tensor, use_reentrant: bool | None) -> Tensor:
+    """The loss of one micro-batch; None: without checkpointing."""
+    y, aux = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
+    return y.square().sum() + aux
+
+
+def grads(model: nn.Module, xs: list[Tensor]) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters()} | {f"x{i}": x.grad for i, x in enumerate(xs)}
+    assert all(grad is not None for grad in found.values())
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def micro_batches(count: int, seed: int = 1) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(T, D, generator=g, dtype=torch.float64).requires_grad_() for _ in range(count)]
+
+
+def on_ranks() -> dict[str, float]:
+    """Two expert-parallel ranks, one of which rounds differently on its second run: gradients as without recompute."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gaps = {}
+    for mode in (True, False):
+        found = []
+        for use_reentrant in (None, mode):
+            block = Block(twins())
+            moe, e = block.moe, E // ranks
+            for name in ("up", "down"):
+                setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name)[rank * e : rank * e + e].detach()))
+            moe.experts.num_experts = e
+            moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="twins")
+            xs = micro_batches(1, seed=5 + rank)
+            if rank == 0:
+                with perturbed():
+                    run(block, xs[0], use_reentrant).backward()
+            else:
+                run(block, xs[0], use_reentrant).backward()
+            found.append(grads(block, xs))
+        gaps |= {f"{mode} {n}": float((found[0][n] - found[1][n]).abs().max()) for n in found[0]}
+    return gaps

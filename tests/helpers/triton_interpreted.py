@@ -1,0 +1,166 @@
+"""The Triton kernels in Triton's interpreter, against float64. Run by test_triton.py, not by hand:
+
+the interpreter must be chosen before Triton is imported, so TRITON_INTERPRET=1 is set for a process of its own. Prints
+a line for each case, and an error with the place of the first wrong value otherwise. Fresh memory holds NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpu_case import GpuCase
+from benchmarks.gpu_launches import OTHERS, layer_launches, words
+from benchmarks.gpu_tables import Section, launch_tables
+from helpers.comparing import assert_close
+from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
+from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.mlp_triton import plan_on_device
+from trimtab.kernels.rows import Bags
+from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.kernels.triton import check
+from trimtab.kernels.triton.kernels import TritonKernels
+from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
+from trimtab.kernels.triton.moves import combine, gather
+
+SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
+LAUNCH = Launch(
+    programs=3, rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL, wgrad_gathered=SMALL, float32=SMALL
+)  # fmt: skip
+WIDE = Tiles(m=32, n=256, k=32, warps=1, stages=1)  # an epilogue takes its columns in parts
+BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3}
+CHOICE = KernelChoice(TritonKernels(LAUNCH))
+
+
+def promised_too_few() -> None:
+    """No write lies outside of what was promised."""
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    got = plan_on_device(ids, 2, num_slots=5)
+    assert got.slot_R.tolist() == [0, 1, 2, 3, 4]
+    assert got.row_bags.index.tolist() == [0, 1, 2, 3, 4]
+
+
+def ids_in_any_integers() -> None:
+    """Compared as what they are, none wraps around to another."""
+    for ids, experts in (
+        (torch.tensor([[255], [3]], dtype=torch.uint8), 256), (torch.tensor([[127], [-1]], dtype=torch.int8), 128),
+        (torch.tensor([[2**32], [1], [2 - 2**40]]), 4),
+    ):  # fmt: skip
+        wanted, got = plan_experts(ids.long(), experts, static=True), plan_on_device(ids, experts)
+        assert torch.equal(got.slot_R, wanted.slot_R), (ids, got.slot_R)
+        assert torch.equal(got.counts_e, wanted.counts_e), (ids, got.counts_e)
+
+
+def moves(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 40, generator=g).to(dtype)
+    index = torch.tensor([3, -1, 0, 8, 8])
+    assert torch.equal(gather(x, index), torch.where(index[:, None] < 0, 0, x[index]))
+    assert gather(x[:0], index[:0]).shape == (0, 40)
+    offsets = torch.tensor([0, 2, 2, 5, 5])
+    summed = combine(x, Bags(index=torch.tensor([1, 7, 3, 2, 4, 99]), offsets=offsets))
+    wanted = [x[[1, 7]], x[:0], x[[3, 2, 4]], x[:0]]
+    assert_close(summed, torch.stack([part.double().sum(0) for part in wanted]), BOUNDS[dtype], "combine")
+    assert combine(x, Bags(index=index[:0], offsets=offsets[:1])).shape == (0, 40)
+
+
+def _tiles(offsets, found, experts, rows, columns, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    for tile in range(segment_tiles(offsets, experts, rows, True, EXPERTS, BM) * columns):
+        segment, row, end, column = tile_of(offsets, experts, rows, tile, columns, True, EXPERTS, BM)
+        tl.store(found + tile * 4, segment)
+        tl.store(found + tile * 4 + 1, row)
+        tl.store(found + tile * 4 + 2, end)
+        tl.store(found + tile * 4 + 3, column)
+
+
+def every_tile_once() -> None:
+    """Segment by segment, with the tail as the last: in bands of row tiles, within them column by column."""
+    cuts, rows, columns, bm = (0, 0, 20 * 4 - 1, 20 * 4 + 2, 29 * 4), 41 * 4, 3, 4
+    wanted = []
+    for segment, (start, end) in enumerate(pairwise((*cuts, rows))):
+        for band in batched(range(start, end, bm), BAND.value):
+            wanted += [[segment, row, end, column] for column in range(columns) for row in band]
+    found = torch.full((len(wanted) + 1, 4), -1)
+    experts = len(cuts) - 1
+    triton.jit(_tiles)[(1,)](torch.tensor(cuts), found, experts, rows, columns, EXPERTS=segments_power(experts), BM=bm)
+    assert found.tolist() == [*wanted, [-1] * 4]
+
+
+def batched(items: range, count: int) -> list[range]:
+    return [items[i : i + count] for i in range(0, len(items), count)]
+
+
+def a_wrong_kernel_is_found() -> None:
+    """The self-test of the fused kernels sees a gradient that is off by a factor."""
+    right = check.hidden_grad
+    check.hidden_grad = lambda *args: (2 * right(*args)[0], *right(*args)[1:])
+    fault = self_test(TritonKernels(LAUNCH), torch.device("cpu"), torch.float32).fault
+    check.hidden_grad = right
+    assert fault is not None
+    assert "d_up is wrong" in fault or "dx is wrong" in fault
+
+
+def launches_are_raced() -> None:
+    """Every launch runs on the operands that the GPU's benchmark gives it, and no table is short of one."""
+    sizes = {"dim": 32, "hidden": 32, "experts": 4, "top_k": 2, "tokens": 9, "device": torch.device("cpu")}
+    case, section = GpuCase(**sizes, dtype=torch.float32), Section([])  # type: ignore[arg-type]
+    tables = list(launch_tables(case, section, rounds=2, launch=LAUNCH))
+    assert section.failed == [], section.failed
+    for each, table in zip(layer_launches(case), tables, strict=True):
+        names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+        tiles = [] if each.tiles is None else [words(tiles) for tiles in OTHERS[each.tiles]]
+        assert names == [each.name, "---", "dense", "" if each.tiles is None else words(SMALL), *tiles]
+        assert each.tiles is None or table.splitlines()[-1].endswith(tuple(f": {name}." for name in names[3:]))
+
+
+def flops_are_counted(case: Case) -> None:
+    """Each product once, with rows for all slots: how many of them are kept stays on the device."""
+    module, (x, ids, w, dy) = module_of(case, "cpu"), inputs_of(case, "cpu")
+    with FlopCounterMode(display=False) as counter:
+        module(x, ids, w).backward(dy)
+    assert counter.get_total_flops() == 3 * 2 * ids.numel() * 3 * case.dim * case.hidden
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    for fall in FALLS:
+        for rows in (37, 0):
+            plan_is_true(Case(fall=fall, rows=rows), "cpu", 1)
+        plan_is_true(Case(fall=fall, rows=20, experts=5, top_k=3), "cpu", 8)
+        print(f"plan {fall}")
+    plan_is_true(Case(fall="dropped", rows=2200), "cpu", 1)  # more chunks than the scan takes in a step
+    promised_too_few()
+    ids_in_any_integers()
+    print("plan of many chunks")
+    every_tile_once()
+    print("every tile once")
+    for dtype in BOUNDS:
+        moves(dtype)
+        CHOICE.on(torch.device("cpu"), dtype)
+        assert CHOICE.reports[-1].fault is None
+        print(f"moves and self-test {dtype}")
+    a_wrong_kernel_is_found()
+    experts = Case(kernels=CHOICE, rows=30, experts=5, dtype=torch.float32, dim=40, hidden=36)
+    for fall in FALLS:
+        experts_are_true(replace(experts, fall=fall), "cpu")
+        print(f"experts {fall}")
+    flops_are_counted(replace(experts, fall="dropped"))
+    experts_are_true(replace(experts, rows=0), "cpu")
+    experts_are_true(replace(experts, rows=1, dim=256, hidden=128, fall="dropped"), "cpu")  # as on a GPU
+    experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
+    experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
+    experts_are_true(replace(experts, dtype=torch.float16), "cpu")
+    wide = KernelChoice(TritonKernels(replace(LAUNCH, float32=WIDE)))
+    experts_are_true(replace(experts, kernels=wide, hidden=300, main_grad="accumulate"), "cpu")
+    experts_are_true(replace(experts, fall="cold", autocast=torch.float16), "cpu")
+    experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands
+    print("experts without rows, with main_grad, in float16, under autocast")
+    launches_are_raced()
+    print("launches")
+
+
+if __name__ == "__main__":
+    main()

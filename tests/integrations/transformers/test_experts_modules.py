@@ -1,0 +1,525 @@
+"""The experts module of every family alone, fed what its model feeds it: bfloat16, and slots that are dropped.
+
+The model-level tests compare in the precisions where routing can't flip; here the calls of a bfloat16 model are
+recorded once and replayed, so that rounding stays inside one module.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import trimtab.integrations.transformers
+from helpers.families import build_model, experts_modules, family_names, forward, sample_batch
+from helpers.parity import FLOAT32_INSIDE, difference, scale
+from helpers.wrapped import Quantised
+from trimtab.errors import ConfigError, InputError
+from trimtab.integrations.transformers.experts import experts_forward
+from trimtab.integrations.transformers.gates import activation_of
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.selftest import KernelChoice
+
+NAMES = family_names()
+IMPL = "trimtab"
+
+pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An experts module of a model and the tensors that one forward of the model handed to it."""
+
+    module: nn.Module
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+
+
+def first_call(name: str, dtype: torch.dtype) -> Call:
+    """The first call of an experts module in a forward of the family's model."""
+    model = build_model(name, 0, dtype)
+    model.set_experts_implementation("eager")
+    calls: list[Call] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        hidden, index, weights = (a.detach().clone() for a in args)
+        calls.append(Call(module=module, hidden=hidden, index=index, weights=weights))
+
+    for module in experts_modules(model).values():
+        module.register_forward_pre_hook(record)
+    with torch.no_grad():
+        forward(model, sample_batch(model, 2, 12))
+    return calls[0]
+
+
+def replay(
+    call: Call, implementation: str, dtype: torch.dtype | None = None, *, autocast: bool = False
+) -> dict[str, Tensor]:
+    """Output and gradients of the call, by name, under an implementation and perhaps in another dtype."""
+    module = copy.deepcopy(call.module)
+    module._forward_pre_hooks.clear()
+    module.config = copy.deepcopy(call.module.config)  # type: ignore[assignment]
+    module.config._experts_implementation = implementation
+    hidden, weights = call.hidden.clone(), call.weights.clone()
+    if dtype is not None:
+        module, hidden, weights = module.to(dtype), hidden.to(dtype), weights.to(dtype)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = module(hidden, call.index.clone(), weights)
+    generator = torch.Generator().manual_seed(7)
+    output.backward(torch.randn(output.shape, generator=generator, dtype=torch.float32).bfloat16().to(output))
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    values = {"output": output.detach(), "hidden.grad": hidden.grad, "weights.grad": weights.grad}
+    for key, parameter in module.named_parameters():
+        assert parameter.grad is not None, key
+        values[key] = parameter.grad
+    return values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_rounds_no_worse_than_the_loop(name: str) -> None:
+    call = first_call(name, torch.bfloat16)
+    exact = replay(call, "eager", torch.float64)
+    loop, ours = replay(call, "eager"), replay(call, IMPL)
+    for key, value in exact.items():
+        assert ours[key].dtype == loop[key].dtype, key
+        allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
+        error = difference(ours[key], value)
+        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_a_float32_module_rounds_no_worse_than_the_loop(name: str) -> None:
+    call = first_call(name, torch.float32)
+    exact, plain = replay(call, "eager", torch.float64), replay(call, IMPL)
+    loop, ours = (replay(call, implementation, autocast=True) for implementation in ("eager", IMPL))
+    assert not torch.equal(ours["output"], plain["output"])  # it is not float32 that was multiplied
+    for key, value in exact.items():
+        assert ours[key].dtype == loop[key].dtype == torch.float32, key
+        allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
+        error = difference(ours[key], value)
+        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slot_without_a_local_expert_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What expert parallelism marks as not here costs nothing and says nothing, whatever its weight is."""
+    call = first_call(name, torch.float32)
+    num_experts = int(call.module.num_experts)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    dropped = torch.rand(call.index.shape, generator=generator) < 0.4
+    dropped[0] = True  # a token all of whose experts are elsewhere
+    outside = torch.tensor([-1, num_experts, num_experts + 5])[torch.randint(3, dropped.shape, generator=generator)]
+    marked = replace(
+        call,
+        index=torch.where(dropped, outside, call.index),
+        weights=call.weights.masked_fill(dropped, 0.75),
+    )
+    silent = replace(call, weights=call.weights.masked_fill(dropped, 0.0))
+    wanted = replay(silent, "eager", torch.float64)
+    with pytest.raises(InputError, match=rf"{dropped.sum()} slot\(s\) have an id outside 0..{num_experts - 1}"):
+        replay(marked, IMPL, torch.float64)
+    monkeypatch.setattr(call.module, "_is_expert_parallel", True)
+    ours = replay(marked, IMPL, torch.float64)
+    wanted["weights.grad"] = wanted["weights.grad"].masked_fill(dropped, 0.0)
+    relative = FLOAT32_INSIDE.get(name, 1e-10)
+    for key, value in wanted.items():
+        assert difference(ours[key], value) <= relative * scale(value), key
+
+
+class Asked(KernelChoice):
+    """Remembers for which shapes of experts it was asked."""
+
+    shape: tuple[int, int] | None = None
+
+    def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
+        self.shape = shape
+        return super().on(device, dtype, shape)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_kernels_are_chosen_for_the_shape_of_the_experts(name: str) -> None:
+    """gpt-oss stores its weights transposed."""
+    call, kernels = first_call(name, torch.float32), Asked("loop")
+    experts_forward(call.module, call.hidden, call.index, call.weights, kernels=kernels)
+    config = call.module.config
+    assert config.hidden_size != config.intermediate_size
+    assert kernels.shape == (config.hidden_size, config.intermediate_size)
+
+
+def qwen(**changes: Any) -> nn.Module:
+    """Experts of Qwen3-MoE, as a user may have changed them."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=8, num_experts=4)
+    config._experts_implementation = IMPL
+    torch.manual_seed(0)
+    module = Qwen3MoeExperts(config)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_()
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
+def rows(count: int = 6, ids: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    slots = count if ids is None else ids
+    torch.manual_seed(1)
+    return torch.randn(count, 16), torch.randint(0, 4, (slots, 2)), torch.rand(slots, 2)
+
+
+class SiLU(nn.Module):
+    """Not torch's, but for its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.nn.functional.silu(x)
+
+
+def test_an_activation_of_the_same_name_and_hooks_are_what_runs() -> None:
+    x, ids, w = rows()
+    given = x.double(), ids, w.double()
+    plain = qwen().double()(*given)
+    torch.testing.assert_close(qwen(act_fn=SiLU()).double()(*given), 2 * plain)
+    module, seen = qwen().double(), []
+    module.act_fn.register_forward_hook(lambda _m, _a, y: seen.append(y.shape) or 3 * y)
+    torch.testing.assert_close(module(*given), 3 * plain)
+    assert sum(shape[0] for shape in seen) == 12
+    module = qwen().double()
+    module._apply_gate = lambda x: 3 * torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    torch.testing.assert_close(module(*given), 3 * plain)
+
+
+def test_an_activation_that_draws_is_refused_where_a_backward_may_come() -> None:
+    module = qwen(act_fn=nn.Dropout(0.5))
+    with pytest.raises(InputError, match="draws random numbers"):
+        module(*rows())
+    with torch.no_grad():
+        module(*rows())
+    module.eval()
+    module(*rows()).sum().backward()
+
+
+def test_another_thread_may_draw_meanwhile() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Thread(target=torch.rand, args=(1,)).run()  # as one that happens to run just then
+            return torch.tanh(x)
+
+    qwen(act_fn=Slow())(*rows()).sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_that_others_take_the_place_of_are_those_of_the_forward_in_the_backward(hooked: bool) -> None:
+    """Of a norm behind the experts and of an activation, which are run again. What a hook makes of a gradient is made
+    once, of all of it."""
+    gradients = {}
+    for implementation in ("eager", IMPL):
+        model = build_model("muse_spark", 0, torch.float64)
+        model.set_experts_implementation(implementation)
+        torch.manual_seed(0)
+        params = {n: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_() for n, p in model.named_parameters()}
+        for p in params.values() if hooked else ():
+            p.register_hook(lambda g: 3 * g)
+        batch = sample_batch(model, 2, 7)
+        batch.pop("labels", None)
+        torch.func.functional_call(model, params, (), batch).last_hidden_state.square().mean().backward()
+        gradients[implementation] = {n: p.grad for n, p in params.items() if p.grad is not None}
+    assert any("post_expert_norm" in name for name in gradients[IMPL])
+    torch.testing.assert_close(gradients[IMPL], gradients["eager"], rtol=1e-5, atol=1e-9)
+
+
+class Scaled(nn.Module):
+    """Promotes what comes in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale
+
+
+class Mixed(nn.Module):
+    """Multiplies, in what autocast says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(torch.tanh(x))
+        return y
+
+
+@pytest.mark.parametrize("act_fn", [Scaled, Mixed])
+@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_activation_with_wide_parameters_under_autocast(act_fn: type[nn.Module], kernels: str, inside: bool) -> None:
+    module, found = qwen(act_fn=act_fn()), []
+    for ours in (True, False):
+        module.zero_grad()
+        x, ids, w = rows()
+        x.requires_grad_()
+        module.config._experts_implementation = "eager"
+        with torch.autocast("cpu", torch.bfloat16):
+            y = experts_forward(module, x, ids, w, kernels=KernelChoice(kernels)) if ours else module(x, ids, w)
+            if inside:
+                (y * torch.linspace(-1, 1, 16)).sum().backward()
+        if not inside:
+            (y * torch.linspace(-1, 1, 16)).sum().backward()
+        found.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in module.named_parameters()}})
+    for name, value in found[1].items():
+        assert found[0][name].dtype == value.dtype, name
+        assert difference(found[0][name], value) <= 2**-5 * scale(value), name
+
+
+class OwnGate(nn.Module):
+    """What a gate of one's own may be made of, beside the stacked weights: trained, frozen, computed, in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.linspace(0.5, 2, 8))
+        self.frozen = nn.Parameter(torch.linspace(1, 3, 8), requires_grad=False)
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.frozen * self.norm(gate) * torch.sigmoid(self.beta * gate) * up  # type: ignore[no-any-return]
+
+
+def own_gate(**changes: Any) -> Any:
+    """Experts of Qwen3-MoE whose gate is a method that uses parameters of the module itself."""
+    module: Any = qwen(**dict(OwnGate().named_parameters(recurse=False)), norm=nn.RMSNorm(8), **changes)
+    kind = type(module)
+    gate: Any = {"_apply_gate": lambda self, pre: OwnGate.forward(self, *pre.chunk(2, -1))}
+    module.__class__ = type("OwnExperts", (kind,), gate)
+    parametrize.register_parametrization(module, "beta", nn.Softplus())
+    parametrize.register_parametrization(module, "down_proj", nn.Identity())
+    return module
+
+
+def swapped(module: nn.Module, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    others = {name: 1.5 * p for name, p in module.named_parameters()}
+    y: Tensor = torch.func.functional_call(module, others, (x, ids, w))
+    return y
+
+
+@pytest.fixture
+def no_graph_stays() -> Iterator[None]:
+    """What was compiled would be found by others."""
+    yield
+    torch._dynamo.reset()
+
+
+WAYS: dict[str, Any] = {
+    "itself": lambda module, *given: module(*given),
+    "run again": lambda module, *given: checkpoint(module, *given, use_reentrant=False),
+    "others in place": swapped,
+    "compiled": lambda module, *given: torch.compile(module, backend="eager")(*given),
+}
+
+
+@pytest.mark.usefixtures("no_graph_stays")
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_parameter_of_a_gate_of_ones_own_has_its_gradient(way: str, alone: bool) -> None:
+    """Also if nothing else is trained. Neither a stacked weight nor what one is computed from is the gate's."""
+    x, ids, w = rows()
+    found = {}
+    for implementation in ("grouped_mm", IMPL):  # Qwen3-MoE's own loop does not ask for the gate
+        module = own_gate()
+        module.config._experts_implementation = implementation
+        for name, p in module.named_parameters():
+            p.requires_grad_(p.requires_grad and not (alone and "proj" in name))
+        WAYS[way](module, x, ids, w).square().sum().backward()
+        found[implementation] = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    assert len(found[IMPL]) == 2 + 2 * (not alone)
+    torch.testing.assert_close(found[IMPL], found["grouped_mm"], rtol=1e-3, atol=1e-2)
+    assert {name for _, name in activation_of(own_gate())._places} == {"original", "frozen", "weight"}  # type: ignore[attr-defined]
+
+
+def test_a_tensor_of_a_gate_whose_gradient_would_be_lost_is_refused_by_name() -> None:
+    """Of nobody, of another module, and a stacked weight of its own."""
+    module, other, loose = qwen(), OwnGate(), torch.ones(8, requires_grad=True)
+    gates: dict[str, Any] = {
+        r"loose uses a tensor of \(8,\)": lambda pre: other.frozen * loose * pre[:, :8],
+        "linear uses a tensor": lambda pre: other.norm(pre[:, :8]),
+        "stacked uses a tensor of ": lambda pre: pre[:, :8] * module.down_proj.mean(),
+    }
+    for says, gate in gates.items():
+        gate.__qualname__ = says.split()[0]
+        module._apply_gate = gate
+        with pytest.raises(
+            InputError, match=rf"phase experts\] {says}.*is none that it may train: neither a parameter"
+        ):
+            module(*rows())
+        with torch.no_grad():
+            module(*rows())
+    module._apply_gate = gates[r"loose uses a tensor of \(8,\)"]
+    loose.requires_grad_(False)
+    module(*rows()).sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_parameter_that_the_gate_does_not_use_has_no_gradient(hooked: bool) -> None:
+    """But zeros where a hook would be handed None. It may be changed before the backward."""
+    module = own_gate(unused=nn.Parameter(torch.ones(3)), off=nn.Parameter(torch.ones(8), requires_grad=False))
+    if hooked:
+        module.unused.register_hook(lambda g: 3 * g)
+    y = module(*rows())
+    with torch.no_grad():
+        module.unused.mul_(2)
+        module.off.mul_(2)
+    y.sum().backward()
+    assert module.norm.weight.grad.any()
+    if hooked:
+        assert not module.unused.grad.any()
+    else:
+        assert module.unused.grad is None
+    y = module(*rows())
+    module.frozen.mul_(2)
+    with pytest.raises(InputError, match="changed in place between forward and backward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_a_gate_under_a_cache_of_parametrizations_gives_and_takes_nothing_of_it(backward_inside: bool) -> None:
+    """What others compute of the same parameter, before or after the gate, has its gradient as well."""
+    found = {}
+    for cache in (nullcontext, parametrize.cached):
+        for first in (False, True):
+            module = own_gate()
+            with cache():
+                loss = module.beta.square().sum() if first else 0
+                loss = loss + module(*rows()).square().sum()
+                loss = loss + (0 if first else module.beta.square().sum())
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
+            found[cache, first] = module.parametrizations.beta.original.grad
+    for grad in found.values():
+        torch.testing.assert_close(grad, found[nullcontext, False])
+
+
+def test_an_act_fn_that_is_no_child_is_trained() -> None:
+    found = []
+    for put in (setattr, object.__setattr__):
+        module, act_fn = qwen(), Scaled()
+        del module.act_fn
+        put(module, "act_fn", act_fn)
+        module(*rows()).square().sum().backward()
+        found.append(act_fn.scale.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+def test_a_gate_may_count_in_a_frozen_parameter() -> None:
+    """It counts each row once, though the gate is run again in the backward."""
+    module = own_gate(seen=nn.Parameter(torch.zeros(()), requires_grad=False))
+    kind = type(module)
+
+    def counts(self: Any, pre: Tensor) -> Tensor:
+        self.seen.add_(pre.shape[0])
+        return kind._apply_gate(self, pre)  # type: ignore[no-any-return]
+
+    module.__class__ = type("Counts", (kind,), {"_apply_gate": counts})
+    module(*rows()).sum().backward()
+    assert module.seen == 12
+    assert module.norm.weight.grad.any()
+
+
+def test_a_gate_with_gradients_in_inference_mode_is_refused_by_torch() -> None:
+    module, given = own_gate(), rows()
+    with torch.inference_mode(), torch.enable_grad(), pytest.raises(RuntimeError, match="Inference tensors cannot be"):
+        module(*given)
+
+
+class Hidden(nn.PReLU):
+    """No graph shows its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.prelu(x, self.weight.detach())
+
+
+@pytest.mark.parametrize("kind", [nn.PReLU, Hidden])
+def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named(kind: type[nn.PReLU]) -> None:
+    module = qwen(act_fn=kind().requires_grad_(kind is nn.PReLU))
+    y = module(*rows())
+    with torch.no_grad():
+        module.act_fn.weight.mul_(2)
+    with pytest.raises(InputError, match="changed in place between forward and backward"):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("no_graph_stays")
+def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = qwen()
+    for count, ids in ((4, 60_000), (4, 6), (6, 4)):
+        with pytest.raises(InputError, match=r"ids \[T, K\]"):
+            module(*rows(count, ids))
+    x, ids, w = rows()
+    with pytest.raises(InputError, match=r"ids \[T, K\]"):
+        module(x, ids[:, 0], w[:, 0])
+    with pytest.raises(InputError, match=r"torch\.func"):
+        torch.func.grad(lambda x: module(x, ids, w).sum())(x)
+    with pytest.raises(InputError, match=r"torch\.jit"):
+        torch.jit.trace(module, (x, ids, w))
+    with pytest.raises(InputError, match="experts_implementation='grouped_mm'"):
+        torch.export.export(qwen(act_fn=nn.Sigmoid()), (x, ids, w))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        quantised = qwen(gate_up_proj=nn.Parameter(module.gate_up_proj.detach().to(dtype), requires_grad=False))
+        with pytest.raises(ConfigError, match=f"has weights in {dtype}.*transformers' own"):
+            quantised(x, ids, w)
+    for name in ("gate_up_proj", "down_proj"):
+        quantised = qwen(**{name: nn.Parameter(Quantised(getattr(module, name).detach()), requires_grad=False)})
+        for run in (quantised, torch.compile(quantised, backend="eager")):
+            with pytest.raises(ConfigError, match=r"has weights in a Quantised of torch\.float32.*transformers' own"):
+                run(x, ids, w)
+
+
+def test_quantised_experts_of_transformers_are_told_what_to_choose() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=128, num_experts=4)
+    config._experts_implementation = IMPL
+    kind = use_experts_implementation(experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn.*transformers' own"):
+        kind(config, block_size=(128, 128))(torch.randn(3, 128), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "grouped_mm"}, "transformers has an experts implementation of that name"),
+        ({"name": "eager"}, "transformers has"),
+        ({"name": "all_to_all"}, "transformers has an EP implementation of that name"),
+        ({"name": ""}, "must be a word"),
+        ({"name": 3}, "must be a word"),
+        ({"combine": "bogus"}, "is not one of"),
+        ({"transport": "bogus"}, "is not one of"),
+    ],
+    ids=str,
+)
+def test_registering_under_a_name_or_with_options_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trimtab.integrations.transformers.register(**given)
+    trimtab.integrations.transformers.register()  # again
+    for other in ({"combine": "ordered"}, {"transport": "allgather"}):
+        with pytest.raises(ConfigError, match="registered with combine='sum' and transport='alltoall'"):
+            trimtab.integrations.transformers.register(**other)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""How many known bugs the ledger catches: each mutant is judged as trimtab is, until a case fails."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from mutants import MUTANTS, Mutant, mutant_named, mutated
+from trimtab.verify.cases import Case, plan_cases
+from trimtab.verify.collect import Verdict
+from trimtab.verify.local import run_local
+
+RANKS = 8
+DEADLINE = 8.0
+"""Seconds a case may take before it counts as a hang."""
+SLACK = 5.0
+"""How much longer it may take where no hang is expected: a slow machine must not pass for a caught bug."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutantScore:
+    """What became of one mutant. by: the case that failed; how: "mismatch", "error" or "hang", and what it said
+    first. Where it survived every case `by` is empty; where the case fails without the mutant, too, it was not caught
+    by it, and `how` says so."""
+
+    name: str
+    killed: bool
+    by: str = ""
+    how: str = ""
+    seconds: float = 0.0
+
+
+def cases_for(mutant: Mutant, seed: int = 0) -> list[Case]:
+    """All cases of the default level: those where the mutant should show, then those of the quick level, then the
+    rest."""
+    every = {case.name: case for case in plan_cases("default", RANKS, seed=seed)}
+    quick = [case.name for case in plan_cases("quick", RANKS, seed=seed)]
+    likely = [name for name in every if fnmatchcase(name, mutant.look)]
+    return [every[name] for name in dict.fromkeys((*likely, *quick, *every))]
+
+
+def score_mutants(
+    report: Callable[[MutantScore], None] | None = None,
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+    deadline: float = DEADLINE,
+) -> list[MutantScore]:
+    """Run the cases of the default level on each mutant, until one fails.
+
+    The cases that failed are run once more on trimtab as it is: one that fails there as well has caught nothing.
+
+    Args:
+        report: called with each score as it is known, and again with one that this took back.
+        names: of the mutants; all if not given.
+        seed: of the cases.
+        deadline: seconds for one case of a mutant that hangs; others have `SLACK` times as long.
+
+    Raises:
+        ConfigError: no mutant of one of the names.
+    """
+    chosen = MUTANTS if names is None else tuple(mutant_named(name) for name in names)
+    scores = []
+    for mutant in chosen:
+        score = _score(mutant, seed, deadline)
+        scores.append(score)
+        if report is not None:
+            report(score)
+    broken = {verdict.case.name: verdict for verdict in _controls(scores, seed, SLACK * deadline) if verdict.failed}
+    for i, score in enumerate(scores):
+        if score.by in broken:
+            how = f"fails without the mutant, too: {_first_words(broken[score.by].details)}"
+            scores[i] = replace(score, killed=False, how=how)
+            if report is not None:
+                report(scores[i])
+    return scores
+
+
+def _controls(scores: Sequence[MutantScore], seed: int, deadline: float) -> Iterator[Verdict]:
+    """The cases that mutants died of, without a mutant."""
+    by = {score.by for score in scores if score.killed}
+    cases = [case for case in plan_cases("default", RANKS, seed=seed) if case.name in by]
+    yield from run_local(sorted(cases, key=lambda case: case.topology.ranks), "trimtab", deadline=deadline)
+
+
+def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
+    start = time.perf_counter()
+    deadline = deadline if mutant.hangs else SLACK * deadline
+    verdicts = run_local(cases_for(mutant, seed), "trimtab", deadline=deadline, around=partial(mutated, mutant.name))
+    with contextlib.closing(verdicts):  # type: ignore[type-var]
+        failed = next((verdict for verdict in verdicts if verdict.failed), None)
+    seconds = time.perf_counter() - start
+    if failed is None:
+        return MutantScore(name=mutant.name, killed=False, seconds=seconds)
+    how = f"{failed.status}: {_first_words(failed.details)}"
+    return MutantScore(name=mutant.name, killed=True, by=failed.case.name, how=how, seconds=seconds)
+
+
+def _first_words(details: Sequence[str]) -> str:
+    """The first detail as one line: of a traceback, who raised and what."""
+    lines = details[0].strip().splitlines()
+    return lines[0] if "Traceback" not in lines[0] else f"{lines[0].split(': ')[0]}: {lines[-1]}"

@@ -1,0 +1,114 @@
+"""Bugs with tokens that several ranks share: sequence shards, replicas, ranks without any.
+
+Legend: B sequences, L positions, l positions of this rank, D model dim.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mutants.patching import Mutant, Patches
+from trimtab.dispatch import shard
+from trimtab.dispatch.allgather import gather_uneven
+from trimtab.layout import SequenceLayout
+from trimtab.moe import MoEOutput
+from trimtab.parallel.moe import ParallelMoE
+from trimtab.parallel.tokens import ReplicatedTokens
+
+
+def _flat_offset(p: Patches) -> None:
+    def take(x: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
+        starts = [0, *accumulate(layout.tokens(r) for r in range(layout.ranks))]
+        return x[starts[rank] : starts[rank + 1]].contiguous()
+
+    p.everywhere(shard.take_shard, take)
+
+
+def _joined_by_rank(p: Patches) -> None:
+    def join(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+        longest = max(layout.tokens(rank) for rank in range(layout.ranks))
+        gathered = gather_uneven(x, longest, group)
+        return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout.ranks)])
+
+    p.everywhere(shard.join_shards, join)
+
+
+def _remainder(p: Patches) -> None:
+    def even(cls: type[SequenceLayout], batch: int, length: int, ranks: int) -> SequenceLayout:
+        return cls(batch=batch, cuts=tuple(rank * (length // ranks) for rank in range(ranks + 1)))
+
+    p.put(SequenceLayout, "even", classmethod(even))
+
+
+def _replicas_summed(p: Patches) -> None:
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        summed = dy.clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return original(ctx, summed)
+
+    original = shard._Unshard.backward
+    p.put(shard._Unshard, "backward", staticmethod(backward))
+
+
+def _padded_by_repeats(p: Patches) -> None:
+    def forward(
+        self: ParallelMoE, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None
+    ) -> MoEOutput:
+        short = 0
+        if self.tp_group is not None and not isinstance(self.tokens, ReplicatedTokens):
+            longest = torch.tensor(x.shape[1])
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.tp_group)
+            short = int(longest) - x.shape[1] if x.shape[1] else 0
+
+        def padded(t: Tensor) -> Tensor:
+            return torch.cat((t, t[:, -1:].expand(-1, short, *t.shape[2:])), 1) if short else t
+
+        mask = None if token_mask is None else padded(token_mask)
+        out: MoEOutput = run(self, padded(x), token_mask=mask, ids=None if ids is None else padded(ids))
+        if not short:
+            return out
+        repeats = out.y[:, x.shape[1] :].sum(1, keepdim=True)
+        y = out.y[:, : x.shape[1]]
+        return out._replace(y=y + repeats - repeats.detach())  # cut off, but not from the gradient
+
+    run = ParallelMoE.forward
+    p.put(ParallelMoE, "forward", forward)
+
+
+def _empty_rank_leaves(p: Patches) -> None:
+    def forward(self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
+        if x.numel() == 0 and self.dispatcher.transport is not None:
+            loads = torch.zeros(self.dispatcher.num_experts, dtype=torch.int64)
+            return MoEOutput(y=x.clone(), losses={}, loads_E=loads, ids_TK=loads[:0, None])
+        made: MoEOutput = run(self, x, **kwargs)
+        return made
+
+    run = ParallelMoE.forward
+    p.put(ParallelMoE, "forward", forward)
+
+
+def _router_not_summed(p: Patches) -> None:
+    p.put(ParallelMoE, "_replicated", lambda self: [])
+
+
+MUTANTS = (
+    Mutant(name="batch_1_offset", patch=_flat_offset, look="3r-ep3-tp3-replicated-fsdp/*",
+           says="shards are cut at local + T_local * rank, which is right for one sequence only (torchtitan#3604)"),
+    Mutant(name="joined_by_rank", patch=_joined_by_rank, look="3r-ep3-tp3-replicated-fsdp/*",
+           says="shards are put together rank after rank instead of by position (torchtitan#3604)"),
+    Mutant(name="remainder_lost", patch=_remainder, look="3r-ep3-tp3-replicated-fsdp/*",
+           says="every rank takes L // ranks positions and the rest is nobody's (torchtitan#3577, #3619, #3622)"),
+    Mutant(name="replicas_double_counted", patch=_replicas_summed, look="3r-ep3-tp3-replicated-fsdp/*",
+           says="the output's gradient, which every rank holds, is summed over the ranks: gradients x TP"),
+    Mutant(name="padded_by_repeats", patch=_padded_by_repeats, look="2r-ep2-tp2-sharded/u*/*",
+           says="short shards are filled up with repeated tokens, and the gradient counts them"),
+    Mutant(name="empty_rank_leaves", patch=_empty_rank_leaves, look="2r-ep2/*", hangs=True,
+           says="a rank without tokens returns early and its peers wait in the exchange"),
+    Mutant(name="router_not_summed", patch=_router_not_summed, look="2r-ep2-tp2-sharded/*",
+           says="the router's gradient is not summed over tensor-parallel ranks (torchtitan#4054)"),
+)  # fmt: skip
