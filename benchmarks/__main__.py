@@ -28,7 +28,7 @@ of its own, is checked, warmed up, and takes turns with the others; with malloc 
   python -m benchmarks kernels --shape A --tokens 2048
   python -m benchmarks exchange --ranks 2 4 --tokens 8192 --peers all_to_all
   python -m benchmarks train --ranks 2 --peers stock
-  python -m benchmarks all --out docs                    everything, the most important first; goes on where it was stopped
+  python -m benchmarks all --out docs           everything, the most important first; goes on where it was stopped
   python -m benchmarks page results/*.json --out docs/benchmarks.md
 
 Peers are imported only where they are named: grouped_mm, eager, batched_mm, all_to_all (transformers), torchtitan,
