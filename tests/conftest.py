@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from helpers.threads import torch_threads
 from trimtab.errors import BackendError
 from trimtab.kernels.compiled import compiled_kernels
 
@@ -37,3 +38,10 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One torch thread, for models that are too small for more."""
+    with torch_threads(1):
+        yield

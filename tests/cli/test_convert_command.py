@@ -65,7 +65,6 @@ def test_what_is_opened_is_the_last_step(trained: Path, tmp_path: Path) -> None:
         (["{new}", "{new}", "--to", "safetensors"], "no such folder"),
         (["{run}", "{new}", "--to", "safetensors", "--layout", "other"], "--layout other: not one of transformers"),
         (["{run}", "{new}", "--to", "safetensors", "--shard-size", "0"], "--shard-size must be more than 0"),
-        (["{run}", "{new}", "--to", "safetensors", "--config", "{new}"], "no config.json"),
     ],
 )
 def test_mistakes_are_one_line(

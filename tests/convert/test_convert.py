@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from helpers.convert_case import FAMILIES, assert_same, build, logits, state_of
 from helpers.families import build_model, family_names
-from trimtab.checkpoint import load, read_tensors, save, write_tensors
+from trimtab.checkpoint import load, read_tensors, save
 from trimtab.checkpoint.folder import read_index
 from trimtab.convert.convert import convert
-from trimtab.convert.files import SafetensorsFolder
-from trimtab.errors import InputError
+from trimtab.convert.safetensors_files import SafetensorsFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,37 +105,6 @@ def test_weights_that_are_one_lie_once_in_safetensors_and_twice_in_a_checkpoint(
     load(tmp_path / "dcp", build("qwen3_moe", seed=1, tie_word_embeddings=True))
     convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")
     assert_same(names_and_bits(tmp_path / "hf"), names_and_bits(tmp_path / "again"))
-
-
-def test_what_is_named_is_left_behind_and_said(tmp_path: Path) -> None:
-    model = build("deepseek_v3")
-    model.save_pretrained(tmp_path / "hf")
-    more = {"model.layers.61.eh_proj.weight": torch.ones(2, 2)}
-    tensors = names_and_bits(tmp_path / "hf") | more
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", leave=["model.layers.61.*"])
-    assert done.left == list(more)
-    assert done.tensors == len(tensors) - 1
-    load(tmp_path / "dcp", model)
-
-
-@pytest.mark.parametrize("to", ["dcp", "safetensors"])
-def test_of_what_is_left_behind_nothing_but_the_name_is_looked_at(to: str, tmp_path: Path) -> None:
-    model = build("qwen3_moe")
-    if to == "dcp":
-        model.save_pretrained(tmp_path / "src")
-        extra = {"layers.9.x": torch.zeros(3, dtype=torch.uint16)}  # of a dtype that is not converted
-        save_file(names_and_bits(tmp_path / "src") | extra, tmp_path / "src" / "model.safetensors", {"format": "pt"})
-    else:
-        step = save(tmp_path / "src", model, step=1)
-        tensors, files = read_tensors(step), {"config.json": (step / "config.json").read_text()}
-        shutil.rmtree(step)
-        tensors["model.layers.9.x"] = torch.ones(3)
-        said = {"layers.9": {"x": [8]}}  # not what is there
-        write_tensors(tmp_path / "src", tensors, step=1, experts=said, files=files)
-    with pytest.raises(InputError, match=r"layers\.9\.x"):
-        convert(tmp_path / "src", tmp_path / "dst", to=to)
-    assert convert(tmp_path / "src", tmp_path / "dst", to=to, leave=["layers.9.*"]).left == ["layers.9.x"]
 
 
 def test_tokenizer_and_configuration_come_along(tmp_path: Path) -> None:

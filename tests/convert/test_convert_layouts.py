@@ -15,10 +15,9 @@ from helpers import convert_ranks
 from helpers.convert_case import assert_same, build, logits, state_of
 from helpers.convert_ranks import swapped
 from trimtab.checkpoint import load, read_tensors, save
+from trimtab.convert.blocks import BLOCKS, BlockLayout, Part, blocks_of, prove
 from trimtab.convert.convert import convert
 from trimtab.convert.layouts import experts_modules, gate_packing, layout_of
-from trimtab.convert.layouts_moe import BlockLayout, Part, blocks_of, prove
-from trimtab.convert.layouts_named import BLOCKS
 from trimtab.errors import ConfigError
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.checkpoint import save
-from trimtab.convert.layouts_named import BLOCKS
+from trimtab.convert.blocks import BLOCKS
 from trimtab.parallel.plan import parallelize
 from trimtab.parallel.style import ExpertParallel
 

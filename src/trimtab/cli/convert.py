@@ -43,8 +43,6 @@ def add_parser(commands: Any) -> None:
     add("dst", metavar="DST", help="a folder that is not there yet, or empty")
     add("--to", required=True, metavar="safetensors|dcp", help="what is written")
     add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
-    add("--leave", nargs="+", default=[], metavar="GLOB", help="tensors of SRC to leave behind")
-    add("--config", metavar="FOLDER", help="where config.json is, if not in SRC")
     add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=run)
@@ -74,8 +72,6 @@ def run(options: argparse.Namespace) -> int:
             options.dst,
             to=options.to,
             layout=options.layout,
-            leave=options.leave,
-            config=options.config,
             shard_bytes=int(options.shard_size * 1e9),
             on_tensor=on_tensor,
         )
@@ -94,8 +90,6 @@ def describe(done: Converted) -> str:
     if done.optimizer[0]:
         entries, nbytes = done.optimizer
         lines.append(f"left behind: optimiser state, {entries} tensors, {_size(nbytes)}")
-    if done.left:
-        lines.append(f"left behind as asked: {len(done.left)} tensors, {', '.join(done.left[:3])} ...")
     lines += [
         f"source   {done.source_hash}" + (", as its record says" if done.recorded else ""),
         f"written  {done.hash}",

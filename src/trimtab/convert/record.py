@@ -1,7 +1,8 @@
-"""convert.json: what a conversion wrote, so that the next one sees what was changed and how things are laid out."""
+"""convert.json: the hashes and layouts of what a conversion wrote, so that the next one sees what was changed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.convert.layouts import ExpertLayout
-from trimtab.convert.store import content_hash
 from trimtab.errors import InputError
 
 RECORD = "convert.json"
 FORMAT = "trimtab.convert"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """Of a folder that was written by a conversion.
 
-    layout: the name of the layout of a DCP checkpoint, "transformers" or that of MoE blocks that are `trimtab.MoE`.
-    experts: by experts module of transformers' model, how it lays its weights out.
-    source_hash: over the tensors that were converted, under their names in the source. hash, tensors: over those of
-        this folder, and each alone. left: names in the source that were left behind on request.
+    layout: "transformers", or the name of the layout of MoE blocks that are `trimtab.MoE`.
+    experts: by experts module of transformers' model, its layout there.
+    source_hash: over the tensors that were converted, under their names in the source.
+    hash, tensors: over this folder's tensors, and of each alone.
     """
 
     layout: str
@@ -32,7 +32,12 @@ class Record:
     source_hash: str
     hash: str
     tensors: dict[str, str]
-    left: list[str]
+
+
+def content_hash(hashes: Mapping[str, str]) -> str:
+    """One hash over all tensors, whatever their order and the files that they lie in."""
+    lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
+    return f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -48,12 +53,13 @@ def read_record(folder: Path) -> Record | None:
     try:
         content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         form, version = content.pop("format"), content.pop("version")
-        if form == FORMAT and version == VERSION:
+        if (form, version) == (FORMAT, VERSION):
             return Record(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / RECORD}: not the record of a conversion ({error!r})") from None
     raise InputError(
-        f"{folder / RECORD}: {form} of version {version}; this trimtab reads {FORMAT} of version {VERSION}"
+        f"{folder / RECORD}: {form} of version {version}, this trimtab reads {FORMAT} of version {VERSION}; without "
+        "the file, the folder is converted without comparing it with what was written"
     )
 
 
@@ -67,14 +73,14 @@ def check_layouts(record: Record | None, folder: Path, experts: Mapping[str, Exp
             )
 
 
-def check_content(record: Record | None, folder: Path, digests: Mapping[str, str], left: list[str]) -> None:
+def check_content(record: Record | None, folder: Path, hashes: Mapping[str, str]) -> None:
     """Raises InputError where a tensor is not what the conversion that wrote the folder put there."""
     if record is None:
         return
-    kept = {name: value for name, value in record.tensors.items() if name not in left}
-    changed = sorted(name for name in kept.keys() | digests.keys() if kept.get(name) != digests.get(name))
+    names = record.tensors.keys() | hashes.keys()
+    changed = sorted(name for name in names if record.tensors.get(name) != hashes.get(name))
     if changed:
         raise InputError(
             f"{folder}: {len(changed)} tensors are not what was written there, among them {changed[0]}: its hash is "
-            f"{content_hash(digests)}, {RECORD} says {record.hash}. If that is meant, remove {RECORD}"
+            f"{content_hash(hashes)}, {RECORD} says {record.hash}. If that is meant, remove {RECORD}"
         )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from trimtab.checkpoint import folder as on_disk
-from trimtab.convert.dcp import DcpFolder
-from trimtab.convert.files import SafetensorsFolder, holds_safetensors
+from trimtab.checkpoint.folder import CONFIG, carried_files
+from trimtab.convert.blocks import BLOCKS, Blocks, blocks_of, prove
+from trimtab.convert.dcp_files import DcpFolder
 from trimtab.convert.layouts import ExpertLayout, experts_modules, layout_of
-from trimtab.convert.layouts_moe import blocks_of, prove
-from trimtab.convert.layouts_named import BLOCKS
-from trimtab.convert.model import first_difference, skeleton
 from trimtab.convert.record import Record, check_layouts, read_record
-from trimtab.convert.store import TensorStore
-from trimtab.convert.ways import Blocks
-from trimtab.errors import ConfigError, InputError
+from trimtab.convert.safetensors_files import SafetensorsFolder, holds_safetensors
+from trimtab.convert.tensors import Mapped, TensorStore, bits, kept
+from trimtab.errors import ConfigError, InputError, first_line
 
 TRANSFORMERS = "transformers"
 FORMS = ("safetensors", "dcp")
@@ -27,48 +30,44 @@ FORMS = ("safetensors", "dcp")
 class Source:
     """An opened source.
 
-    folder: of the tensors. described: of config.json. model: on the meta device.
+    folder: of the tensors and of config.json. model: of that configuration, on the meta device.
     experts: by experts module, how transformers lays it out. blocks: the checkpoint's MoE blocks.
-    left: names of tensors that are left behind on request, and not in the store.
-    optimizer: key -> bytes, of optimiser state. record: of the conversion that wrote the folder, if one did.
+    optimizer: key -> bytes, of optimizer state. record: of the conversion that wrote the folder, if one did.
     """
 
     folder: Path
-    described: Path
     store: TensorStore
-    left: list[str]
     model: Any
     experts: dict[str, ExpertLayout]
     blocks: Blocks
-    optimizer: Mapping[str, int]
-    record: Record | None
+    optimizer: Mapping[str, int] = field(default_factory=dict)
+    record: Record | None = None
 
 
-def open_source(src: Path, *, to: str, layout: str | None, leave: Sequence[str], config: Path | None) -> Source:
-    """Open what is to be converted to the form `to`, but for what is to be left behind.
-
-    Raises as `trimtab.convert.convert.convert` does.
-    """
+def open_source(src: Path, *, to: str, layout: str | None) -> Source:
+    """Open what is to be converted to the form `to`. Raises as `trimtab.convert.convert.convert` does."""
     form, folder = form_of(src)
     if form == to:
         other = next(name for name in FORMS if name != to)
         raise ConfigError(f"{src}: holds {form} already, --to {to} has nothing to do; --to {other} converts it")
-    described = folder if config is None else config
-    model, record = skeleton(described), read_record(folder)
+    model, record = skeleton(folder), read_record(folder)
     experts = {name: layout_of(module, name) for name, module in experts_modules(model).items()}
     check_layouts(record, folder, experts)
-    said = record.layout if record is not None and form == "dcp" else None
-    blocks = _blocks(model, layout, said, folder)
-    store: SafetensorsFolder | DcpFolder
-    store = DcpFolder(folder, leave=leave) if form == "dcp" else SafetensorsFolder(folder, leave=leave)
-    optimizer: Mapping[str, int] = {}
-    if isinstance(store, DcpFolder):
-        optimizer = store.left_behind
-        _check_dcp(store, blocks)
+    if form == "safetensors":
+        blocks = _blocks(model, layout or TRANSFORMERS)
+        store = SafetensorsFolder(folder)
+        return Source(folder=folder, store=store, model=model, experts=experts, blocks=blocks, record=record)
+    if record is not None and layout not in (None, record.layout):
+        raise ConfigError(f"--layout {layout}: {folder} was written in the layout {record.layout}")
+    blocks = _blocks(model, layout or (TRANSFORMERS if record is None else record.layout))
+    dcp = DcpFolder(folder)
+    _check_index(dcp)
+    ours = next((name for name in dcp.infos if name.endswith("experts.up")), None)
+    if ours is not None and blocks.layout is None:
+        raise ConfigError(f"{folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(BLOCKS)}")
     return Source(
-        folder=folder, described=described, store=store, left=store.left, model=model, experts=experts,
-        blocks=blocks, optimizer=optimizer, record=record,
-    )  # fmt: skip
+        folder=folder, store=dcp, model=model, experts=experts, blocks=blocks, optimizer=dcp.optimizer, record=record
+    )
 
 
 def form_of(src: Path) -> tuple[str, Path]:
@@ -87,33 +86,109 @@ def form_of(src: Path) -> tuple[str, Path]:
         return "dcp", on_disk.resolve(src)
     if holds_safetensors(src):
         return "safetensors", src
-    if others := sorted(path.name for path in src.glob("*.safetensors")):
+    others = sorted(path.name for end in ("safetensors", "bin", "pt", "pth") for path in src.glob(f"*.{end}"))
+    raise InputError(
+        f"{src}: nothing to convert: no model.safetensors, no index of several, no step-00000000 folder"
+        + (f", only {', '.join(others[:3])}; open it with transformers and save it as safetensors" if others else "")
+    )
+
+
+def skeleton(folder: Path) -> Any:
+    """The model of a folder's config.json on the meta device, of the class that the configuration names.
+
+    Raises:
+        InputError: no configuration there, none that transformers knows, or `architectures` that is no list.
+        ConfigError: the weights are quantized.
+    """
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"{folder}: no {CONFIG}, which says what model the tensors are of")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the many configurations raise, this one cannot be used
+        raise InputError(f"{folder / CONFIG}: {first_line(error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{folder / CONFIG}: the weights are quantized; convert plain ones (dequantize them first)")
+    names = getattr(config, "architectures", None) or []
+    if isinstance(names, str):
+        raise InputError(f'{folder / CONFIG}: architectures is "{names}"; write it as a list: ["{names}"]')
+    found = getattr(transformers, names[0], None) if names else None
+    if names and found is None:
+        raise InputError(f"{folder / CONFIG}: transformers {transformers.__version__} has no {names[0]}")
+    with torch.device("meta"):
+        try:
+            return found._from_config(config) if found else transformers.AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            raise InputError(f"{folder / CONFIG}: cannot be built ({error})") from error
+
+
+def carry(source: Path, target: Path, model: Any) -> None:
+    """Copy configuration and tokenizer files, so that plain transformers opens `target`."""
+    fields = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    fields["architectures"] = fields.get("architectures") or [type(model).__name__]
+    (target / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for path in carried_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def check_state(model: Any, store: TensorStore, where: Path) -> None:
+    """Hold names and shapes against the model's. Raises InputError: what is missing, left over or of another shape."""
+    wanted, found = model.state_dict(), store.infos
+    name = type(model).__name__
+    if more := [n for n in found if n not in wanted]:
+        sources = sorted(s for n in more for s in (store.sources_of(n) if isinstance(store, Mapped) else (n,)))
         raise InputError(
-            f"{src}: nothing to convert: {', '.join(others[:3])} by that name is no model's; expected "
-            "model.safetensors, or several with an index"
+            f"{where}: {len(sources)} tensors have no place in {name}, among them {', '.join(sources[:3])}; where "
+            f"transformers ignores them, convert what {name}.from_pretrained and save_pretrained make of the folder"
         )
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in src.glob(pattern))
-    if pickled:
-        raise InputError(f"{src}: only {pickled[0]}; open it with transformers and save it as safetensors")
-    raise InputError(f"{src}: nothing to convert: no model.safetensors, no index of several, no step-00000000 folder")
+    if absent := [n for n in wanted if n not in found and n not in ties(model)]:
+        raise InputError(f"{where}: lacks {len(absent)} weights of {name}, among them {', '.join(absent[:3])}")
+    for n, info in found.items():
+        shape = tuple(wanted[n].shape)
+        if info.shape != shape:
+            turned = " (transposed?)" if sorted(info.shape) == sorted(shape) else ""
+            raise InputError(f"{where}: {n} is {list(info.shape)}, by its configuration {list(shape)}{turned}")
 
 
-def shapes_of_experts(view: TensorStore, modules: Mapping[str, object]) -> dict[str, dict[str, list[int]]]:
-    """Shapes of the experts' parameters by module, for the index of a checkpoint."""
-    found: dict[str, dict[str, list[int]]] = {name: {} for name in modules}
-    for name, info in view.infos.items():
-        module, _, own = name.rpartition(".")
-        if module in found:
-            found[module][own] = list(info.shape)
-    return found
+def ties(model: Any) -> dict[str, str]:
+    """Name -> name of the weight that it shares: a checkpoint of transformers holds it once, our own under both."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _blocks(model: Any, layout: str | None, said: str | None, folder: Path) -> Blocks:
-    if layout is not None and said not in (None, layout):
-        raise ConfigError(f"--layout {layout}: {folder} was written in the layout {said}")
-    name = layout or said or TRANSFORMERS
+def with_ties(model: Any, store: TensorStore) -> tuple[TensorStore, list[str]]:
+    """The store with the shared weights that it lacks under both names, and the names that were added."""
+    added = {n: shared for n, shared in ties(model).items() if n not in store.infos and shared in store.infos}
+    copies = [kept(n, shared) for n, shared in added.items()]
+    return (Mapped(store, [*map(kept, store.infos), *copies]) if added else store), list(added)
+
+
+def without(store: TensorStore, names: Iterable[str]) -> TensorStore:
+    """The store without these."""
+    dropped = set(names)
+    return Mapped(store, [kept(n) for n in store.infos if n not in dropped]) if dropped else store
+
+
+def repeated_ties(model: Any, store: TensorStore) -> list[str]:
+    """Names under which the store repeats a shared weight. Raises InputError where the two are not the same bits."""
+    repeated = [n for n, shared in ties(model).items() if n in store.infos and shared in store.infos]
+    for n in repeated:
+        shared = ties(model)[n]
+        one, other = store.read([n])[n], store.read([shared])[shared]
+        if one.dtype != other.dtype or not torch.equal(bits(one), bits(other)):
+            raise InputError(f"{n} and {shared} are one weight by the configuration, but they differ")
+    return repeated
+
+
+def first_difference(wanted: Mapping[str, object], found: Mapping[str, object]) -> str | None:
+    """In words, the first name by which two mappings differ."""
+    for n in sorted(wanted.keys() | found.keys()):
+        if wanted.get(n) != found.get(n):
+            return f"{n} is {wanted.get(n, 'not there')} and {found.get(n, 'not there')}"
+    return None
+
+
+def _blocks(model: Any, name: str) -> Blocks:
     if name == TRANSFORMERS:
-        return Blocks(None, ())
+        return Blocks()
     if name not in BLOCKS:
         raise ConfigError(f"--layout {name}: not one of {', '.join((TRANSFORMERS, *BLOCKS))}")
     blocks = blocks_of(model, BLOCKS[name])
@@ -121,14 +196,9 @@ def _blocks(model: Any, layout: str | None, said: str | None, folder: Path) -> B
     return Blocks(BLOCKS[name], tuple(blocks))
 
 
-def _check_dcp(store: DcpFolder, blocks: Blocks) -> None:
+def _check_index(store: DcpFolder) -> None:
     assert store.index is not None
-    found, modules = store.infos, store.index.experts
+    modules = store.index.experts
     said = {f"{name}.{own}": tuple(shape) for name, shapes in modules.items() for own, shape in shapes.items()}
-    left = set(store.left)
-    said = {name: shape for name, shape in said.items() if name not in left}
-    if wrong := first_difference(said, {name: found[name].shape for name in said if name in found}):
+    if wrong := first_difference(said, {n: store.infos[n].shape for n in said if n in store.infos}):
         raise InputError(f"{store.folder}: {on_disk.INDEX} and the tensors disagree: {wrong}")
-    ours = next((name for name in found if name.endswith("experts.up")), None)
-    if ours is not None and blocks.layout is None:
-        raise ConfigError(f"{store.folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(BLOCKS)}")

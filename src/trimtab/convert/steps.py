@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,38 +28,36 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from trimtab.convert.store import TensorInfo, TensorStore
+from trimtab.convert.tensors import Step, TensorInfo, TensorStore
 from trimtab.errors import InputError
 
 
 @dataclass(kw_only=True, eq=False)
-class MappingStep:
-    """One group: the tensors that make one target, or the several that come of one.
+class Group:
+    """The tensors that make one target, or the several that come of one.
 
-    Attributes:
-        target: the name that the group is known by.
-        transform: transformers' own, never run itself but in a copy: it collects tensors.
-        members: (name, pattern that it matched), in the order in which they are stacked.
-        renamings: applied to the names that come out.
+    target: the name that the group is known by. transform: transformers' own, run in a copy, as it collects tensors.
+    members: (name, pattern that it matched), in the order in which they are stacked.
     """
 
     target: str
     transform: Any
-    model: Any
     members: list[tuple[str, str]] = field(default_factory=list)
-    renamings: tuple[Any, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.members)
 
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raises InputError where the tensors do not fit together."""
+    def step(self, model: Any, renamings: Sequence[Any] = ()) -> Step:
+        """The step that converts the group and then renames what comes out."""
+        return Step(self.sources, partial(self._convert, model, renamings))
+
+    def _convert(self, model: Any, renamings: Sequence[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         transform = deepcopy(self.transform)
         for name, pattern in self.members:
             transform.add_tensor(self.target, name, pattern, tensors[name])
         try:
-            made = transform.convert(self.target, model=self.model, config=self.model.config)
+            made = transform.convert(self.target, model=model, config=model.config)
         except Exception as error:
             shapes = sorted({f"{t.dtype} {list(t.shape)}" for t in tensors.values()})
             raise InputError(
@@ -66,7 +65,7 @@ class MappingStep:
                 f"{self.members[0][0]}): {error}"
             ) from error
         whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {apply_renamings(name, self.renamings): tensor for name, tensor in whole.items()}
+        return {apply_renamings(name, renamings): tensor for name, tensor in whole.items()}
 
 
 def mapping_of(model: Any) -> list[Any]:
@@ -80,8 +79,8 @@ def saved_mapping_of(model: Any) -> list[Any]:
     return [transform for transform in mapping if not isinstance(transform, PrefixChange)]
 
 
-def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[MappingStep]:
-    """Groups that make the model's state of a checkpoint's tensors.
+def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
+    """Steps that make the model's state of a checkpoint's tensors.
 
     Marks the transforms of `mapping` that were used, which is what `saving_steps` then needs to give the same names.
 
@@ -89,121 +88,97 @@ def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> lis
         InputError: experts missing, too many or of different kinds; layouts that shapes alone cannot tell apart.
     """
     mapping = list(mapping)
-    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
-    converters = [t for t in mapping if isinstance(t, WeightConverter)]
-    owner = {pattern: t for t in converters for pattern in t.source_patterns}
+    renamings, converters, owner = _sorted_out(mapping)
     state, prefix = model.state_dict(), model.base_model_prefix
-    steps: dict[str, MappingStep] = {}
+    groups: dict[str, Group] = {}
     for name in sorted(store.infos, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = name, None  # it bears the model's own name already
         if pattern is None:
-            step = MappingStep(target=target, transform=WeightRenaming(name, target), model=model)
-            step = steps.setdefault(target, step)
-            if step.members:
-                raise InputError(f"{step.members[0][0]} and {name} are both {target} in the model; one must go")
-            step.members.append((name, name))
-            continue
-        step = steps.setdefault(target, MappingStep(target=target, transform=owner[pattern], model=model))
-        if step.members and step.transform is not owner[pattern]:
-            raise InputError(f"{step.members[0][0]} and {name} are in different layouts, but both go into {target}")
-        step.members.append((name, pattern))
-    for step in steps.values():
-        _check_group(step, store.infos)
-        _check_stack(step, store.infos, state, renamings)
-    return list(steps.values())
+            group = groups.setdefault(target, Group(target=target, transform=WeightRenaming(name, target)))
+            if group.members:
+                raise InputError(f"{group.members[0][0]} and {name} are both {target} in the model; one must go")
+        else:
+            group = groups.setdefault(target, Group(target=target, transform=owner[pattern]))
+            if group.transform is not owner[pattern]:
+                raise InputError(f"{group.members[0][0]} and {name} are in different layouts, both go into {target}")
+        group.members.append((name, pattern or name))
+    for group in groups.values():
+        _check_group(group, store.infos)
+        _check_experts(group, store.infos, state.get(group.target), renamings)
+    return [group.step(model) for group in groups.values()]
 
 
-def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[MappingStep]:
-    """Groups that make a checkpoint's tensors of the model's state, as `save_pretrained` does: `mapping` reversed.
+def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
+    """Steps that make a checkpoint's tensors of the model's state, as `save_pretrained` does: `mapping` reversed.
 
     Raises:
         InputError: layouts that shapes alone cannot tell apart.
     """
-    reversed_mapping = [transform.reverse_transform() for transform in reversed(list(mapping))]
-    renamings = tuple(t for t in reversed_mapping if isinstance(t, WeightRenaming))
-    converters = [t for t in reversed_mapping if isinstance(t, WeightConverter)]
-    owner = {pattern: t for t in converters for pattern in t.source_patterns}
-    steps: dict[str, MappingStep] = {}
+    renamings, converters, owner = _sorted_out([t.reverse_transform() for t in reversed(list(mapping))])
+    groups: dict[str, Group] = {}
     for name in sorted(store.infos, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
-        if pattern is None:
-            target = apply_renamings(name, renamings)
-            step = MappingStep(target=target, transform=WeightRenaming(name, target), model=model)
-        else:
-            step = MappingStep(target=target, transform=owner[pattern], model=model, renamings=renamings)
-        step = steps.setdefault(target, step)
-        step.members.append((name, name if pattern is None else pattern))
-    for step in steps.values():
-        _check_group(step, store.infos)
-    return list(steps.values())
+        target = apply_renamings(name, renamings) if pattern is None else target
+        transform = WeightRenaming(name, target) if pattern is None else owner[pattern]
+        group = groups.setdefault(target, Group(target=target, transform=transform))
+        group.members.append((name, pattern or name))
+    for group in groups.values():
+        _check_group(group, store.infos)
+    return [g.step(model, () if isinstance(g.transform, WeightRenaming) else renamings) for g in groups.values()]
 
 
-def used(mapping: Iterable[Any]) -> list[Any]:
-    """The transforms that `loading_steps` had a use for."""
-    return [transform for transform in mapping if transform.was_used()]
+def _sorted_out(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Renamings, converters, and by pattern the converter that it belongs to."""
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    owner = {pattern: t for t in converters for pattern in t.source_patterns}
+    return [t for t in mapping if isinstance(t, WeightRenaming)], converters, owner
 
 
-def _check_group(step: MappingStep, infos: Mapping[str, TensorInfo]) -> None:
-    """What joining would hide: a promoted dtype, a shape that fits both ways."""
-    operations = getattr(step.transform, "operations", ())
-    kinds = {infos[name].dtype for name in step.sources}
+def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
+    """Raises InputError for what joining would hide: a promoted dtype, a shape that fits both ways."""
+    kinds = {infos[name].dtype for name in group.sources}
     if len(kinds) > 1:
         names = ", ".join(sorted(map(str, kinds)))
-        raise InputError(f"{step.target}: its {len(step.members)} tensors are of different dtypes: {names}")
-    for operation in operations:
-        square = [n for n in step.sources if isinstance(operation, Transpose) and _square(infos[n].shape, operation)]
-        if square and operation.check_dims:
-            raise InputError(
-                f"{square[0]} is {list(infos[square[0]].shape)}: transformers tells its two layouts apart by the shape "
-                "alone, and this one fits both, so it could come out transposed without a word"
-            )
+        raise InputError(f"{group.target}: its {len(group.members)} tensors are of different dtypes: {names}")
+    for operation in getattr(group.transform, "operations", ()):
+        if not isinstance(operation, Transpose) or not operation.check_dims:
+            continue
+        for name in group.sources:
+            shape, dims = infos[name].shape, (int(operation.dim0), int(operation.dim1))
+            if max(dims) < len(shape) and shape[dims[0]] == shape[dims[1]]:
+                raise InputError(
+                    f"{name} is {list(shape)}: transformers tells its two layouts apart by the shape alone, and this "
+                    "one fits both, so it could come out transposed without a word"
+                )
 
 
-def _check_stack(
-    step: MappingStep, infos: Mapping[str, TensorInfo], state: Mapping[str, Tensor], renamings: Any
-) -> None:
-    """Whether experts that are to be stacked are all there, each once, and alike."""
-    operations = getattr(step.transform, "operations", ())
+def _check_experts(group: Group, infos: Mapping[str, TensorInfo], target: Tensor | None, renamings: Any) -> None:
+    """Raises InputError where experts that are to be stacked are not all there, each once, and alike."""
+    operations = getattr(group.transform, "operations", ())
     if not operations or not isinstance(operations[0], MergeModulelist):
         return
-    target = state.get(step.target)
     wanted = None if target is None or operations[0].dim != 0 else int(target.shape[0])
-    matched = {pattern for _, pattern in step.members}
-    if absent := [pattern for pattern in step.transform.source_patterns if pattern not in matched]:
-        raise InputError(f"{step.target}: the checkpoint has no {absent[0]}, only {step.members[0][0]} and the like")
-    for pattern in matched:
-        names = [name for name, of in step.members if of == pattern]
-        _check_experts(step.target, pattern, names, [apply_renamings(n, renamings) for n in names], wanted, infos)
-
-
-def _square(shape: Sequence[int], operation: Any) -> bool:
-    one, other = int(operation.dim0), int(operation.dim1)
-    return max(one, other) < len(shape) and shape[one] == shape[other]
-
-
-def _check_experts(
-    target: str, pattern: str, names: list[str], renamed: list[str], wanted: int | None, infos: Mapping[str, TensorInfo]
-) -> None:
-    numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
-    found = [numbered.search(name) for name in renamed]
-    ids = [int(match.group(1)) for match in found if match and match.groups()]
-    count = len(names) if wanted is None else wanted
-    if len(ids) == len(names) and ids != list(range(count)):
-        lacks, more = sorted(set(range(count)) - set(ids)), sorted(set(ids) - set(range(count)))
-        words = [f"lacks {_some(lacks)}"] * bool(lacks) + [f"has {_some(more)} as well"] * bool(more)
-        raise InputError(
-            f"{target}: the configuration says {count} experts, the checkpoint has {len(ids)} of {pattern}: it "
-            f"{' and '.join(words) or 'counts some twice'}"
-        )
-    shapes = {infos[name].shape for name in names}
-    if len(shapes) > 1:
-        odd = min(names, key=lambda n: sum(infos[m].shape == infos[n].shape for m in names))
-        rest = sorted(list(shape) for shape in shapes - {infos[odd].shape})
-        raise InputError(f"{odd} is {list(infos[odd].shape)}, the other experts' are {', '.join(map(str, rest))}")
+    for pattern in group.transform.source_patterns:
+        names = [name for name, of in group.members if of == pattern]
+        if not names:
+            raise InputError(f"{group.target}: the checkpoint has no {pattern}, only {group.sources[0]} and the like")
+        numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
+        found = [numbered.search(apply_renamings(name, renamings)) for name in names]
+        ids = [int(match.group(1)) for match in found if match and match.groups()]
+        expected = list(range(len(names) if wanted is None else wanted))
+        if len(ids) == len(names) and ids != expected:
+            lacks, more = sorted(set(expected) - set(ids)), sorted(set(ids) - set(expected))
+            raise InputError(
+                f"{group.target}: the configuration says {len(expected)} experts, the checkpoint has {len(ids)} of "
+                f"{pattern}; missing: {_some(lacks)}; too many: {_some(more)}"
+            )
+        shapes = [infos[name].shape for name in names]
+        if len(set(shapes)) > 1:
+            odd = min(names, key=lambda name: shapes.count(infos[name].shape))
+            raise InputError(f"{odd} is {list(infos[odd].shape)}, other experts' are {sorted(set(shapes))}")
 
 
 def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"expert {shown}" if len(numbers) == 1 else f"experts {shown}{' ...' if len(numbers) > 8 else ''}"
+    return (", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")) or "none"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.convert.writing import writing
+from trimtab.convert.safetensors_files import writing
 from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
 
 VOCAB = BYTE_VOCAB + 8

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
-from trimtab.convert.writing import writing
+from trimtab.convert.safetensors_files import writing
 from trimtab.errors import ConfigError
 from trimtab.launched import leave_group
 from trimtab.train.checkpoints import Checkpoints

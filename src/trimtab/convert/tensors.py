@@ -1,6 +1,6 @@
-"""Named tensors, wherever they are: on disk, or made from those of another store by a mapping, one group at a time.
+"""Named tensors, on disk or made from those of another store, one group at a time.
 
-Nothing is read before it is asked for; what a store holds (names, shapes, dtypes) is known from the start.
+Names, shapes and dtypes are known from the start; values are read when they are asked for.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
@@ -30,21 +29,11 @@ class TensorInfo:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def meta(self) -> Tensor:
-        """A tensor of this kind that holds nothing."""
+        """A tensor of this kind on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-def info_of(tensor: Tensor) -> TensorInfo:
-    """The kind of a tensor."""
-    return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
-
-
-def is_left(name: str, leave: Sequence[str]) -> bool:
-    """Whether the tensor is to be left behind: one of the globs is its name's."""
-    return any(fnmatchcase(name, glob) for glob in leave)
 
 
 class TensorStore(Protocol):
@@ -60,35 +49,22 @@ class TensorStore(Protocol):
         ...
 
 
-class Step(Protocol):
-    """A group of tensors that a mapping takes together."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names that go in."""
-        ...
-
-    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that come out; also of tensors on the meta device."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Made:
-    """A step that a function describes; `kept` is the one that gives a tensor as it is."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A group of tensors that a mapping takes together. `run` is also called with tensors on the meta device."""
 
     sources: tuple[str, ...]
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
-def kept(name: str, source: str | None = None) -> Made:
-    """The tensor `name`, as it is; or as that of `source` is."""
+def kept(name: str, source: str | None = None) -> Step:
+    """The step that gives the tensor `source` (by default of the same name) unchanged, under the name `name`."""
     source = source or name
-    return Made(sources=(source,), run=lambda tensors: {name: tensors[source]})
+    return Step((source,), lambda tensors: {name: tensors[source]})
 
 
 class Mapped:
-    """The tensors that `steps` make of another store's. Holds the last step's results, so memory is that of one step.
+    """The tensors that `steps` make of another store's. Holds the results of the last step alone.
 
     Raises:
         InputError: two steps make one name, or a step cannot take what the store holds.
@@ -103,7 +79,7 @@ class Mapped:
             made = step.run({name: inner.infos[name].meta() for name in step.sources})
             if twice := sorted(made.keys() & self.infos.keys()):
                 raise InputError(f"{twice[0]} is made twice, the second time of {', '.join(step.sources[:3])}")
-            self.infos |= {name: info_of(tensor) for name, tensor in made.items()}
+            self.infos |= {name: _info(tensor) for name, tensor in made.items()}
             self._step_of |= dict.fromkeys(made, step)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -120,12 +96,12 @@ class Mapped:
         return self._last[1]
 
 
-class Digested:
-    """A store whose tensors leave their digests when they are read."""
+class Hashed:
+    """A store that takes the SHA-256 of every tensor that is read through it: of name, dtype, shape and bytes."""
 
     def __init__(self, inner: TensorStore) -> None:
         self.inner = inner
-        self.digests: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -134,26 +110,24 @@ class Digested:
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.inner.read(names)
         for name, tensor in tensors.items():
-            if name not in self.digests:
-                self.digests[name] = digest(name, tensor)
+            if name not in self.hashes:
+                whole = hashlib.sha256(f"{name}\n{_info(tensor)}\n".encode())
+                whole.update(bits(tensor.detach()).numpy().data)
+                self.hashes[name] = whole.hexdigest()
         return tensors
 
     def finish(self) -> dict[str, str]:
-        """Reads what has not been read yet, tensor by tensor; returns all digests."""
+        """All hashes; reads the tensors that have not been read yet, one by one."""
         for name in self.infos:
-            if name not in self.digests:
+            if name not in self.hashes:
                 self.read([name])
-        return self.digests
+        return self.hashes
 
 
-def digest(name: str, tensor: Tensor) -> str:
-    """SHA-256 over name, dtype, shape and bytes, in hex."""
-    whole = hashlib.sha256(f"{name}\n{info_of(tensor)}\n".encode())
-    whole.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-    return whole.hexdigest()
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's values, flat."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def content_hash(digests: Mapping[str, str]) -> str:
-    """One hash over all tensors, whatever their order and the files that they lie in."""
-    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-    return f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)

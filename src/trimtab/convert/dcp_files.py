@@ -18,50 +18,42 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.checkpoint.folder import MODEL, read_index
 from trimtab.checkpoint.tensors import errors_of, metadata_of
-from trimtab.convert.store import TensorInfo, TensorStore, is_left
+from trimtab.convert.tensors import TensorInfo, TensorStore
 from trimtab.errors import InputError
 
 
 class DcpFolder:
     """The model's tensors of a whole checkpoint folder, by their names in the module.
 
-    leave: globs; what of the model has such a name is in `left`, and is looked at no further.
-    left_behind: key -> bytes, of the tensors that are not the model's (optimiser state).
+    optimizer: key -> bytes, of what is not the model's.
     whole: False for a folder that is being written and has no index yet.
 
     Raises:
         InputError: the folder is not whole or damaged, or a tensor is stored in part.
     """
 
-    def __init__(self, folder: Path, *, whole: bool = True, leave: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *, whole: bool = True) -> None:
         self.folder = folder
-        self.left: list[str] = []
         self.index = read_index(folder) if whole else None
         self._reader = _Reader(folder)
         self.infos: dict[str, TensorInfo] = {}
-        self.left_behind: dict[str, int] = {}
+        self.optimizer: dict[str, int] = {}
         found = metadata_of(self._reader, folder).state_dict_metadata
         for key, stored in found.items():
-            if key.startswith(MODEL) and is_left(key.removeprefix(MODEL), leave):
-                self.left.append(key.removeprefix(MODEL))
-                continue
             if not isinstance(stored, TensorStorageMetadata):
                 if key.startswith(MODEL):
-                    raise InputError(
-                        f"{folder}: {key} is no tensor and has no place in safetensors; what is to be left behind must "
-                        "be named (--leave 'GLOB')"
-                    )
-                self.left_behind[key] = 0
+                    raise InputError(f"{folder}: {key} is no tensor and has no place in safetensors")
+                self.optimizer[key] = 0
                 continue
             info = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
-            if key.startswith(MODEL):
-                self.infos[key.removeprefix(MODEL)] = info
-                held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-                if held != math.prod(info.shape):
-                    raise InputError(f"{folder}: {key} is {info}, but {held} of its values are stored")
-            else:
-                self.left_behind[key] = info.nbytes
-        if not self.infos and not self.left:
+            if not key.startswith(MODEL):
+                self.optimizer[key] = info.nbytes
+                continue
+            self.infos[key.removeprefix(MODEL)] = info
+            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+            if held != math.prod(info.shape):
+                raise InputError(f"{folder}: {key} is {info}, but {held} of its values are stored")
+        if not self.infos:
             raise InputError(f"{folder}: holds no tensor of a model ({MODEL}...), only {sorted(found)[:3]}")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -73,18 +65,16 @@ class DcpFolder:
 
 def write_dcp(store: TensorStore, folder: Path, *, done: Callable[[str], None]) -> None:
     """Write all of `store` into `folder` as the model's tensors. Memory: one tensor beside what the store holds."""
-    holes = {MODEL + name: info.meta() for name, info in store.infos.items()}
+    empty = {MODEL + name: info.meta() for name, info in store.infos.items()}
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     with errors_of(folder):
-        save(holes, storage_writer=writer, planner=_FillingPlanner(store, done), no_dist=True)
+        save(empty, storage_writer=writer, planner=_FillingPlanner(store, done), no_dist=True)
 
 
 class _Reader(FileSystemReader):
     """Reads its metadata once, however many loads it serves."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metadata: Metadata | None = None
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -93,7 +83,7 @@ class _Reader(FileSystemReader):
 
 
 class _FillingPlanner(DefaultSavePlanner):
-    """Plans on tensors that hold nothing and reads each when it is written."""
+    """Plans on tensors of the meta device and reads each when it is written."""
 
     def __init__(self, store: TensorStore, done: Callable[[str], None]) -> None:
         super().__init__()

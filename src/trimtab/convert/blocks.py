@@ -1,15 +1,17 @@
-"""`trimtab.MoE` and the MoE blocks of transformers: which tensor is which, axis by axis.
+"""`trimtab.MoE` and the MoE blocks of transformers: which tensor is which, axis by axis. A family is a row of `BLOCKS`.
 
-A `BlockLayout` is a value that says so. It is held against the model's own classes before it is used: the layout of
-the experts module (`trimtab.convert.layouts`), the names in the block, and, because shapes say nothing where D = F or
-D = 2F, the outputs of a block of transformers and of our layer on the same random weights at such sizes.
+A `BlockLayout` is held against the model's own classes before it is used: the layout of the experts module, the names
+in the block, and, because shapes say nothing where D = F or D = 2F, the outputs of a block of transformers and of our
+layer on the same random weights at such sizes.
 
-Legend: E experts, D model dim, F expert hidden dim, I = 2F (gate, then up).
+Legend: E experts, D model dim, F expert hidden dim, I = 2F (gate, then up), S hidden dim of the shared experts,
+J = 2S (gate, then up).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.convert.layouts import experts_modules, layout_of
-from trimtab.convert.store import Made, Step, TensorInfo, kept
+from trimtab.convert.tensors import Mapped, Step, TensorStore, kept
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoEConfig
+from trimtab.routing.config import RouterConfig
 
 Axes = tuple[str, ...]
 Dtypes = Mapping[str, torch.dtype]
@@ -69,7 +72,7 @@ class BlockLayout:
     """A family's MoE block.
 
     parts: every tensor of the block. hidden: the configuration's name for F.
-    moe: (configuration, F, activation) -> the layer that computes the same. Balance losses are left at none.
+    moe: (configuration, activation) -> the layer that computes the same. Balance losses are left at none.
     """
 
     name: str
@@ -156,33 +159,115 @@ def _difference(layout: BlockLayout, block_class: type[nn.Module], config: Any) 
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
-def to_moe(
-    layout: BlockLayout, blocks: Iterable[str], infos: Mapping[str, TensorInfo], dtypes: Dtypes | None = None
-) -> list[Step]:
-    """Steps from transformers' names to those of a model whose MoE blocks are `trimtab.MoE`, under the same path."""
-    steps: list[Step] = []
-    for block in blocks:
-        at = f"{block}."
-        for part in layout.parts:
-            sources = tuple(at + name for name in part.theirs)
-            steps.append(Made(sources=sources, run=partial(part.to_ours, at, dtypes or {})))
-    return _with_the_rest(steps, infos)
+class Blocks:
+    """A model's MoE blocks: under the same paths, `trimtab.MoE` in our names and the block in transformers'.
+
+    layout: None where the model keeps the blocks of transformers, whose names then stay.
+    """
+
+    def __init__(self, layout: BlockLayout | None = None, names: tuple[str, ...] = ()) -> None:
+        self.layout, self.names = layout, names
+
+    def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
+        """Under trimtab's names, in the dtypes of `like` where that is given."""
+        return self._mapped(store, like, to_ours=True)
+
+    def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
+        """Under transformers' names, in the dtypes of `like` where that is given."""
+        return self._mapped(store, like, to_ours=False)
+
+    def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:
+        if self.layout is None:
+            return store
+        dtypes = {} if like is None else {name: info.dtype for name, info in like.infos.items()}
+        steps = []
+        for at in (f"{name}." for name in self.names):
+            for part in self.layout.parts:
+                sources = tuple(at + name for name in (part.theirs if to_ours else (part.ours,)))
+                if absent := [name for name in sources if name not in store.infos]:
+                    raise InputError(f"layout {self.layout.name}: there is no {absent[0]} in the checkpoint")
+                steps.append(Step(sources, partial(part.to_ours if to_ours else part.to_theirs, at, dtypes)))
+        taken = {name for step in steps for name in step.sources}
+        return Mapped(store, [*steps, *(kept(name) for name in store.infos if name not in taken)])
 
 
-def from_moe(
-    layout: BlockLayout, blocks: Iterable[str], infos: Mapping[str, TensorInfo], dtypes: Dtypes | None = None
-) -> list[Step]:
-    """The way back. Raises InputError where a part is missing."""
-    steps: list[Step] = []
-    for block in blocks:
-        at = f"{block}."
-        for part in layout.parts:
-            if at + part.ours not in infos:
-                raise InputError(f"layout {layout.name}: there is no {at + part.ours} in the checkpoint")
-            steps.append(Made(sources=(at + part.ours,), run=partial(part.to_theirs, at, dtypes or {})))
-    return _with_the_rest(steps, infos)
+ROUTED = (
+    Part(ours="router.weight", axes=("E", "D"), theirs=("gate.weight",), their_axes=("E", "D"), wide=True),
+    Part(ours="experts.up", axes=("E", "I", "D"), theirs=("experts.gate_up_proj",), their_axes=("E", "I", "D")),
+    Part(ours="experts.down", axes=("E", "D", "F"), theirs=("experts.down_proj",), their_axes=("E", "D", "F")),
+)
+BIAS = Part(
+    ours="router.expert_bias", axes=("E",), theirs=("gate.e_score_correction_bias",), their_axes=("E",), wide=True
+)
 
 
-def _with_the_rest(steps: list[Step], infos: Mapping[str, TensorInfo]) -> list[Step]:
-    taken = {name for step in steps for name in step.sources}
-    return [*steps, *(kept(name) for name in infos if name not in taken)]
+def shared(name: str) -> tuple[Part, Part]:
+    """Shared experts that transformers holds as three linear layers below `name`."""
+    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+    return (
+        Part(ours="shared.up.weight", axes=("J", "D"), theirs=halves, their_axes=("J", "D")),
+        Part(ours="shared.down.weight", axes=("D", "S"), theirs=(f"{name}.down_proj.weight",), their_axes=("D", "S")),
+    )
+
+
+def _softmax(experts: str, hidden: str, normalize: bool | None = None, **more: str) -> Callable[[Any, str], MoEConfig]:
+    def moe(c: Any, activation: str) -> MoEConfig:
+        jitter = getattr(c, "router_jitter_noise", 0.0)
+        if jitter:
+            warnings.warn(
+                f"router_jitter_noise={jitter}: in training the router's tokens alone are jittered, where the block of "
+                "transformers hands the experts jittered tokens too",
+                stacklevel=3,
+            )
+        router = RouterConfig(
+            num_experts=getattr(c, experts),
+            top_k=c.num_experts_per_tok,
+            normalize=c.norm_topk_prob if normalize is None else normalize,
+            jitter=jitter,
+        )
+        options: dict[str, Any] = {k: getattr(c, v) for k, v in more.items()}
+        return MoEConfig(
+            dim=c.hidden_size, hidden=getattr(c, hidden), router=router, activation=activation,
+            shared_gate=options.get("shared_hidden", 0) > 0, **options,
+        )  # fmt: skip
+
+    return moe
+
+
+def _deepseek_v3(c: Any, activation: str) -> MoEConfig:
+    router = RouterConfig(
+        num_experts=c.n_routed_experts, top_k=c.num_experts_per_tok, score="sigmoid", normalize=c.norm_topk_prob,
+        scale=c.routed_scaling_factor, groups=c.n_group, top_groups=c.topk_group, bias=True,
+    )  # fmt: skip
+    shared_hidden = c.moe_intermediate_size * c.n_shared_experts
+    return MoEConfig(
+        dim=c.hidden_size, hidden=c.moe_intermediate_size, router=router, activation=activation,
+        shared_hidden=shared_hidden,
+    )  # fmt: skip
+
+
+_GATE = Part(ours="shared.gate.weight", axes=("1", "D"), theirs=("shared_expert_gate.weight",), their_axes=("1", "D"))
+BLOCKS: dict[str, BlockLayout] = {
+    layout.name: layout
+    for layout in (
+        BlockLayout(
+            name="qwen3_moe", parts=ROUTED, hidden="moe_intermediate_size",
+            moe=_softmax("num_experts", "moe_intermediate_size"),
+        ),
+        BlockLayout(
+            name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), _GATE), hidden="moe_intermediate_size",
+            moe=_softmax("num_experts", "moe_intermediate_size", shared_hidden="shared_expert_intermediate_size"),
+        ),
+        BlockLayout(
+            name="mixtral", parts=ROUTED, hidden="intermediate_size",
+            moe=_softmax("num_local_experts", "intermediate_size", True),
+        ),
+        BlockLayout(
+            name="olmoe", parts=ROUTED, hidden="intermediate_size", moe=_softmax("num_experts", "intermediate_size"),
+        ),
+        BlockLayout(
+            name="deepseek_v3", parts=(*ROUTED, BIAS, *shared("shared_experts")), hidden="moe_intermediate_size",
+            moe=_deepseek_v3,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,136 @@
+"""A folder as transformers' `save_pretrained` writes it: safetensors, one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trimtab.convert.tensors import TensorInfo, TensorStore
+from trimtab.errors import InputError, full_disk
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 4 * 10**9
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def holds_safetensors(folder: Path) -> bool:
+    """Whether the folder has weights in this form, whole or not."""
+    return any(name in (SINGLE, INDEX) or _SHARD.fullmatch(name) for name in _names(folder))
+
+
+class SafetensorsFolder:
+    """The tensors of such a folder, read one by one.
+
+    Raises:
+        InputError: a file is missing, cut off or not in the index; a name is nowhere or twice; an unknown dtype.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, str] = {}
+        self._opened: dict[str, Any] = {}  # mapped into memory, not read
+        self.infos: dict[str, TensorInfo] = {}
+        indexed = self._read_index()
+        for file in [SINGLE] if indexed is None else dict.fromkeys(indexed.values()):
+            self._open(file)
+        if indexed is not None and indexed != self._file_of:
+            odd = sorted(n for n in {*indexed, *self._file_of} if indexed.get(n) != self._file_of.get(n))
+            raise InputError(f"{folder / INDEX}: {len(odd)} tensors are not where it says, among them {odd[0]}")
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._opened[self._file_of[name]].get_tensor(name) for name in names}
+
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor name -> file, by the index; None where there is one file and no index."""
+        folder, names = self.folder, _names(self.folder)
+        shards = [name for name in names if _SHARD.fullmatch(name)]
+        if SINGLE in names:
+            if INDEX in names or shards:
+                raise InputError(f"{folder}: {SINGLE} and {shards[0] if shards else INDEX}: which of them is meant?")
+            return None
+        if INDEX not in names:
+            raise InputError(f"{folder}: {shards[0]} without {INDEX}: not written to its end")
+        try:
+            indexed = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{folder / INDEX}: cannot be read as an index of safetensors ({error!r})") from None
+        if absent := sorted(set(indexed.values()) - set(names)):
+            raise InputError(f"{folder}: {absent[0]} is in the index, but not in the folder")
+        if more := sorted(set(shards) - set(indexed.values())):
+            raise InputError(f"{folder}: {more[0]} is in the folder, but not in the index")
+        return indexed
+
+    def _open(self, file: str) -> None:
+        try:
+            opened: Any = safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.folder / file}: not a whole safetensors file ({error})") from error
+        self._opened[file] = opened
+        for name in list(opened.keys()):
+            if name in self._file_of:
+                raise InputError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
+            self._file_of[name] = file
+            header = opened.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype())
+            if dtype is None:
+                raise InputError(f"{self.folder / file}: {name} is {header.get_dtype()}, not to be converted")
+            self.infos[name] = TensorInfo(shape=tuple(header.get_shape()), dtype=dtype)
+
+
+def write_safetensors(store: TensorStore, folder: Path, *, shard_bytes: int, done: Callable[[str], None]) -> None:
+    """Write all of `store` into `folder`, in its order.
+
+    Memory: one file's tensors, `shard_bytes` or the largest tensor if that is more, beside what the store holds.
+    Raises InputError where a file cannot be written.
+    """
+    files: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, info in store.infos.items():
+        if files[-1] and info.nbytes > room:
+            files.append([])
+            room = shard_bytes
+        files[-1].append(name)
+        room -= info.nbytes
+    count = len(files)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors[name] = store.read([name])[name].contiguous()
+            done(name)
+        with writing(folder / file):
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if count > 1:
+        total = sum(info.nbytes for info in store.infos.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For code that writes `path`: raises InputError, with the room left on the disk, where it cannot."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be written: {error}{full_disk(path.parent)}") from error
+
+
+def _names(folder: Path) -> list[str]:
+    """Also links to nothing, as in a cache of the Hub that was cleared in part: opening them says so."""
+    return sorted(path.name for path in folder.iterdir())
