@@ -12,7 +12,7 @@ from benchmarks.layer import layer_task
 from benchmarks.layer_case import parse_shape
 from benchmarks.task import Task
 from benchmarks.train import train_task
-from trimtab.dispatch.by_name import TRANSPORTS
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.needed import import_transformers
 from trimtab.kernels.grouped import KERNELS

@@ -19,8 +19,8 @@ from benchmarks.layer_case import LayerCase, LayerData
 from benchmarks.layer_truth import BOUNDS, compare, probe
 from benchmarks.subject import BOTH, FORWARD, Subject, Where
 from benchmarks.task import Task
-from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 
@@ -76,7 +76,7 @@ def build_ours(args: dict[str, Any], where: Where) -> Subject:
 
     def layer(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         rows = dispatcher.dispatch(x, ids, w)
-        return dispatcher.combine(rows.x, rows)
+        return dispatcher.combine(rows.x_MD, rows)
 
     return _subject(layer, LayerData.of(case, where.rank), transport=args["transport"])
 

@@ -183,12 +183,12 @@ def moves(case: GpuCase, names: tuple[str, ...]) -> dict[str, tuple[Run, int]]:
     def combined() -> Run:
         from trimtab.kernels.triton.moves import combine
 
-        return partial(combine, rows, plan.row_bags)
+        return partial(combine, rows, plan.row_csr)
 
     # A token's row is read from memory once and from a cache after that: count it once.
     moved = x.nbytes + rows.nbytes
     made |= {f"gather {name}": (later(partial(gathered, name)), moved) for name in names}
-    made["combine torch"] = (lambda: combine_rows(rows, plan.row_bags), moved)
+    made["combine torch"] = (lambda: combine_rows(rows, plan.row_csr), moved)
     if "triton" in names:
         made["combine triton"] = (later(combined), moved)
     return made

@@ -19,7 +19,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts.module import ExpertMLP
 from trimtab.verify.ranks import run_ranks
@@ -44,7 +44,7 @@ def measure(tokens: int, pairs: int, shape: tuple[int, int, int, int], dtype: to
         dist.barrier()
         start = time.perf_counter()
         rows = dispatcher.dispatch(x_TD, ids_TK, w_TK)
-        y_TD = dispatcher.combine(experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots), rows)
+        y_TD = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots), rows)
         y_TD.backward(dy_TD)
         mine = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)

@@ -141,7 +141,7 @@ def build_shared(args: dict[str, Any], where: Where) -> Subject:
 
     return Subject(
         modes={
-            "combine": lambda: combine_rows(rows, plan.row_bags, weights),
+            "combine": lambda: combine_rows(rows, plan.row_csr, weights),
             "plan of one rank": lambda: plan_experts(ids, case.num_experts),
             "plan of 8 ranks": plan_for_ranks,
         }

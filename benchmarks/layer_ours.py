@@ -12,8 +12,8 @@ from benchmarks.layer_case import DTYPES, FAMILIES, LayerCase, LayerData, expert
 from benchmarks.layer_step import layer_subject
 from benchmarks.subject import Subject, Where
 from trimtab.autocast import narrowed
-from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 
 
@@ -53,7 +53,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
 
     def spread(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         rows = dispatcher.dispatch(narrowed(x, experts), ids, w)
-        out = experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
         return dispatcher.combine(out, rows).to(x.dtype)
 
     facts |= {"transport": args["transport"]}

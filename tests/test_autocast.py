@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from helpers.compile_case import assert_same, inputs, results
 from helpers.layer_case import BOUNDS, E, build
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import expert_call, linear_function
 from trimtab.experts.casting import cast

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from helpers.compile_case import assert_same, inputs, results
 from helpers.layer_case import BOUNDS, E, build
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.verify.forkserver import preload

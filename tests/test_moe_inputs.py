@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
 from helpers.layer_case import D, E, K, build
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
@@ -192,14 +192,14 @@ def test_options_of_the_experts_are_passed_on() -> None:
     experts = moe.experts
     assert (experts.recipe, experts.delay_wgrad, experts.main_grad) == (recipe, True, "accumulate")
     assert moe.dispatcher.combine_mode == "ordered"
-    assert moe.facts.startswith(f"dim {D}, hidden 16, combine ordered, recipe fp8_current")
-    assert moe.facts.endswith(f", router: num_experts {E}, top_k {K}")
+    assert moe.fingerprint.startswith(f"dim {D}, hidden 16, combine ordered, recipe fp8_current")
+    assert moe.fingerprint.endswith(f", router: num_experts {E}, top_k {K}")
     others = (
         build(hidden=16), build(activation="geglu"), build(bias=True), build(shared_hidden=4), build(latent_dim=D),
         build(router={"aux_loss": 0.1}), build(router={"jitter": 0.1}), build(dtype=torch.bfloat16),
     )  # fmt: skip
-    assert len({each.facts for each in others}) == len(others)
-    assert build(main_grad="accumulate", delay_wgrad=True, kernels="loop").facts == build().facts
+    assert len({each.fingerprint for each in others}) == len(others)
+    assert build(main_grad="accumulate", delay_wgrad=True, kernels="loop").fingerprint == build().fingerprint
 
 
 def test_meta_device_first() -> None:
@@ -382,8 +382,8 @@ def test_ids_of_any_integers(dtype: torch.dtype, experts: int) -> None:
     dispatcher, ids = Dispatcher(experts, layer="moe"), torch.tensor([[0, experts - 1], [1, 2]], dtype=dtype)
     x, w = torch.randn(2, D), torch.ones(2, 2)
     rows = dispatcher.dispatch(x, ids, w)
-    assert rows.ids.tolist() == ids.tolist()
-    assert torch.equal(dispatcher.combine(rows.x, rows), x)
+    assert rows.ids_MK.tolist() == ids.tolist()
+    assert torch.equal(dispatcher.combine(rows.x_MD, rows), x)
     with pytest.raises(InputError, match=r"1 slot\(s\) with an expert id outside"):
         Dispatcher(experts - 1, layer="moe").dispatch(x, ids, w)
 

@@ -6,15 +6,16 @@ Names are imported when they are first used, so that the command line starts wit
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.allgather import AllGather as AllGather
-    from trimtab.dispatch.alltoall import AllToAll as AllToAll
-    from trimtab.dispatch.auto import Auto as Auto
+    from trimtab.dispatch.all_gather import AllGather as AllGather
+    from trimtab.dispatch.all_to_all import AllToAll as AllToAll
+    from trimtab.dispatch.dispatcher import Dispatched as Dispatched
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
-    from trimtab.dispatch.dispatcher import Rows as Rows
     from trimtab.dispatch.shared_memory import SharedMemory as SharedMemory
+    from trimtab.dispatch.transports import Auto as Auto
     from trimtab.errors import DesyncError as DesyncError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AllGather": "trimtab.dispatch.allgather",
-    "AllToAll": "trimtab.dispatch.alltoall",
-    "Auto": "trimtab.dispatch.auto",
+    "AllGather": "trimtab.dispatch.all_gather",
+    "AllToAll": "trimtab.dispatch.all_to_all",
+    "Auto": "trimtab.dispatch.transports",
     "Decisions": "trimtab.routing.decisions",
     "DesyncError": "trimtab.errors",
+    "Dispatched": "trimtab.dispatch.dispatcher",
     "Dispatcher": "trimtab.dispatch.dispatcher",
     "ExpertMLP": "trimtab.experts.module",
     "ExpertParallel": "trimtab.parallel.style",
@@ -63,7 +65,6 @@ _HOMES = {
     "PhaseTimeout": "trimtab.errors",
     "Router": "trimtab.routing.router",
     "RouterConfig": "trimtab.routing.config",
-    "Rows": "trimtab.dispatch.dispatcher",
     "SharedMemory": "trimtab.dispatch.shared_memory",
     "check_replicated": "trimtab.parallel.replicas",
     "clip_grad_norm_": "trimtab.parallel.clip",
@@ -79,11 +80,17 @@ _HOMES = {
     "update_bias": "trimtab.routing.bias",
 }
 
+_OLD_NAMES = {"Rows": "Dispatched"}
+"""Names of release 0.1 and what they are called now."""
+
 
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        warnings.warn(f"trimtab.{name} is now trimtab.{_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        name = _OLD_NAMES[name]
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

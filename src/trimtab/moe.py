@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trimtab.autocast import narrowed
 from trimtab.backward import not_a_view, zeroed
-from trimtab.dispatch.control import NOTHING, Shared
-from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
+from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
@@ -98,7 +98,7 @@ class MoEConfig:
     shared_hidden: int = 0
     shared_gate: bool = False
     latent_dim: int | None = None
-    combine: Combine = "sum"
+    combine: CombineMode = "sum"
     main_grad: MainGradMode = "off"
     delay_wgrad: bool = False
     recipe: Recipe | None = None
@@ -161,7 +161,7 @@ class MoE(nn.Module):
             c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias, weights=c.weights,
             main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
         )  # fmt: skip
-        self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, facts=self.facts)
+        self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, fingerprint=self.fingerprint)
         self.tokens: Tokens = AllTokens()
         self.to_latent = nn.Identity() if c.latent_dim is None else Projection(c.dim, width, **made)
         self.from_latent = nn.Identity() if c.latent_dim is None else Projection(width, c.dim, **made)
@@ -170,8 +170,8 @@ class MoE(nn.Module):
         )  # fmt: skip
 
     @property
-    def facts(self) -> str:
-        """What else must be the same on every rank, for the `facts` of a dispatcher: what is not as by default."""
+    def fingerprint(self) -> str:
+        """What else must be the same on every rank, for a dispatcher: what is not as by default."""
         own = ("main_grad", "delay_wgrad", "kernels", "device")
 
         def said(config: MoEConfig | RouterConfig) -> str:
@@ -210,7 +210,7 @@ class MoE(nn.Module):
         losses = {**route.losses, **self.router.take_losses(route.pending)} if ours else route.losses
         # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
         with unseen() if is_always_recomputed(type(self.experts).forward) else nullcontext():
-            out = self.experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+            out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
         y_TD = self.from_latent(self.dispatcher.combine(out, rows))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from helpers.cases import PATTERNS, case
 from trimtab import oracle
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.plan import plan_experts
 from trimtab.dispatch.shared_memory import SharedMemory
@@ -52,8 +52,8 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
         up, down = (t[rank * e : rank * e + e].clone().requires_grad_() for t in (up_all, down_all))
         leaves = [x.requires_grad_(), w.requires_grad_()]
         rows = dispatcher.dispatch(x, ids, w, mask)
-        plan = plan_experts(rows.ids, e, num_slots=rows.num_slots)
-        y = expert_mlp(rows.x, rows.weights, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+        plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
+        y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
         y = dispatcher.combine(y, rows)
         dy = torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)
         grads = torch.autograd.grad(y, [*leaves, up, down], dy)
@@ -101,8 +101,8 @@ def changed_on_rank(transport: str) -> tuple[float, float]:
     dispatcher = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), layer="moe")
     x, ids, w, _ = case("random", dist.get_rank(), dist.get_world_size(), E, K, D, torch.float64)
     rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_())
-    factor = rows.weights.square().masked_fill(rows.ids < 0, 0).sum(1, keepdim=True)
-    y = dispatcher.combine(rows.x.mul_(2) * factor, rows)
+    factor = rows.weights_MK.square().masked_fill(rows.ids_MK < 0, 0).sum(1, keepdim=True)
+    y = dispatcher.combine(rows.x_MD.mul_(2) * factor, rows)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
     x, w = x.detach(), w.detach()
     return (
@@ -132,11 +132,11 @@ def experts_alone_on_rank(combine: str) -> dict[str, float]:
 
     x, w, ids, weights = drawn(rank)
     rows = dispatcher.dispatch(x, ids, w)
-    y = torch.zeros_like(rows.x)
+    y = torch.zeros_like(rows.x_MD)
     for e, weight in enumerate(weights):
-        if (rows.ids == e).any():
-            share = rows.weights.masked_fill(rows.ids != e, 0).sum(1, keepdim=True)
-            y = y + share * (rows.x @ weight.T)
+        if (rows.ids_MK == e).any():
+            share = rows.weights_MK.masked_fill(rows.ids_MK != e, 0).sum(1, keepdim=True)
+            y = y + share * (rows.x_MD @ weight.T)
     assert y.requires_grad == (rank == 0)
     out = dispatcher.combine(y, rows, weights)
     out.square().sum().backward()

@@ -55,7 +55,7 @@ def test_each_stage_and_the_whole_are_transposed(drawn: tuple[int, list[Tensor]]
     # SpreadRanks
     sent = [gather_rows(t, plan.row_token_M) for t, plan in zip(x, world.plans, strict=True)]
     dy = like(sent, 10)
-    assert_transposed(sent, dy, x, [combine_rows(t, plan.token_bags) for t, plan in zip(dy, world.plans, strict=True)])
+    assert_transposed(sent, dy, x, [combine_rows(t, plan.token_csr) for t, plan in zip(dy, world.plans, strict=True)])
 
     # Exchange
     received = move(sent, world, 0)
@@ -72,18 +72,18 @@ def test_each_stage_and_the_whole_are_transposed(drawn: tuple[int, list[Tensor]]
             plan = plan_experts(i, e, alignment=alignment)
             out = torch.where(plan.row_R[:, None] < 0, 0.0, torch.cat((rows, rows.new_zeros(1, D)))[plan.row_R])
             d_out = random(*out.shape, seed=30)
-            assert_transposed([out], [d_out], [rows], [combine_rows(d_out, plan.row_bags)])
+            assert_transposed([out], [d_out], [rows], [combine_rows(d_out, plan.row_csr)])
 
     # The whole, and the ordered way home: same map, so the same dot product
     plans = [plan_experts(i, e) for i in local_ids]
     expert_rows = [rows[plan.row_R] for rows, plan in zip(received, plans, strict=True)]
     dy = like(expert_rows, 40)
-    home = move([combine_rows(t, plan.row_bags) for t, plan in zip(dy, plans, strict=True)], world, 0, back=True)
-    whole = [combine_rows(t, plan.token_bags) for t, plan in zip(home, world.plans, strict=True)]
+    home = move([combine_rows(t, plan.row_csr) for t, plan in zip(dy, plans, strict=True)], world, 0, back=True)
+    whole = [combine_rows(t, plan.token_csr) for t, plan in zip(home, world.plans, strict=True)]
     assert_transposed(expert_rows, dy, x, whole)
     in_slot_order = [t[plan.slot_R.argsort()] for t, plan in zip(dy, plans, strict=True)]
     slots_home = move(in_slot_order, world, 1, back=True)
-    ordered = [combine_rows(t, plan.slot_bags) for t, plan in zip(slots_home, world.plans, strict=True)]
+    ordered = [combine_rows(t, plan.slot_csr) for t, plan in zip(slots_home, world.plans, strict=True)]
     assert_transposed(expert_rows, dy, x, ordered)
     for a, b in zip(whole, ordered, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -129,7 +129,7 @@ def test_local_slots_come_home_in_the_order_of_k(drawn: tuple[int, list[Tensor]]
     _, ids = drawn
     slots, bags = slots_of(ids[0], None)
     rows = random(len(slots), D, seed=1)
-    home = LocalRoute(ids_TK=ids[0]).collect_slots(rows)
+    home = LocalRoute(ids_TK=ids[0]).combine_slots(rows)
     torch.testing.assert_close(home, combine_rows(rows, bags), rtol=0, atol=0)
     expected = torch.zeros(len(ids[0]), D, dtype=torch.float64)
     expected.index_add_(0, slots // ids[0].shape[1], rows)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
-from trimtab.dispatch import alltoall
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch import all_to_all
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.verify.ranks import run_ranks
@@ -29,11 +29,11 @@ def worst(transport: Any, dtype: torch.dtype, width: int, top_k: int) -> float:
     for seed, pattern in enumerate(PATTERNS):
         x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, top_k, width, dtype, seed)
         rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
-        factor = torch.where(rows.ids >= 0, rows.ids + first + 1, 0) * rows.weights
+        factor = torch.where(rows.ids_MK >= 0, rows.ids_MK + first + 1, 0) * rows.weights_MK
         # a slice of wider rows: some ranks see it as contiguous, others do not
-        wide = torch.nn.functional.pad(rows.x * factor.sum(1, keepdim=True).to(dtype), (0, 2))
+        wide = torch.nn.functional.pad(rows.x_MD * factor.sum(1, keepdim=True).to(dtype), (0, 2))
         y = dispatcher.combine(wide[:, :width], rows)
-        assert not dispatcher.combine(rows.x.new_zeros(()).expand(rows.x.shape), rows).any()
+        assert not dispatcher.combine(rows.x_MD.new_zeros(()).expand(rows.x_MD.shape), rows).any()
         real = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
         kept = (ids >= 0) & real[:, None]
         scale = torch.where(kept, ids + 1, 0).double()
@@ -48,7 +48,7 @@ def worst(transport: Any, dtype: torch.dtype, width: int, top_k: int) -> float:
 
 def on_rank(apart: bool) -> dict[str, float]:
     if apart:
-        alltoall.PACKED_BYTES = 0
+        all_to_all.PACKED_BYTES = 0
     found = {}
     for kind, (dtype, width), top_k in product((AllToAll, AllGather, SharedMemory), WIDTHS, (1, 3)):
         transport = kind(dist.group.WORLD)

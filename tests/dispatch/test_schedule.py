@@ -15,15 +15,15 @@ from torch import Tensor
 
 import trimtab
 from helpers.cases import PATTERNS, case
-from trimtab.dispatch.allgather import AllGather, all_gather_tensor
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.checks import assert_good
-from trimtab.dispatch.control import COLUMNS
-from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
+from trimtab.dispatch.handshake import COLUMNS
 from trimtab.dispatch.plan import plan_experts
 from trimtab.dispatch.shared_host import HostMemory
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.dispatch.transport import Headers, Lanes
+from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.kernels.grouped import get_kernels
@@ -64,13 +64,13 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     e = dispatcher.experts_per_rank
     up, down = (torch.randn(e, *s, device=x.device, dtype=x.dtype).requires_grad_() for s in ((2 * F, D), (D, F)))
     rows = dispatcher.dispatch(x, ids, w, mask)
-    plan = plan_experts(rows.ids, e, num_slots=rows.num_slots)
+    plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
     kernels = get_kernels("auto", x.device)
-    y = expert_mlp(rows.x, rows.weights, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+    y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
     return dispatcher.combine(y, rows)
 
 
-def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str, tuple[list[str], list[str]]]:
+def schedule_on_rank(transport: type, combine: CombineMode, guard: bool) -> dict[str, tuple[list[str], list[str]]]:
     warnings.simplefilter("error", FutureWarning)  # this process ends with the test
     dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
     found = {}
@@ -96,7 +96,7 @@ def schedule_on_rank(transport: type, combine: Combine, guard: bool) -> dict[str
     [(AllToAll, "all_to_all_single", 1), (AllGather, ALL_GATHER, 2), (SharedMemory, "meet", 1)],
 )
 def test_every_rank_issues_the_same_collectives_whatever_the_routing(
-    transport: type, name: str, spread: int, guard: bool, combine: Combine
+    transport: type, name: str, spread: int, guard: bool, combine: CombineMode
 ) -> None:
     """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index. Ranks
     that share memory meet as often, and issue no collective.
@@ -124,23 +124,25 @@ class OneSync:
     def __init__(self) -> None:
         self.syncs = 0
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
+    def handshake(self, message_PC: Tensor) -> Handshake:
         self.syncs += 1
         told = [[7, 8, 7, 0, *[0] * (COLUMNS - 4)], [5, 6, 7, 0, *[0] * (COLUMNS - 4)]]
-        assert headers_PC.shape == (2, COLUMNS)
-        return Headers(sent=told, received=told, everyone=[])
+        assert message_PC.shape == (2, COLUMNS)
+        return Handshake(sent=told, received=told, everyone=[])
 
-    def spread(self, tensors: list[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        return self.move([t.index_select(0, row_token_M) for t in tensors], lanes, tokens)
+    def dispatch(
+        self, tensors: list[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        return self.combine([t.index_select(0, row_token_M) for t in tensors], splits, tokens)
 
-    def move(self, tensors: list[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        assert {t.shape[0] for t in tensors} == {sum(lanes.outgoing)}
-        return [t.new_empty(sum(lanes.incoming), t.shape[1]) for t in tensors]
+    def combine(self, tensors: list[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        assert {t.shape[0] for t in tensors} == {sum(splits.outgoing)}
+        return [t.new_empty(sum(splits.incoming), t.shape[1]) for t in tensors]
 
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
 @pytest.mark.parametrize("transport", [None, OneSync])
-def test_nothing_is_read_back_from_a_device_but_the_headers(transport: type | None, combine: Combine) -> None:
+def test_nothing_is_read_back_from_a_device_but_the_headers(transport: type | None, combine: CombineMode) -> None:
     """Tensors on `meta` have no values: any read by the host, forward or backward, would raise."""
     group = transport() if transport else None
     x = torch.randn(7, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -157,7 +159,7 @@ def test_nothing_is_read_back_from_a_device_but_the_headers(transport: type | No
 
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
-def test_static_shapes_give_the_same_numbers(combine: Combine) -> None:
+def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
     """What a device runs, on values: slots beyond the kept ones are padding, and no gradient comes from them."""
     from trimtab.dispatch import plan
 
@@ -168,11 +170,12 @@ def test_static_shapes_give_the_same_numbers(combine: Combine) -> None:
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
         d = Dispatcher(E, combine=combine)
         rows = d.dispatch(leaves[0], ids, leaves[1], mask)
-        experts = plan_experts(rows.ids, E, static=static)
+        experts = plan_experts(rows.ids_MK, E, static=static)
         kernels = get_kernels("stock" if static else "loop", x.device)
         kernels.weighs_sums = False  # so that both round at the same places
         y = d.combine(
-            expert_mlp(rows.x, rows.weights, experts, ExpertWeights(up=up, down=down), ExpertMath(), kernels), rows
+            expert_mlp(rows.x_MD, rows.weights_MK, experts, ExpertWeights(up=up, down=down), ExpertMath(), kernels),
+            rows,
         )
         return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]
 
@@ -190,7 +193,7 @@ def twice_on_rank() -> str:
     x, ids, w, _ = case("random", dist.get_rank(), 2, E, K, D, torch.float32)
     x.requires_grad_()
     rows = dispatcher.dispatch(x, ids, w)
-    y = dispatcher.combine(rows.x * 2.0, rows)
+    y = dispatcher.combine(rows.x_MD * 2.0, rows)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     try:
         dx.sum().backward()
@@ -264,7 +267,7 @@ def test_shapes_are_checked_with_what_was_expected() -> None:
         Dispatcher(E, combine="max")  # type: ignore[arg-type]
     rows = dispatcher.dispatch(x, ids, w)
     with pytest.raises(InputError, match="combine got 10 rows for the 11"):
-        dispatcher.combine(rows.x[1:], rows)
+        dispatcher.combine(rows.x_MD[1:], rows)
 
 
 def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() -> None:
@@ -275,7 +278,7 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
     )
     root = Path(trimtab.__file__).parent
     rooms = ("dispatch", "kernels", "experts", "hf", "parallel", "routing")
-    files = [p for room in rooms for p in sorted((root / room).rglob("*.py"))] + [root / "layer.py"]
+    files = [p for room in rooms for p in sorted((root / room).rglob("*.py"))] + [root / "moe.py"]
     assert len(files) > 100
     found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
     # how far a self-test is off, and what a file of recorded decisions holds: no step of a layer

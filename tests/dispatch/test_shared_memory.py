@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from helpers.cases import PATTERNS, case
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import introduction, shared_memory
-from trimtab.dispatch.alltoall import AllToAll
-from trimtab.dispatch.auto import Auto
-from trimtab.dispatch.dispatcher import Combine, Dispatcher
+from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.introduction import Introductions
 from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.dispatch.transports import Auto
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Peer
@@ -41,11 +41,11 @@ E, K, D = 8, 3, 16
 def layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None = None) -> Tensor:
     """Experts without parameters whose outputs and gradients differ by expert and rank."""
     rows = dispatcher.dispatch(x, ids, w, mask)
-    here = (rows.weights * (rows.ids >= 0)).sum(1, keepdim=True) + dist.get_rank()
-    return dispatcher.combine((rows.x * here.to(rows.x.dtype)).tanh(), rows)
+    here = (rows.weights_MK * (rows.ids_MK >= 0)).sum(1, keepdim=True) + dist.get_rank()
+    return dispatcher.combine((rows.x_MD * here.to(rows.x_MD.dtype)).tanh(), rows)
 
 
-def results(transport: Any, dtype: torch.dtype, combine: Combine) -> list[Tensor]:
+def results(transport: Any, dtype: torch.dtype, combine: CombineMode) -> list[Tensor]:
     dispatcher = Dispatcher(E, transport, combine=combine, layer="moe")
     found = []
     for seed, pattern in enumerate(PATTERNS):
@@ -55,7 +55,7 @@ def results(transport: Any, dtype: torch.dtype, combine: Combine) -> list[Tensor
     return found
 
 
-def bits_on_rank(kinds: list[tuple[torch.dtype, Combine, bool]]) -> list[bool]:
+def bits_on_rank(kinds: list[tuple[torch.dtype, CombineMode, bool]]) -> list[bool]:
     group = dist.group.WORLD
     equal = []
     for dtype, combine, guard in kinds:
@@ -67,7 +67,7 @@ def bits_on_rank(kinds: list[tuple[torch.dtype, Combine, bool]]) -> list[bool]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.xdist_group("ranks4"))])
 def test_outputs_and_gradients_have_the_bits_of_the_all_to_all(ranks: int) -> None:
-    kinds: list[tuple[torch.dtype, Combine, bool]] = [
+    kinds: list[tuple[torch.dtype, CombineMode, bool]] = [
         (torch.bfloat16, "sum", True), (torch.float32, "ordered", False), (torch.float64, "sum", False),
     ]  # fmt: skip
     for equal in run_ranks(bits_on_rank, ranks, kinds):
@@ -85,12 +85,12 @@ def lives_on_rank() -> dict[str, Any]:
             x = torch.randn(tokens + rank, D, generator=torch.Generator().manual_seed(step))
             ids = torch.rand(x.shape[0], E).argsort(1)[:, :K]
             flying = [one.dispatch(x + i, ids, torch.rand(ids.shape)) for i, one in enumerate(layers)]
-            copies = [rows.x.clone() for rows in flying]
+            copies = [rows.x_MD.clone() for rows in flying]
             for one, rows in zip(layers, flying, strict=True):
-                one.combine(rows.x * 2, rows)
+                one.combine(rows.x_MD * 2, rows)
                 layer(one, x, ids, torch.rand(ids.shape))
             found["kept"] &= all(torch.equal(a.x, b) for a, b in zip(flying, copies, strict=True))
-            found["contiguous"] = all(rows.x.is_contiguous() for rows in flying)
+            found["contiguous"] = all(rows.x_MD.is_contiguous() for rows in flying)
             del flying, rows
         slots.append(len(transport._host.workspace.slots))
     found["slots"] = slots
@@ -104,9 +104,9 @@ def lives_on_rank() -> dict[str, Any]:
         (again,) = torch.autograd.grad(y.sum(), x) if not reentrant else (_reentrant_grad(y, x),)
         found[f"recomputed {reentrant}"] = torch.equal(again, plain)
     rows = layers[2].dispatch(x, ids, w)
-    copy = rows.x.detach().clone()
+    copy = rows.x_MD.detach().clone()
     found["descriptors"] = len(arenas())
-    kept = rows.x.detach()
+    kept = rows.x_MD.detach()
     dist.barrier()
     del transport, layers, rows, y, one
     gc.collect()
@@ -162,19 +162,19 @@ def refused_on_rank() -> dict[str, tuple[str, str]]:
         told("auto", lambda: layer(Dispatcher(E, auto), x, ids, w))
         said["auto chose"] = (type(auto.chosen).__name__, auto.why)
     on = SharedMemory(group)
-    told("device", lambda: on.exchange_headers(torch.zeros(2, 4, dtype=torch.int64, device="meta" if rank else "cpu")))
+    told("device", lambda: on.handshake(torch.zeros(2, 4, dtype=torch.int64, device="meta" if rank else "cpu")))
     here = Auto(group, guard=False)
     told("auto here", lambda: layer(Dispatcher(E, here), x, ids, w))
     said["auto here chose"] = (type(here.chosen).__name__, here.why)
     good = SharedMemory(group, guard=Guard(deadline=20.0))
     layer(Dispatcher(E, good), x, ids, w)
     columns = torch.zeros(2, 40, dtype=torch.int64)
-    told("columns", lambda: good.exchange_headers(columns))
-    told("device later", lambda: good.exchange_headers(columns[:, :4].to("meta") if rank else columns[:, :4]))
+    told("columns", lambda: good.handshake(columns))
+    told("device later", lambda: good.handshake(columns[:, :4].to("meta") if rank else columns[:, :4]))
     child = os.fork()
     if child == 0:
         try:
-            good.exchange_headers(columns[:, :4])
+            good.handshake(columns[:, :4])
         except BackendError as error:
             os._exit(7 if "forked child" in str(error) else 1)
         os._exit(2)
@@ -232,7 +232,7 @@ def fails_inside_on_rank() -> dict[str, tuple[str, str]]:
 
     def call(dispatcher: Dispatcher, experts: Callable[[], None], then: Callable[[], None]) -> list[Tensor]:
         rows = dispatcher.dispatch(x, ids, w)
-        scaled = rows.x * 2.0
+        scaled = rows.x_MD * 2.0
         experts()
         y = dispatcher.combine(scaled, rows)
         then()
@@ -364,18 +364,18 @@ def alone_on_rank() -> tuple[str, tuple[int, ...], str, float]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     transport = SharedMemory(group, guard=False)
     headers = torch.zeros(2, 4, dtype=torch.int64)
-    transport.exchange_headers(headers)
+    transport.handshake(headers)
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(5.0)
         return "", (), "", 0.0
     start = time.monotonic()
     try:
-        transport.exchange_headers(headers)
+        transport.handshake(headers)
     except (PeerLost, PhaseTimeout) as error:
         waited = time.monotonic() - start
         try:
-            transport.exchange_headers(headers)
+            transport.handshake(headers)
         except BackendError as again:
             return type(error).__name__, error.ranks, str(again), waited
     return "nothing", (), "", 0.0

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import trimtab as package
 from trimtab.cli.main import build_parser, main
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import backends, loopback, machine, places, versions
 from trimtab.doctor.findings import Finding, as_text, exit_code
@@ -261,7 +261,7 @@ def waits_on_rank(folder: str) -> None:
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.pid"))
     while rank == 1 and not release.exists():
         time.sleep(0.02)
-    dispatcher.combine(rows.x, rows)
+    dispatcher.combine(rows.x_MD, rows)
 
 
 def test_the_command_says_where_the_ranks_of_a_job_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import flight_recorder_dump
 from trimtab.doctor.flight_recorder import read_traces
@@ -51,7 +51,7 @@ def late_on_rank(folder: str) -> None:
         rows = dispatcher.dispatch(x, ids, torch.rand(4, 2))
         if scenario in ("combine", "check"):
             come_late(scenario)
-        y = dispatcher.combine(rows.x * 2, rows)
+        y = dispatcher.combine(rows.x_MD * 2, rows)
         if scenario == "backward":
             come_late(scenario)
         y.sum().backward()
@@ -154,22 +154,22 @@ def frames(*places: str) -> list[dict[str, Any]]:
 
 
 STACKS = {
-    "count": frames("/x/trimtab/dispatch/alltoall.py:exchange_headers", "/x/trimtab/dispatch/dispatcher.py:dispatch"),
-    "dispatch": frames("/x/trimtab/dispatch/route.py:spread", "/x/trimtab/dispatch/exchange.py:forward"),
-    "dispatch backward": frames("/x/trimtab/dispatch/route.py:collect", "/x/trimtab/dispatch/exchange.py:backward"),
+    "count": frames("/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/dispatcher.py:dispatch"),
+    "dispatch": frames("/x/trimtab/dispatch/route.py:dispatch", "/x/trimtab/dispatch/autograd.py:forward"),
+    "dispatch backward": frames("/x/trimtab/dispatch/route.py:combine", "/x/trimtab/dispatch/autograd.py:backward"),
     "recomputed": frames(
-        "/x/trimtab/dispatch/route.py:spread",
-        "/x/trimtab/dispatch/exchange.py:forward",
+        "/x/trimtab/dispatch/route.py:dispatch",
+        "/x/trimtab/dispatch/autograd.py:forward",
         "/p/torch/utils/checkpoint.py:recompute_fn",
         "/p/torch/autograd/graph.py:_engine_run_backward",
         "/p/torch/_tensor.py:backward",
     ),
     "check": frames(
-        "/x/trimtab/dispatch/alltoall.py:exchange_headers",
-        "/x/trimtab/dispatch/route.py:collect",
-        "/x/trimtab/dispatch/exchange.py:forward",
+        "/x/trimtab/dispatch/all_to_all.py:handshake",
+        "/x/trimtab/dispatch/route.py:combine",
+        "/x/trimtab/dispatch/autograd.py:forward",
     ),
-    "ordered": frames("/x/trimtab/dispatch/route.py:collect_slots", "/x/trimtab/dispatch/exchange.py:forward"),
+    "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/autograd.py:forward"),
     "fsdp": frames("/p/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_all_gather"),
     "hook": frames("/p/torch/autograd/graph.py:_engine_run_backward", "/p/torch/_tensor.py:backward", "/me.py:step"),
 }

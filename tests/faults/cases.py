@@ -8,11 +8,11 @@ from typing import Literal
 
 Kind = Literal[
     "kill", "freeze", "raise", "stall", "delay",
-    "skip_layer", "swap_layers", "extra_call", "skip_combine", "wrong_splits", "top_k", "facts", "width", "dtype",
+    "skip_layer", "swap_layers", "extra_call", "skip_combine", "wrong_splits", "top_k", "fingerprint", "width", "dtype",
     "combine_rows", "bad_shape",
 ]  # fmt: skip
 DESYNCS: tuple[Kind, ...] = (
-    "skip_layer", "swap_layers", "extra_call", "skip_combine", "wrong_splits", "top_k", "facts", "width", "dtype",
+    "skip_layer", "swap_layers", "extra_call", "skip_combine", "wrong_splits", "top_k", "fingerprint", "width", "dtype",
 )  # fmt: skip
 PLACES = (
     ("route", "forward"), ("count", "forward"), ("dispatch", "forward"), ("experts", "forward"), ("combine", "forward"),

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from faults.cases import Fault
-from trimtab.dispatch.by_name import TRANSPORTS
-from trimtab.dispatch.control import MOVEMENT, MOVEMENTS, ROWS
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transport import Headers, Lanes, Transport
+from trimtab.dispatch.handshake import MOVEMENT, MOVEMENTS, ROWS
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.experts.module import ExpertMLP
 from trimtab.guard.guard import Guard
@@ -91,27 +91,27 @@ class Tampered:
         self.inner, self.guard, self.saboteur = inner, guard, saboteur
         self.rank, self.size = inner.rank, inner.size
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        phase, direction = MOVEMENTS[int(headers_PC[0, MOVEMENT])]
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        phase, direction = MOVEMENTS[int(message_PC[0, MOVEMENT])]
         place = self.guard.place()
         assert place is not None
         self.saboteur.layer = int(place.layer.removeprefix("layers."))
         self.saboteur.at(phase, direction)
         here = (phase, direction) == (self.saboteur.fault.phase, self.saboteur.fault.direction)
         if here and self.saboteur.wants("wrong_splits"):
-            headers_PC = headers_PC.clone()
-            headers_PC[(self.rank + 1) % self.size, ROWS] += 1
-        return self.inner.exchange_headers(headers_PC)
+            message_PC = message_PC.clone()
+            message_PC[(self.rank + 1) % self.size, ROWS] += 1
+        return self.inner.handshake(message_PC)
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         if self.guard.place() is not None and "dispatch forward" in str(self.guard.place()):
             self.saboteur.at("dispatch", "forward")
-        return self.inner.spread(tensors, row_token_M, lanes, tokens)
+        return self.inner.dispatch(tensors, row_token_M, splits, tokens)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        return self.inner.move(tensors, lanes, tokens)
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        return self.inner.combine(tensors, splits, tokens)
 
 
 class Layer:
@@ -121,9 +121,9 @@ class Layer:
         f = saboteur.fault
         self.index, self.saboteur = index, saboteur
         saboteur.layer = index
-        facts = "hidden 24" if saboteur.wants("facts", step=-1) else "hidden 16"
+        fingerprint = "hidden 24" if saboteur.wants("fingerprint", step=-1) else "hidden 16"
         name = f"layers.{index}"
-        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, facts=facts)
+        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint)
         self.experts = ExpertMLP(self.dispatcher.experts_per_rank, D, F)
         self.wide = ExpertMLP(self.dispatcher.experts_per_rank, D + 8, F)
 
@@ -142,7 +142,7 @@ class Layer:
         x_TD = _Mark.apply(x_TD, lambda: self._back("route"))  # type: ignore[no-untyped-call]
         rows = self.dispatcher.dispatch(x_TD, ids_TK, w_TK[:, :1] if s.wants("bad_shape") else w_TK)
         s.at("experts", "forward")
-        y = experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots)
+        y = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
         y = _Mark.apply(y, lambda: self._back("experts"))  # type: ignore[no-untyped-call]
         if s.wants("skip_combine"):
             return x_TD

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from random import Random
 
-from trimtab.dispatch.dispatcher import Combine
+from trimtab.dispatch.dispatcher import CombineMode
 from trimtab.layout import ALIGNMENTS
 
 BLOCK = 64
@@ -36,7 +36,7 @@ class Shape:
     top_k: int = 1
     width: int = 1
     dtype: str = "float64"
-    combine: Combine = "sum"
+    combine: CombineMode = "sum"
     alignment: int = 1
     plan: str = "exact"
     transport: str = "direct"

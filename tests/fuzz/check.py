@@ -22,9 +22,9 @@ from fuzz.layer import LinearExperts
 from fuzz.truth import Truth, truth_of
 from fuzz.world import MemoryGroup, MemoryTransport, Turns
 from trimtab.dispatch import plan as plans
-from trimtab.dispatch import shard
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.dispatcher import Dispatcher, Rows
+from trimtab.dispatch import sequence_shard
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
 from trimtab.dispatch.plan import ExpertPlan
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import first_line
@@ -48,7 +48,7 @@ class Outcome:
     """What one rank saw. dx_rows, dy_rows: gradients of the rows that it received and gave back."""
 
     index_T: Tensor
-    rows: Rows
+    rows: Dispatched
     plan: ExpertPlan
     y_rows: Tensor
     dx_rows: Tensor
@@ -108,7 +108,7 @@ def _rank(rank: int, turns: Turns, truth: Truth, layout: SequenceLayout | None) 
     else:
         every = torch.arange(truth.case_T.shape[0])
         index_T, x, ids, w, dy, real = (
-            shard.take_shard(t, layout, rank)
+            sequence_shard.take_shard(t, layout, rank)
             for t in (every, truth.x_TD, truth.ids_TK, truth.w_TK, truth.dy_TD, truth.real_T)
         )
     x.requires_grad_()
@@ -117,24 +117,24 @@ def _rank(rank: int, turns: Turns, truth: Truth, layout: SequenceLayout | None) 
     dispatcher = Dispatcher(shape.ranks * truth.cases * shape.experts, transport, combine=shape.combine, layer="fuzz")
     rows = dispatcher.dispatch(x, ids, w, real)
     plan = plans.plan_experts(
-        rows.ids,
+        rows.ids_MK,
         dispatcher.experts_per_rank,
         alignment=shape.alignment,
         num_slots=rows.num_slots if "counted" in shape.plan else None,
         static="static" in shape.plan,
     )
     scale, shift = truth.scale_PCe[rank].reshape(-1), truth.shift_PCeD[rank].reshape(-1, shape.width)
-    y_rows = LinearExperts.apply(rows.x, rows.weights, plan, scale, shift)  # type: ignore[no-untyped-call]
+    y_rows = LinearExperts.apply(rows.x_MD, rows.weights_MK, plan, scale, shift)  # type: ignore[no-untyped-call]
     y = dispatcher.combine(y_rows, rows)
-    rows.x.retain_grad()
+    rows.x_MD.retain_grad()
     y_rows.retain_grad()
     y.backward(dy)  # type: ignore[no-untyped-call]
     y_full = y.detach()
     if layout is not None:
-        y_full = shard.join_shards(y_full, layout, cast(Any, MemoryGroup(turns, rank)))
+        y_full = sequence_shard.join_shards(y_full, layout, cast(Any, MemoryGroup(turns, rank)))
     return Outcome(
         index_T=index_T, rows=rows, plan=plan, y_rows=y_rows.detach(), y=y.detach(), y_full=y_full,
-        dx_rows=_grad(rows.x), dy_rows=_grad(y_rows), dx=_grad(x), dw=_grad(w),
+        dx_rows=_grad(rows.x_MD), dy_rows=_grad(y_rows), dx=_grad(x), dw=_grad(w),
     )  # fmt: skip
 
 
@@ -159,13 +159,13 @@ def _compare(truth: Truth, outcomes: list[Outcome], layout: SequenceLayout | Non
         _same(f"rank {rank}: gradient of the tokens", o.dx, truth.dx_TD.index_select(0, o.index_T))
         if layout is not None:
             _same(f"rank {rank}: y of all shards", o.y_full, truth.y_TD)
-    sent = sum(_dot(o.rows.x.detach(), o.dx_rows) for o in outcomes)
+    sent = sum(_dot(o.rows.x_MD.detach(), o.dx_rows) for o in outcomes)
     _same("<P x, dy> and <x, P^T dy> of dispatch", sent, sum(_dot(truth.x_TD[o.index_T], o.dx) for o in outcomes))
     home = sum(_dot(o.y, truth.dy_TD[o.index_T]) for o in outcomes)
     _same("<P^T x, dy> and <x, P dy> of combine", home, sum(_dot(o.y_rows, o.dy_rows) for o in outcomes))
 
 
-def _compare_rows(truth: Truth, order_T: Tensor, rank: int, rows: Rows) -> None:
+def _compare_rows(truth: Truth, order_T: Tensor, rank: int, rows: Dispatched) -> None:
     """Each token once to each rank that needs it (each slot with "ordered"), by source rank, in token order."""
     shape, e = truth.shape, truth.shape.experts
     place = f"rank {rank}, received"
@@ -179,20 +179,20 @@ def _compare_rows(truth: Truth, order_T: Tensor, rank: int, rows: Rows) -> None:
     if shape.combine == "ordered":
         token_M = order_T.repeat_interleave(mine_TK.sum(1))
         ids, w = ids_TK[mine_TK][:, None], w_TK[mine_TK][:, None]
-        _same(f"{place} weights", rows.weights, w)
+        _same(f"{place} weights", rows.weights_MK, w)
     else:
         here = slice(None) if shape.transport == "none" else mine_TK.any(1)
         ids = ids_TK.masked_fill(~mine_TK, -1)[here]
-        _same(f"{place} weights", rows.weights.masked_fill(ids < 0, 0), w_TK[here].masked_fill(ids < 0, 0))
-    _same(f"{place} expert ids", rows.ids, ids)
+        _same(f"{place} weights", rows.weights_MK.masked_fill(ids < 0, 0), w_TK[here].masked_fill(ids < 0, 0))
+    _same(f"{place} expert ids", rows.ids_MK, ids)
     x = truth.x_TD.index_select(0, token_M)
     unread = (ids < 0).all(1, keepdim=True)
-    _same(f"{place} tokens", rows.x.detach().masked_fill(unread, 0), x.masked_fill(unread, 0))
+    _same(f"{place} tokens", rows.x_MD.detach().masked_fill(unread, 0), x.masked_fill(unread, 0))
     if rows.num_slots is not None:
         _same(f"{place} number of slots", rows.num_slots, int(mine_TK.sum()))
 
 
-def _compare_plan(truth: Truth, rank: int, rows: Rows, plan: ExpertPlan) -> None:
+def _compare_plan(truth: Truth, rank: int, rows: Dispatched, plan: ExpertPlan) -> None:
     """Each kept slot once, in its expert's segment, in slot order; segments where `segment_offsets` puts them."""
     place = f"rank {rank}, plan"
     counts_e = truth.counts_PCe[rank].reshape(-1)
@@ -207,10 +207,10 @@ def _compare_plan(truth: Truth, rank: int, rows: Rows, plan: ExpertPlan) -> None
     inside_R = rows_R < (offsets_e[:-1] + counts_e).index_select(0, expert_R.clamp(max=counts_e.shape[0] - 1))
     _same(f"{place} rows that hold a slot", plan.slot_R >= 0, inside_R)
     slots, experts = plan.slot_R[inside_R], expert_R[inside_R]
-    _same(f"{place} experts of the segments", rows.ids.reshape(-1).index_select(0, slots), experts)
-    key = experts * (rows.ids.numel() + 1) + slots
+    _same(f"{place} experts of the segments", rows.ids_MK.reshape(-1).index_select(0, slots), experts)
+    key = experts * (rows.ids_MK.numel() + 1) + slots
     _same(f"{place} slots in order", (key[1:] > key[:-1]).all().view(1), torch.ones(1, dtype=torch.bool))
-    _same(f"{place} rows of the slots", plan.row_R[inside_R], slots // rows.ids.shape[1])
+    _same(f"{place} rows of the slots", plan.row_R[inside_R], slots // rows.ids_MK.shape[1])
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -34,7 +34,7 @@ class LinearExperts(Function):
         out_RD.masked_fill_(padding_R1, NAN)
         w_R1 = slot_weights(w_MK, plan).to(x_MD.dtype)
         ctx.plan, ctx.kept = plan, (out_RD, scale_R1, w_R1, padding_R1, w_MK)
-        return combine_rows(out_RD, plan.row_bags, w_R1[:, 0])
+        return combine_rows(out_RD, plan.row_csr, w_R1[:, 0])
 
     @staticmethod
     @once_differentiable
@@ -43,4 +43,4 @@ class LinearExperts(Function):
         d_RD = gather_padded(dy_MD, plan.row_R)
         dw_MK = slot_grads(row_dot(out_RD, d_RD).to(w_MK.dtype), plan, w_MK)
         dx_RD = (d_RD * scale_R1 * w_R1).masked_fill_(padding_R1, NAN)
-        return combine_rows(dx_RD, plan.row_bags), dw_MK, None, None, None
+        return combine_rows(dx_RD, plan.row_csr), dw_MK, None, None, None

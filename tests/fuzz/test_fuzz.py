@@ -17,10 +17,10 @@ from fuzz.check import check
 from fuzz.run import FuzzResult, parse_case, run_case, run_fuzz
 from fuzz.truth import truth_of
 from fuzz.world import OutOfStep, Turns
-from trimtab.dispatch import dispatcher, plan, route, shard
+from trimtab.dispatch import dispatcher, plan, route, sequence_shard
 from trimtab.dispatch.plan import ExpertPlan, RankSort
 from trimtab.errors import InputError
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.layout import SequenceLayout
 
 
@@ -88,8 +88,8 @@ def test_the_truth_is_the_sum_over_tokens_and_slots() -> None:
 def wrong_row_order() -> AbstractContextManager[object]:
     original = route.combine_rows
 
-    def bad(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
-        return original(rows.flip(0), bags, weights)
+    def bad(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
+        return original(rows.flip(0), csr, weights)
 
     return patch.object(route, "combine_rows", bad)
 
@@ -121,17 +121,17 @@ def batch_one_offset() -> AbstractContextManager[object]:
         start = sum(layout.tokens(r) for r in range(rank))
         return x[start : start + layout.tokens(rank)].contiguous()
 
-    return patch.object(shard, "take_shard", bad)
+    return patch.object(sequence_shard, "take_shard", bad)
 
 
 def padding_is_read() -> AbstractContextManager[object]:
-    original = plan.bags_of
+    original = plan.csr_of
 
-    def bad(rows: Tensor, keep: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Bags:
+    def bad(rows: Tensor, keep: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Csr:
         good = original(rows, keep, bags, size, static=static)
-        return Bags(index=torch.where(good.index == 9, 8, good.index), offsets=good.offsets)
+        return Csr(indices=torch.where(good.indices == 9, 8, good.indices), indptr=good.indptr)
 
-    return patch.object(plan, "bags_of", bad)
+    return patch.object(plan, "csr_of", bad)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Headers, Lanes
+from trimtab.dispatch.transport import Handshake, SplitSizes
 
 Result = TypeVar("Result")
 
@@ -122,19 +122,19 @@ class MemoryTransport:
     def __init__(self, turns: Turns, rank: int) -> None:
         self.turns, self.rank, self.size = turns, rank, turns.ranks
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        everyone = self.turns.swap(self.rank, "headers", headers_PC.tolist())
-        return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=[])
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        everyone = self.turns.swap(self.rank, "headers", message_PC.tolist())
+        return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=[])
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        return self.move([t.index_select(0, row_token_M) for t in tensors], lanes, tokens)
+        return self.combine([t.index_select(0, row_token_M) for t in tensors], splits, tokens)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        sent = self.turns.swap(self.rank, "rows", torch.split(pack(tensors).detach(), list(lanes.outgoing)))
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        sent = self.turns.swap(self.rank, "rows", torch.split(pack(tensors).detach(), list(splits.outgoing)))
         mine = [parts[self.rank] for parts in sent]
         sizes = tuple(part.shape[0] for part in mine)
-        if sizes != lanes.incoming:
-            raise OutOfStep(f"rank {self.rank} expects {lanes.incoming} rows by source and is sent {sizes}")
+        if sizes != splits.incoming:
+            raise OutOfStep(f"rank {self.rank} expects {splits.incoming} rows by source and is sent {sizes}")
         return unpack(torch.cat(mine), tensors)

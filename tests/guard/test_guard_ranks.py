@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Transport
@@ -28,7 +28,7 @@ def step(dispatcher: Dispatcher, pause: float = 0.0) -> None:
     x = torch.randn(5, D, requires_grad=True)
     rows = dispatcher.dispatch(x, torch.randint(0, E, (5, 2)), torch.rand(5, 2))
     time.sleep(pause)
-    dispatcher.combine(rows.x * 2, rows).sum().backward()
+    dispatcher.combine(rows.x_MD * 2, rows).sum().backward()
     assert x.grad is not None
 
 
@@ -68,7 +68,7 @@ def two_threads_on_rank(make: Callable[..., Transport]) -> None:
     errors: list[Exception] = []
     inside, refused = threading.Event(), threading.Event()
 
-    spread = dispatcher.transport.spread  # type: ignore[union-attr]
+    spread = dispatcher.transport.dispatch  # type: ignore[union-attr]
 
     def slow(*args: object) -> object:
         inside.set()
@@ -85,7 +85,7 @@ def two_threads_on_rank(make: Callable[..., Transport]) -> None:
 
     thread = threading.Thread(target=second, name="second")
     thread.start()
-    dispatcher.transport.spread = slow  # type: ignore[union-attr, method-assign, assignment]
+    dispatcher.transport.dispatch = slow  # type: ignore[union-attr, method-assign, assignment]
     try:
         step(dispatcher)
     except DesyncError as error:  # the peers', or this rank's own

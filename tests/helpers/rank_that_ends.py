@@ -17,8 +17,8 @@ atexit.register(ctypes.PyDLL(None).usleep, 900_000)  # the first to be registere
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from trimtab.dispatch.alltoall import AllToAll  # noqa: E402
-from trimtab.dispatch.transport import Lanes  # noqa: E402
+from trimtab.dispatch.all_to_all import AllToAll  # noqa: E402
+from trimtab.dispatch.transport import SplitSizes  # noqa: E402
 from trimtab.errors import PhaseTimeout  # noqa: E402
 from trimtab.guard.guard import Guard  # noqa: E402
 
@@ -26,14 +26,17 @@ from trimtab.guard.guard import Guard  # noqa: E402
 def main(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     assert dist.group.WORLD is not None
-    transport, lanes = AllToAll(dist.group.WORLD, guard=Guard(deadline=0.5)), Lanes(outgoing=(1, 1), incoming=(1, 1))
-    transport.move([torch.ones(2, 4)], lanes, (2, 2))
+    transport, splits = (
+        AllToAll(dist.group.WORLD, guard=Guard(deadline=0.5)),
+        SplitSizes(outgoing=(1, 1), incoming=(1, 1)),
+    )
+    transport.combine([torch.ones(2, 4)], splits, (2, 2))
     if rank == 1:
         print(sys.stdin.readline(), end="", flush=True)
         time.sleep(0.4)
         os._exit(0)
     try:
-        transport.move([torch.ones(2, 4)], lanes, (2, 2))
+        transport.combine([torch.ones(2, 4)], splits, (2, 2))
     except PhaseTimeout as error:
         print(error.ranks, flush=True)
         sys.exit(3)

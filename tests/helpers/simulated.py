@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch.plan import RankPlan, plan_ranks, sort_by_rank
-from trimtab.dispatch.transport import Headers
+from trimtab.dispatch.transport import Handshake
 
 
 @dataclass
@@ -19,7 +19,7 @@ class World:
     """All ranks' plans for one call, and what each would send to each."""
 
     plans: list[RankPlan]
-    headers: list[Headers]
+    headers: list[Handshake]
 
 
 def connect(ids_by_rank: list[Tensor], num_experts: int) -> World:
@@ -28,7 +28,7 @@ def connect(ids_by_rank: list[Tensor], num_experts: int) -> World:
     sorts = [sort_by_rank(ids, num_experts // ranks, ranks) for ids in ids_by_rank]
     everyone = [torch.stack((s.rows_P, s.slots_P), 1).tolist() for s in sorts]
     headers = [
-        Headers(sent=everyone[r], received=[row[r] for row in everyone], everyone=everyone) for r in range(ranks)
+        Handshake(sent=everyone[r], received=[row[r] for row in everyone], everyone=everyone) for r in range(ranks)
     ]
     plans = [plan_ranks(s, int(s.rows_P.sum()), int(s.slots_P.sum())) for s in sorts]
     return World(plans=plans, headers=headers)
@@ -36,7 +36,7 @@ def connect(ids_by_rank: list[Tensor], num_experts: int) -> World:
 
 def move(rows_by_rank: list[Tensor], world: World, column: int, back: bool = False) -> list[Tensor]:
     """The exchange: each rank's rows, grouped by destination, to all destinations, grouped by source."""
-    lanes = [h.lanes(column) for h in world.headers]
-    lanes = [lane.reversed() if back else lane for lane in lanes]
-    parts = [rows.split(lane.outgoing) for rows, lane in zip(rows_by_rank, lanes, strict=True)]
+    splits = [h.split_sizes(column) for h in world.headers]
+    splits = [split.reversed() if back else split for split in splits]
+    parts = [rows.split(split.outgoing) for rows, split in zip(rows_by_rank, splits, strict=True)]
     return [torch.cat([parts[s][d] for s in range(len(parts))]) for d in range(len(parts))]

@@ -19,7 +19,7 @@ from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
 from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.mlp_triton import plan_on_device
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import KernelChoice, self_test
 from trimtab.kernels.triton import check
 from trimtab.kernels.triton.kernels import TritonKernels
@@ -40,7 +40,7 @@ def promised_too_few() -> None:
     ids = torch.zeros(8, 1, dtype=torch.int64)
     got = plan_on_device(ids, 2, num_slots=5)
     assert got.slot_R.tolist() == [0, 1, 2, 3, 4]
-    assert got.row_bags.index.tolist() == [0, 1, 2, 3, 4]
+    assert got.row_csr.indices.tolist() == [0, 1, 2, 3, 4]
 
 
 def ids_in_any_integers() -> None:
@@ -61,10 +61,10 @@ def moves(dtype: torch.dtype) -> None:
     assert torch.equal(gather(x, index), torch.where(index[:, None] < 0, 0, x[index]))
     assert gather(x[:0], index[:0]).shape == (0, 40)
     offsets = torch.tensor([0, 2, 2, 5, 5])
-    summed = combine(x, Bags(index=torch.tensor([1, 7, 3, 2, 4, 99]), offsets=offsets))
+    summed = combine(x, Csr(indices=torch.tensor([1, 7, 3, 2, 4, 99]), indptr=offsets))
     wanted = [x[[1, 7]], x[:0], x[[3, 2, 4]], x[:0]]
     assert_close(summed, torch.stack([part.double().sum(0) for part in wanted]), BOUNDS[dtype], "combine")
-    assert combine(x, Bags(index=index[:0], offsets=offsets[:1])).shape == (0, 40)
+    assert combine(x, Csr(indices=index[:0], indptr=offsets[:1])).shape == (0, 40)
 
 
 def _tiles(offsets, found, experts, rows, columns, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]

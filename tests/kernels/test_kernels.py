@@ -10,7 +10,7 @@ from helpers.comparing import assert_close
 from trimtab.dispatch.plan import plan_experts
 from trimtab.kernels import reference
 from trimtab.kernels.grouped import Kernels, get_kernels
-from trimtab.kernels.rows import REST, Bags, combine_rows, cut_rest, gather_rows
+from trimtab.kernels.rows import REST, Csr, combine_rows, cut_rest, gather_rows
 
 CPU = torch.device("cpu")
 A, B, E = 16, 24, 5
@@ -130,8 +130,8 @@ def test_bags_sum_in_float32_and_never_read_what_no_bag_names(dtype: torch.dtype
     rows = torch.randn(7, 40, dtype=torch.float64).to(dtype)
     rows[6] = float("nan")
     index = torch.tensor([0, 5, 2, 2, 1] + [6] * tail)
-    got = combine_rows(rows, Bags(index=index, offsets=torch.tensor([0, 0, 2, 2, 5])))
-    truth = reference.combine_rows(rows, Bags(index=index, offsets=torch.tensor([0, 0, 2, 2, 5])))
+    got = combine_rows(rows, Csr(indices=index, indptr=torch.tensor([0, 0, 2, 2, 5])))
+    truth = reference.combine_rows(rows, Csr(indices=index, indptr=torch.tensor([0, 0, 2, 2, 5])))
     assert torch.equal(truth[3], 2 * rows[2].double() + rows[1].double())
     assert got.dtype == dtype
     # One rounding of the exact sum, within one unit of the last place: not one per addition.
@@ -140,36 +140,36 @@ def test_bags_sum_in_float32_and_never_read_what_no_bag_names(dtype: torch.dtype
 
 @pytest.mark.parametrize("tail", [0, 3])
 def test_bags_in_the_order_of_their_rows(tail: int) -> None:
-    bags = Bags(index=torch.tensor([5, 0, 2, 1, 2] + [9] * tail), offsets=torch.tensor([0, 0, 2, 2, 5]))
-    assert bags.ascending().index.tolist() == [0, 5, 1, 2, 2]
-    assert bags.ascending().offsets is bags.offsets
-    none = Bags(index=bags.index[:0], offsets=torch.zeros(3, dtype=torch.int64))
-    assert none.ascending().index.shape == (0,)
+    bags = Csr(indices=torch.tensor([5, 0, 2, 1, 2] + [9] * tail), indptr=torch.tensor([0, 0, 2, 2, 5]))
+    assert bags.ascending().indices.tolist() == [0, 5, 1, 2, 2]
+    assert bags.ascending().indptr is bags.indptr
+    none = Csr(indices=bags.indices[:0], indptr=torch.zeros(3, dtype=torch.int64))
+    assert none.ascending().indices.shape == (0,)
 
 
 @pytest.mark.parametrize("tail", [0, 1, 255, 1000])
 def test_what_no_bag_names_is_shared_among_many(tail: int) -> None:
-    bags, rows = Bags(index=torch.arange(5 + tail), offsets=torch.tensor([0, 0, 2, 2, 5])), torch.randn(5 + tail, 3)
+    bags, rows = Csr(indices=torch.arange(5 + tail), indptr=torch.tensor([0, 0, 2, 2, 5])), torch.randn(5 + tail, 3)
     cuts = cut_rest(bags)
     sizes = torch.cat((cuts, torch.tensor([5 + tail]))).diff()
-    assert torch.equal(cuts[:5], bags.offsets)
+    assert torch.equal(cuts[:5], bags.indptr)
     assert sizes.min() >= 0
     assert sizes[4:].sum() == tail
     assert sizes[4:].max() <= -(-tail // REST)
-    summed = torch.nn.functional.embedding_bag(bags.index, rows, cuts, mode="sum")
+    summed = torch.nn.functional.embedding_bag(bags.indices, rows, cuts, mode="sum")
     assert torch.equal(summed[:4], combine_rows(rows, bags))
 
 
 def test_many_small_values_are_not_lost_in_a_narrow_sum() -> None:
     rows = torch.cat((torch.full((1, 4), 256.0), torch.full((64, 4), 0.5))).bfloat16()
-    got = combine_rows(rows, Bags(index=torch.arange(65), offsets=torch.tensor([0, 65])))
+    got = combine_rows(rows, Csr(indices=torch.arange(65), indptr=torch.tensor([0, 65])))
     assert torch.equal(got, torch.full((1, 4), 288.0).bfloat16())  # a bfloat16 sum would stay at 256
 
 
 def test_bags_with_weights() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [float("nan"), 0.0]])
     got = combine_rows(
-        rows, Bags(index=torch.tensor([1, 0]), offsets=torch.tensor([0, 2, 2])), torch.tensor([2.0, 3.0, 5.0])
+        rows, Csr(indices=torch.tensor([1, 0]), indptr=torch.tensor([0, 2, 2])), torch.tensor([2.0, 3.0, 5.0])
     )
     assert torch.equal(got, torch.tensor([[11.0, 16.0], [0.0, 0.0]]))
 

@@ -176,7 +176,7 @@ def test_a_plan_of_filled_segments_has_every_slot_once() -> None:
     assert torch.equal(rows[plan.row_R >= 0], x[plain.row_R])
     assert not rows[plan.row_R < 0].any()
     rows[plan.row_R < 0] = float("nan")
-    assert torch.equal(combine_rows(rows, plan.row_bags), combine_rows(x[plain.row_R], plain.row_bags))
+    assert torch.equal(combine_rows(rows, plan.row_csr), combine_rows(x[plain.row_R], plain.row_csr))
 
 
 @pytest.mark.usefixtures("native", "poisoned")

@@ -26,8 +26,8 @@ IDS = {
 
 
 def fields(plan: ExpertPlan) -> dict[str, Any]:
-    bags = {"bag_index": plan.row_bags.index, "bag_offsets": plan.row_bags.offsets}
-    return {name: value for name, value in vars(plan).items() if name != "row_bags"} | bags
+    bags = {"bag_index": plan.row_csr.indices, "bag_offsets": plan.row_csr.indptr}
+    return {name: value for name, value in vars(plan).items() if name != "row_csr"} | bags
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
@@ -62,7 +62,7 @@ def test_no_more_is_kept_than_is_needed() -> None:
     ids = torch.full((1000, 8), -1)
     ids[::10, 3] = 1
     plan = plan_experts(ids, E, kernels=compiled_kernels())
-    assert max(t.untyped_storage().nbytes() for t in (plan.slot_R, plan.row_R, plan.row_bags.index)) == 100 * 8
+    assert max(t.untyped_storage().nbytes() for t in (plan.slot_R, plan.row_R, plan.row_csr.indices)) == 100 * 8
 
 
 def test_values_that_are_not_there_are_not_read() -> None:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.dispatch import allgather, dispatcher, exchange, route
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.dispatcher import Dispatcher, Rows
-from trimtab.dispatch.exchange import Collect, Spread
+from trimtab.dispatch import all_gather, autograd, dispatcher, route
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.autograd import Combine, Dispatch
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import RankRoute, Route
-from trimtab.dispatch.transport import Lanes
-from trimtab.kernels.rows import Bags, combine_rows, gather_rows
+from trimtab.dispatch.transport import SplitSizes
+from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
 def _one_choice_per_rank(p: Patches) -> None:
-    def dispatch(self: Dispatcher, *args: Any) -> Rows:
-        rows: Rows = original(self, *args)
+    def dispatch(self: Dispatcher, *args: Any) -> Dispatched:
+        rows: Dispatched = original(self, *args)
         if self.transport is None or rows.slot_row_R is not None:
             return rows
-        kept = rows.ids >= 0
-        return replace(rows, ids=rows.ids.masked_fill(kept & (kept.cumsum(1) > 1), -1), num_slots=None)
+        kept = rows.ids_MK >= 0
+        return replace(rows, ids_MK=rows.ids_MK.masked_fill(kept & (kept.cumsum(1) > 1), -1), num_slots=None)
 
     original = Dispatcher.dispatch
     p.put(Dispatcher, "dispatch", dispatch)
@@ -46,11 +46,11 @@ def _last_expert(p: Patches) -> None:
 
 
 def _ranks_reversed(p: Patches) -> None:
-    def dispatch(self: Dispatcher, x: Tensor, ids: Tensor, *args: Any) -> Rows:
+    def dispatch(self: Dispatcher, x: Tensor, ids: Tensor, *args: Any) -> Dispatched:
         e = self.experts_per_rank
         mirrored = (self.ranks - 1 - ids.div(e, rounding_mode="floor")) * e + ids % e
         good = (ids >= 0) & (ids < self.num_experts)
-        rows: Rows = original(self, x, torch.where(good, mirrored, ids), *args)
+        rows: Dispatched = original(self, x, torch.where(good, mirrored, ids), *args)
         return rows
 
     original = Dispatcher.dispatch
@@ -69,17 +69,17 @@ def _change_plan(p: Patches, change: Any) -> None:
 
 def _first_rank(p: Patches) -> None:
     def change(plan: RankPlan) -> RankPlan:
-        starts, sizes = plan.token_bags.offsets[:-1], plan.token_bags.offsets.diff()
+        starts, sizes = plan.token_csr.indptr[:-1], plan.token_csr.indptr.diff()
         offsets = torch.nn.functional.pad(sizes.clamp(max=1).cumsum(0), (1, 0))
-        return replace(plan, token_bags=Bags(index=plan.token_bags.index[starts[sizes > 0]], offsets=offsets))
+        return replace(plan, token_csr=Csr(indices=plan.token_csr.indices[starts[sizes > 0]], indptr=offsets))
 
     _change_plan(p, change)
 
 
 def _arrival_order(p: Patches) -> None:
     def change(plan: RankPlan) -> RankPlan:
-        bags = plan.slot_bags
-        return plan if bags is None else replace(plan, slot_bags=replace(bags, index=torch.arange(bags.index.shape[0])))
+        csr = plan.slot_csr
+        return plan if csr is None else replace(plan, slot_csr=replace(csr, indices=torch.arange(csr.indices.shape[0])))
 
     _change_plan(p, change)
 
@@ -87,10 +87,10 @@ def _arrival_order(p: Patches) -> None:
 def _stale(p: Patches) -> None:
     kept: dict[int, Tensor] = {}  # the last result of each width
 
-    def combine(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
-        tokens, width = bags.offsets.shape[0] - 1, rows.shape[1]
+    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
+        tokens, width = csr.indptr.shape[0] - 1, rows.shape[1]
         if rows.shape[0] or width not in kept:
-            kept[width] = combine_rows(rows, bags, weights)
+            kept[width] = combine_rows(rows, csr, weights)
             return kept[width]
         stale = kept[width].to(rows.dtype)
         return torch.cat((stale, stale.new_zeros(tokens, width)))[:tokens]
@@ -99,8 +99,8 @@ def _stale(p: Patches) -> None:
 
 
 def _unpermute_empty(p: Patches) -> None:
-    def combine(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
-        return combine_rows(rows, bags, weights) if rows.shape[0] else rows.new_zeros(0, rows.shape[1])
+    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
+        return combine_rows(rows, csr, weights) if rows.shape[0] else rows.new_zeros(0, rows.shape[1])
 
     p.put(route, "combine_rows", combine)
 
@@ -115,8 +115,8 @@ def _dw_at_home(p: Patches) -> None:
             dw = own
         return original(ctx, dx, dw, *others)
 
-    original = Spread.backward
-    p.put(Spread, "backward", staticmethod(backward))
+    original = Dispatch.backward
+    p.put(Dispatch, "backward", staticmethod(backward))
 
 
 def _shared_plan(p: Patches) -> None:
@@ -128,30 +128,32 @@ def _shared_plan(p: Patches) -> None:
         return made
 
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, last[0].spread([dy], "backward")[0], None
+        return None, last[0].dispatch([dy], "backward")[0], None
 
-    original = Collect.forward
-    p.put(Collect, "forward", staticmethod(forward))
-    p.put(Collect, "backward", staticmethod(backward))
+    original = Combine.forward
+    p.put(Combine, "forward", staticmethod(forward))
+    p.put(Combine, "backward", staticmethod(backward))
 
 
 def _reads_padding(p: Patches) -> None:
-    def move(self: AllGather, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        totals = [sum(row) for row in lanes.everyone]
-        flat = allgather.gather_uneven(pack(tensors), max(totals), self.group, self.guard).flatten(0, 1)
+    def combine(
+        self: AllGather, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        totals = [sum(row) for row in splits.everyone]
+        flat = all_gather.gather_uneven(pack(tensors), max(totals), self.group, self.guard).flatten(0, 1)
         starts = [0, *accumulate(totals)]
-        parts: Sequence[tuple[int, int]] = self._segments(lanes)
+        parts: Sequence[tuple[int, int]] = self._segments(splits)
         mine = torch.cat([flat[start + a : start + b] for start, (a, b) in zip(starts, parts, strict=False)])
         return unpack(mine, tensors)
 
-    p.put(AllGather, "move", move)
+    p.put(AllGather, "combine", combine)
 
 
 def _wrong_transpose(p: Patches) -> None:
     def gather(rows: Tensor, index: Tensor) -> Tensor:
         return gather_rows(rows, index.flip(0))
 
-    p.put(exchange, "gather_rows", gather)
+    p.put(autograd, "gather_rows", gather)
 
 
 MUTANTS = (

@@ -19,7 +19,7 @@ from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertGradients
 from trimtab.experts.per_group import Gradients
 from trimtab.kernels.grouped import Block, LoopKernels
-from trimtab.kernels.rows import Bags, combine_rows
+from trimtab.kernels.rows import Csr, combine_rows
 
 NAN = float("nan")
 """Stands for memory that nobody has written: what is left there by chance may well be zeros."""
@@ -42,9 +42,9 @@ def _tail(p: Patches) -> None:
     def static(*args: Any, **kwargs: Any) -> ExpertPlan:
         return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
 
-    def combine(rows_RD: Tensor, bags: Bags, weights_R: Tensor | None = None) -> Tensor:
-        summed = combine_rows(rows_RD, bags, weights_R)
-        tail = torch.full_like(rows_RD[int(bags.offsets[-1]) :], NAN)
+    def combine(rows_RD: Tensor, csr: Csr, weights_R: Tensor | None = None) -> Tensor:
+        summed = combine_rows(rows_RD, csr, weights_R)
+        tail = torch.full_like(rows_RD[int(csr.indptr[-1]) :], NAN)
         summed[:1] += tail.sum(0)
         return summed
 
@@ -53,9 +53,9 @@ def _tail(p: Patches) -> None:
 
 
 def _tail_bag(p: Patches) -> None:
-    def combine(rows_RD: Tensor, bags: Bags, weights_R: Tensor | None = None) -> Tensor:
-        each = None if weights_R is None else weights_R[bags.index]
-        return embedding_bag(bags.index, rows_RD, bags.offsets[:-1], mode="sum", per_sample_weights=each)
+    def combine(rows_RD: Tensor, csr: Csr, weights_R: Tensor | None = None) -> Tensor:
+        each = None if weights_R is None else weights_R[csr.indices]
+        return embedding_bag(csr.indices, rows_RD, csr.indptr[:-1], mode="sum", per_sample_weights=each)
 
     def static(*args: Any, **kwargs: Any) -> ExpertPlan:
         return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
@@ -132,9 +132,9 @@ def _bf16_experts(p: Patches) -> None:
 
 
 def _bf16_sum(p: Patches) -> None:
-    def combine(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
+    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
         narrow = None if weights is None else weights.bfloat16()
-        return combine_rows(rows.bfloat16(), bags, narrow).to(rows.dtype)
+        return combine_rows(rows.bfloat16(), csr, narrow).to(rows.dtype)
 
     p.everywhere(combine_rows, combine)
 

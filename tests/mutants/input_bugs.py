@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mutants.patching import Mutant, Patches
 from trimtab.dispatch import dispatcher
-from trimtab.dispatch.dispatcher import Dispatcher, Rows
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
 from trimtab.experts import mlp
 from trimtab.moe import MoE
 from trimtab.routing import scores
@@ -41,8 +41,8 @@ def _padding_dispatched(p: Patches) -> None:
 def _change_ids(p: Patches, change: Any) -> None:
     """Let the dispatcher see other ids."""
 
-    def dispatch(self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, *args: Any) -> Rows:
-        rows: Rows = original(self, x_TD, change(ids_TK, self), w_TK, *args)
+    def dispatch(self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, *args: Any) -> Dispatched:
+        rows: Dispatched = original(self, x_TD, change(ids_TK, self), w_TK, *args)
         return rows
 
     original = Dispatcher.dispatch
@@ -94,7 +94,7 @@ def _raised_alone(p: Patches) -> None:
 def _dropped_dx(p: Patches) -> None:
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, d_x, *rest = cast(tuple[Any, ...], original(ctx, dy))
-        sizes = ctx.call.plan.row_bags.offsets.diff()
+        sizes = ctx.call.plan.row_csr.indptr.diff()
         return call, torch.where((sizes == 0)[:, None], dy, d_x), *rest
 
     original = mlp._ExpertMLP.backward

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.dispatch import shard
-from trimtab.dispatch.allgather import gather_uneven
+from trimtab.dispatch import sequence_shard
+from trimtab.dispatch.all_gather import gather_uneven
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoEOutput
 from trimtab.parallel.moe import ParallelMoE
@@ -26,7 +26,7 @@ def _flat_offset(p: Patches) -> None:
         starts = [0, *accumulate(layout.tokens(r) for r in range(layout.ranks))]
         return x[starts[rank] : starts[rank + 1]].contiguous()
 
-    p.everywhere(shard.take_shard, take)
+    p.everywhere(sequence_shard.take_shard, take)
 
 
 def _joined_by_rank(p: Patches) -> None:
@@ -35,7 +35,7 @@ def _joined_by_rank(p: Patches) -> None:
         gathered = gather_uneven(x, longest, group)
         return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout.ranks)])
 
-    p.everywhere(shard.join_shards, join)
+    p.everywhere(sequence_shard.join_shards, join)
 
 
 def _remainder(p: Patches) -> None:
@@ -51,8 +51,8 @@ def _replicas_summed(p: Patches) -> None:
         dist.all_reduce(summed, group=ctx.group)
         return original(ctx, summed)
 
-    original = shard._Unshard.backward
-    p.put(shard._Unshard, "backward", staticmethod(backward))
+    original = sequence_shard._Unshard.backward
+    p.put(sequence_shard._Unshard, "backward", staticmethod(backward))
 
 
 def _padded_by_repeats(p: Patches) -> None:

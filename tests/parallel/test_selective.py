@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from helpers.comparing import relative_error
 from helpers.layout_truth import D, Model, build
-from trimtab.dispatch.dispatcher import COMBINES
+from trimtab.dispatch.dispatcher import COMBINE_MODES
 from trimtab.experts.activations import BY_NAME
 from trimtab.moe import MoEConfig
 from trimtab.parallel.fsdp import fully_shard_moe
@@ -149,7 +149,7 @@ def test_experts_in_a_unit_of_fsdp_of_their_own() -> None:
 def masked_on_rank() -> dict[str, float]:
     """One rank has a mask and the other has none, as of a batch that nothing was padded in."""
     gaps = {}
-    for etp, combine, aux in itertools.product((False, True), COMBINES, (0.0, 0.1)):
+    for etp, combine, aux in itertools.product((False, True), COMBINE_MODES, (0.0, 0.1)):
         torch.manual_seed(3)
         router = RouterConfig(num_experts=4, top_k=2, aux_loss=aux)
         mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))

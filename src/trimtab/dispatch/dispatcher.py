@@ -1,7 +1,7 @@
 """One expert group's dispatch and combine: rows out to the experts, sums back home.
 
     rows = dispatcher.dispatch(x, ids, weights)        collective; one host sync (none in a group of one)
-    y    = dispatcher.combine(experts(rows.x, rows.ids, rows.weights), rows)          collective; none
+    y    = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK), rows)          collective; none
 
 What comes out of `dispatch` is itself a small MoE layer's input: rows, local expert ids with -1 for slots that
 are not this rank's, and weights. Any experts function that returns each row's weighted sum fits in between.
@@ -11,6 +11,7 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.autograd import (
+    Combine,
+    CombineSlots,
+    Dispatch,
+    DispatchSlots,
+    Trained,
+    wants_gradient,
+    with_others,
+)
 from trimtab.dispatch.checks import (
     assert_good,
     bad_slots,
@@ -29,7 +39,7 @@ from trimtab.dispatch.checks import (
     rows_problem,
     shape_problems,
 )
-from trimtab.dispatch.control import (
+from trimtab.dispatch.handshake import (
     BAD,
     GRAD,
     NOTHING,
@@ -37,21 +47,12 @@ from trimtab.dispatch.control import (
     SLOTS,
     TOKENS,
     UNUSABLE,
+    CallId,
     Shared,
-    Tag,
     fill,
     raise_if_desynced,
     raise_if_unlike,
     raise_if_unusable,
-)
-from trimtab.dispatch.exchange import (
-    Collect,
-    CollectSlots,
-    Spread,
-    SpreadSlots,
-    Trained,
-    wants_gradient,
-    with_others,
 )
 from trimtab.dispatch.named import NamedTransport
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
@@ -63,35 +64,44 @@ from trimtab.layout import experts_per_rank
 from trimtab.routing.recompute import always_recomputed
 from trimtab.validation import check_sizes
 
-Combine = Literal["sum", "ordered"]
-COMBINES: tuple[Combine, ...] = ("sum", "ordered")
+CombineMode = Literal["sum", "ordered"]
+COMBINE_MODES: tuple[CombineMode, ...] = ("sum", "ordered")
+_OLD_FIELDS = {"x": "x_MD", "ids": "ids_MK", "weights": "weights_MK"}
 
 
 def check_combine(combine: str, layer: str = "") -> None:
     """Raises:
     ConfigError: no such way to combine.
     """
-    if combine not in COMBINES:
-        raise ConfigError(f"combine={combine!r} is not one of {COMBINES}", layer=layer)
+    if combine not in COMBINE_MODES:
+        raise ConfigError(f"combine={combine!r} is not one of {COMBINE_MODES}", layer=layer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class Dispatched:
     """What a rank's experts run on, and the way home. Belongs to one layer call.
 
-    x: [M', D] in the tokens' dtype. With combine="ordered" one row per kept slot.
-    ids: [M', K] int32 local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
-    weights: [M', K] float32 (float64 for float64 tokens).
+    x_MD: [M', D] in the tokens' dtype. With combine="ordered" one row per kept slot.
+    ids_MK: [M', K] int32 local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
+    weights_MK: [M', K] float32 (float64 for float64 tokens).
     num_slots: how many ids are not -1, or how many at most, where the host knows it.
     """
 
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
+    x_MD: Tensor
+    ids_MK: Tensor
+    weights_MK: Tensor
     num_slots: int | None
     route: Route
     sent: Tensor
     slot_row_R: Tensor | None
+
+    def __getattr__(self, name: str) -> Tensor:
+        """The names of release 0.1."""
+        if name not in _OLD_FIELDS:
+            raise AttributeError(f"Dispatched has no attribute {name!r}")
+        warnings.warn(f"Dispatched.{name} is now {_OLD_FIELDS[name]}", DeprecationWarning, stacklevel=2)
+        value: Tensor = getattr(self, _OLD_FIELDS[name])
+        return value
 
 
 class Dispatcher:
@@ -105,7 +115,7 @@ class Dispatcher:
             the number of ranks.
         layer: the layer's name, for errors and to tell layers apart; without one they are told apart by the order
             in which they were built on their guard.
-        facts: anything else that must be the same on every rank, such as "hidden 512 swiglu".
+        fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -116,9 +126,9 @@ class Dispatcher:
         num_experts: int,
         transport: Transport | None = None,
         *,
-        combine: Combine = "sum",
+        combine: CombineMode = "sum",
         layer: str = "",
-        facts: str = "",
+        fingerprint: str = "",
     ) -> None:
         check_combine(combine, layer)
         check_sizes(num_experts=num_experts)
@@ -128,7 +138,7 @@ class Dispatcher:
         self.experts_per_rank = experts_per_rank(num_experts, self.ranks)
         self.combine_mode = combine
         self.layer = layer
-        self.facts = facts
+        self.fingerprint = fingerprint
         self.calls = 0
         self.guard = guard_of(transport)
         if self.guard is not None:
@@ -155,7 +165,7 @@ class Dispatcher:
         *,
         most_slots: int | None = None,
         shared: Shared = NOTHING,
-    ) -> Rows:
+    ) -> Dispatched:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
@@ -176,14 +186,14 @@ class Dispatcher:
             PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
         """
         if self._runs_eagerly():
-            return cast(Rows, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
+            return cast(Dispatched, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
         with self._alone("route"):
             return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots, shared)
 
     def _dispatch(
         self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None, most_slots: int | None,
         shared: Shared,
-    ) -> Rows:  # fmt: skip
+    ) -> Dispatched:  # fmt: skip
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
         ids = ids_TK.long().clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
@@ -208,24 +218,24 @@ class Dispatcher:
             own = wants_gradient(x_TD, w)
             route, wanted = self._connect(ids, w, bad, self._named, x_TD, own, shared)
             w = with_others(w, wanted, own)
-            x, rows_w, rows_ids, sent = Spread.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
+            x, rows_w, rows_ids, sent = Dispatch.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
             # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
             first = self._named.rank * self.experts_per_rank - 1
             rows_ids = rows_ids.contiguous() - first  # strided, ops are 10x slower
             mine = (rows_ids > 0) & (rows_ids <= self.experts_per_rank)
             rows_ids = rows_ids.mul_(mine).sub_(1)
         if self.combine_mode == "sum":
-            return Rows(
-                x=x, ids=rows_ids, weights=rows_w, num_slots=route.num_slots, route=route, sent=sent,
+            return Dispatched(
+                x_MD=x, ids_MK=rows_ids, weights_MK=rows_w, num_slots=route.num_slots, route=route, sent=sent,
                 slot_row_R=None,
             )  # fmt: skip
-        slots, slot_bags = slots_of(rows_ids, route.num_slots)
+        slots, slot_csr = slots_of(rows_ids, route.num_slots)
         row_R = slots.div(ids.shape[1], rounding_mode="floor")
-        beyond = torch.arange(slots.shape[0], device=slots.device) >= slot_bags.offsets[-1]
-        return Rows(
-            x=SpreadSlots.apply(x, row_R, slot_bags),  # type: ignore[no-untyped-call]
-            ids=rows_ids.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
-            weights=rows_w.reshape(-1).index_select(0, slots)[:, None],
+        beyond = torch.arange(slots.shape[0], device=slots.device) >= slot_csr.indptr[-1]
+        return Dispatched(
+            x_MD=DispatchSlots.apply(x, row_R, slot_csr),  # type: ignore[no-untyped-call]
+            ids_MK=rows_ids.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
+            weights_MK=rows_w.reshape(-1).index_select(0, slots)[:, None],
             num_slots=route.num_slots,
             route=route,
             sent=sent,
@@ -233,7 +243,7 @@ class Dispatcher:
         )
 
     @always_recomputed
-    def combine(self, y: Tensor, rows: Rows, params: Iterable[Tensor] = ()) -> Tensor:
+    def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
 
         params: those of experts that may leave some out, as a loop does that skips experts without rows: they get
@@ -247,17 +257,17 @@ class Dispatcher:
         """
         if self._runs_eagerly():
             return cast(Tensor, self._eagerly(self.combine, y, rows, tuple(params)))
-        if problem := rows_problem(y, rows.x):
+        if problem := rows_problem(y, rows.x_MD):
             rank = None if self.transport is None else self.transport.rank
-            rows.route.refuse(InputError(problem, rank=rank, layer=self.layer, phase="combine"), rows.x)
+            rows.route.refuse(InputError(problem, rank=rank, layer=self.layer, phase="combine"), rows.x_MD)
         if params := tuple(params):
             y = Trained.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None:
-            out: Tensor = CollectSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
+            out: Tensor = CombineSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
         elif self.transport is None:
             out = y
         else:
-            out = Collect.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+            out = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
         return out
 
     def _runs_eagerly(self) -> bool:
@@ -275,16 +285,16 @@ class Dispatcher:
         """Sort, count, tell the peers, and check what they told, before any row moves. And whether any rank's `grad`
         says that it wants gradients of what it sends."""
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
-        tag = self._tag(x_TD, ids_TK)
-        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, tag, grad=grad, shared=shared)
+        call_id = self._call_id(x_TD, ids_TK)
+        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, call_id, grad=grad, shared=shared)
         self._at("count")
-        headers = transport.exchange_headers(message)
+        told = transport.handshake(message)
         self.calls += 1
-        raise_if_unusable(headers.received, self.layer, "count")
-        raise_if_desynced(headers, transport.rank, tag, "count")
-        raise_if_unlike(headers.received, self.layer)
-        self._raise_if_bad([header[BAD] for header in headers.received], ids_TK, w_TK)
-        rows, slots = headers.lanes(ROWS), headers.lanes(SLOTS)
+        raise_if_unusable(told.received, self.layer, "count")
+        raise_if_desynced(told, transport.rank, call_id, "count")
+        raise_if_unlike(told.received, self.layer)
+        self._raise_if_bad([header[BAD] for header in told.received], ids_TK, w_TK)
+        rows, slots = told.split_sizes(ROWS), told.split_sizes(SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
         if plan.row_token_M.shape[0] != sum(rows.outgoing):
@@ -296,19 +306,19 @@ class Dispatcher:
             if self.guard is not None:
                 self.guard.fail(error)
             raise error
-        tokens = tuple(header[TOKENS] for header in headers.received)
-        route = RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, tag=tag)
-        return route, any(header[GRAD] for header in headers.received)
+        tokens = tuple(header[TOKENS] for header in told.received)
+        route = RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, call_id=call_id)
+        return route, any(header[GRAD] for header in told.received)
 
-    def _tag(self, x: Tensor, ids: Tensor) -> Tag:
-        facts = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
-        return Tag(
+    def _call_id(self, x: Tensor, ids: Tensor) -> CallId:
+        own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
+        return CallId(
             layer=self.layer,
             call=self.calls,
             experts=self.num_experts,
             top_k=ids.shape[-1] if ids.dim() else 0,
             width=x.shape[-1] if x.dim() else 0,
-            facts=f"{facts}, {self.facts}" if self.facts else facts,
+            fingerprint=f"{own}, {self.fingerprint}" if self.fingerprint else own,
         )
 
     def _alone(self, phase: str) -> AbstractContextManager[None]:
@@ -327,10 +337,10 @@ class Dispatcher:
         if self._named is not None:  # take part all the same, so that the peers raise instead of waiting
             device = meeting_device(x, ids, w)
             nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=device)
-            tag = self._tag(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
-            message = fill(nothing_P, nothing_P, 0, UNUSABLE, tag)
+            call_id = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
+            message = fill(nothing_P, nothing_P, 0, UNUSABLE, call_id)
             self._at("count")
-            self._named.exchange_headers(message)
+            self._named.handshake(message)
             self.calls += 1
         rank = None if self.transport is None else self.transport.rank
         raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")

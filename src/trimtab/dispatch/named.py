@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trimtab.dispatch.layer_frame import layer_frame
-from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport, guard_of
 
 
 class NamedTransport:
@@ -20,16 +20,16 @@ class NamedTransport:
         self.rank, self.size, self.guard = transport.rank, transport.size, guard_of(transport)
         self._transport, self._frame = transport, layer_frame(layer)
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        headers: Headers = self._frame(self._transport.exchange_headers, headers_PC)
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        headers: Handshake = self._frame(self._transport.handshake, message_PC)
         return headers
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        received: list[Tensor] = self._frame(self._transport.spread, tensors, row_token_M, lanes, tokens)
+        received: list[Tensor] = self._frame(self._transport.dispatch, tensors, row_token_M, splits, tokens)
         return received
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        received: list[Tensor] = self._frame(self._transport.move, tensors, lanes, tokens)
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        received: list[Tensor] = self._frame(self._transport.combine, tensors, splits, tokens)
         return received

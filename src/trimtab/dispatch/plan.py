@@ -9,7 +9,7 @@ that is dropped (id -1, or a masked token) gets the key behind the last group an
 no other treatment of it. A stable sort leaves the slots of one token adjacent within a rank, so the rows of a
 rank are the places where the token changes.
 
-The transpose of either stage is a sum over bags (CSR): bag t of `token_bags` lists the rows of token t.
+The transpose of either stage is a sum over bags (CSR): bag t of `token_csr` lists the rows of token t.
 
 Legend: T local tokens, K experts per token, N = T * K slots, P ranks, M rows sent, R expert rows (with padding),
 E experts, e local experts.
@@ -26,7 +26,7 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import no_values
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.slot_places import SlotPlaces
 from trimtab.layout import ALIGNMENTS
 from trimtab.routing.ids import wide_ids
@@ -37,13 +37,13 @@ class RankPlan:
     """SpreadRanks for one call on one rank.
 
     row_token_M: [M] token of each row; rows are grouped by rank, in token order within a rank.
-    token_bags: T bags over the M rows, the ranks of a token in the order of its slots.
-    slot_bags: T bags over the kept slots grouped by (rank, token, k), the order in which slots come back; or None.
+    token_csr: T bags over the M rows, the ranks of a token in the order of its slots.
+    slot_csr: T bags over the kept slots grouped by (rank, token, k), the order in which slots come back; or None.
     """
 
     row_token_M: Tensor
-    token_bags: Bags
-    slot_bags: Bags | None
+    token_csr: Csr
+    slot_csr: Csr | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ExpertPlan:
 
     slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
     row_R: [R] row of each expert row; -1 in padding.
-    row_bags: one bag per row over the R expert rows, in the order of k.
+    row_csr: one bag per row over the R expert rows, in the order of k.
     counts_e: [e] kept slots per local expert.
     offsets_e: [e + 1] start of each expert's segment and the end of the last; multiples of the alignment, if any.
     top_k: K.
@@ -60,7 +60,7 @@ class ExpertPlan:
 
     slot_R: Tensor
     row_R: Tensor
-    row_bags: Bags
+    row_csr: Csr
     counts_e: Tensor
     offsets_e: Tensor
     top_k: int
@@ -68,9 +68,9 @@ class ExpertPlan:
     @classmethod
     def of(cls, places: SlotPlaces, top_k: int) -> ExpertPlan:
         """As kernels placed the slots."""
-        bags = Bags(index=places.bag_index, offsets=places.bag_offsets)
+        bags = Csr(indices=places.bag_index, indptr=places.bag_offsets)
         return cls(
-            slot_R=places.slot_R, row_R=places.row_R, row_bags=bags, counts_e=places.counts_e,
+            slot_R=places.slot_R, row_R=places.row_R, row_csr=bags, counts_e=places.counts_e,
             offsets_e=places.offsets_e, top_k=top_k,
         )  # fmt: skip
 
@@ -103,12 +103,12 @@ def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static
     return values_N.new_zeros(n + 1).scatter_(0, place_N, values_N)[:n]
 
 
-def bags_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Bags:
-    """Bags from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
+def csr_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Csr:
+    """Csr from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
     kept_per_bag = keep_N.view(bags, rows_N.shape[0] // max(bags, 1)).sum(1)
     offsets = torch.zeros(bags + 1, dtype=torch.int64, device=rows_N.device)
     torch.cumsum(kept_per_bag, 0, out=offsets[1:])
-    return Bags(index=compact(rows_N, keep_N, size, static=static), offsets=offsets)
+    return Csr(indices=compact(rows_N, keep_N, size, static=static), indptr=offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,15 +162,15 @@ def sort_by_rank(ids_TK: Tensor, experts_per_rank: int, ranks: int) -> RankSort:
 def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool = True) -> RankPlan:
     """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank.
 
-    ordered: whether slots come back one by one, so that `slot_bags` are needed.
+    ordered: whether slots come back one by one, so that `slot_csr` are needed.
     """
     order_N = sort.order_N
     first_N = torch.empty_like(sort.new_row_N).scatter_(0, order_N, sort.new_row_N)
     slot_row_N = torch.empty_like(sort.row_N).scatter_(0, order_N, sort.row_N)
     return RankPlan(
         row_token_M=compact(sort.token_N, sort.new_row_N, num_rows),
-        token_bags=bags_of(slot_row_N, first_N, sort.tokens, num_rows),
-        slot_bags=bags_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots) if ordered else None,
+        token_csr=csr_of(slot_row_N, first_N, sort.tokens, num_rows),
+        slot_csr=csr_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots) if ordered else None,
     )
 
 
@@ -232,13 +232,13 @@ def plan_experts(
     slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)
     slot_R = slot_R.scatter_(0, torch.where(kept_N, place_N, total), slots_N)[:total]
     row_R = slot_R.div(max(top_k, 1), rounding_mode="floor")
-    row_bags = bags_of(place_N, kept_N, rows, num_slots, static=static)
+    row_csr = csr_of(place_N, kept_N, rows, num_slots, static=static)
     if not static:
-        _check_slots(num_slots, row_bags.index.shape[0])
+        _check_slots(num_slots, row_csr.indices.shape[0])
     return ExpertPlan(
         slot_R=slot_R,
         row_R=row_R,
-        row_bags=row_bags,
+        row_csr=row_csr,
         counts_e=counts_e,
         offsets_e=offsets_e,
         top_k=top_k,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.dispatch.introduction import wait_for
 from trimtab.dispatch.shared_host import MAX_COLUMNS, SLOT_BYTES, HostMemory
-from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values
 from trimtab.dispatch.workspace import Slot
 from trimtab.errors import BackendError, TrimtabError
 from trimtab.guard.group import timeout_of
@@ -59,52 +59,52 @@ class SharedMemory(OverGroup):
         self._met = False
         self._broken = ""
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        self._begin(headers_PC)
-        columns = headers_PC.shape[1]
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        self._begin(message_PC)
+        columns = message_PC.shape[1]
         if columns > MAX_COLUMNS:
             raise BackendError(f"headers of {columns} columns: shared memory carries {MAX_COLUMNS}", rank=self.rank)
         try:
             headers_PPC = self._host.headers(columns)
-            headers_PPC[self.rank].copy_(headers_PC)
+            headers_PPC[self.rank].copy_(message_PC)
             self._meet(self._host.inbox, rows=False)
             everyone = headers_PPC.tolist()
         except BaseException as error:
             self._give_up(error, "counts")
             raise
-        return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
+        return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
             torch.index_select(part, 0, row_token_M[start:end], out=out)
 
-        return self._exchange(tensors, lanes, write)
+        return self._exchange(tensors, splits, write)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
             out.copy_(part[start:end])
 
-        return self._exchange(tensors, lanes, write)
+        return self._exchange(tensors, splits, write)
 
     def _exchange(
-        self, tensors: Sequence[Tensor], lanes: Lanes, write: Callable[[Tensor, int, int, Tensor], None]
+        self, tensors: Sequence[Tensor], splits: SplitSizes, write: Callable[[Tensor, int, int, Tensor], None]
     ) -> list[Tensor]:
         """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
         self._begin(tensors[0])
         layout = [0]
         try:
             host, sources = self._host, [tensor.detach() for tensor in tensors]
-            cuts = [0, *accumulate(lanes.outgoing)]
+            cuts = [0, *accumulate(splits.outgoing)]
             for rank in range(self.size):
-                column = [row[rank] for row in lanes.everyone]
+                column = [row[rank] for row in splits.everyone]
                 layout = _layout(sources, sum(column))
                 memory = host.inbox_of(rank, self._fits(layout[-1]))
-                first, rows = sum(column[: self.rank]), lanes.outgoing[rank]
+                first, rows = sum(column[: self.rank]), splits.outgoing[rank]
                 for source, begin in zip(sources, layout, strict=False):
                     write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
-            mine, total = host.inbox, sum(lanes.incoming)
+            mine, total = host.inbox, sum(splits.incoming)
             layout = _layout(sources, total)
             self._meet(host.workspace.take(layout[-1], besides=mine), rows=True)
             memory = mine.bytes(layout[-1])

@@ -23,7 +23,7 @@ from trimtab.launched import end_behind_gloo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
+class SplitSizes:
     """How many rows this rank sends to and receives from each rank, on the host.
 
     everyone[s][d] is what rank s sends to rank d, for the transports that need to know it; else empty.
@@ -33,14 +33,14 @@ class Lanes:
     incoming: tuple[int, ...]
     everyone: tuple[tuple[int, ...], ...] = ()
 
-    def reversed(self) -> Lanes:
-        """The lanes of the way back."""
+    def reversed(self) -> SplitSizes:
+        """The splits of the way back."""
         transposed = tuple(zip(*self.everyone, strict=True))
-        return Lanes(outgoing=self.incoming, incoming=self.outgoing, everyone=transposed)
+        return SplitSizes(outgoing=self.incoming, incoming=self.outgoing, everyone=transposed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Headers:
+class Handshake:
     """What the ranks told each other before data moves, on the host.
 
     sent[p]: this rank's header for rank p; received[p]: rank p's header for this rank.
@@ -51,20 +51,20 @@ class Headers:
     received: list[list[int]]
     everyone: list[list[list[int]]]
 
-    def lanes(self, column: int) -> Lanes:
-        """The lanes that one column counts."""
-        return Lanes(
+    def split_sizes(self, column: int) -> SplitSizes:
+        """The splits that one column counts."""
+        return SplitSizes(
             outgoing=tuple(header[column] for header in self.sent),
             incoming=tuple(header[column] for header in self.received),
             everyone=tuple(tuple(header[column] for header in row) for row in self.everyone),
         )
 
 
-def refuse_without_values(headers_PC: Tensor, rank: int) -> None:
+def refuse_without_values(message_PC: Tensor, rank: int) -> None:
     """Raises:
     InputError: nobody can read how many rows there are.
     """
-    if no_values(headers_PC.device):
+    if no_values(message_PC.device):
         raise InputError(
             "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
             "take one rank's layer by itself, with its share of the experts",
@@ -111,12 +111,12 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        """Give row p of `headers_PC` [P, C] int64 to rank p. The only host sync of a layer."""
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        """Give row p of `message_PC` [P, C] int64 to rank p. The only host sync of a layer."""
         ...
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         """Rows `t[row_token_M]` of each tensor [T, *], grouped by rank, to their ranks: [M', *] each, by source rank.
 
@@ -124,7 +124,7 @@ class Transport(Protocol):
         """
         ...
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, grouped by source rank.
 
         tokens: as in `spread`: what all ranks know alike of how much there is.

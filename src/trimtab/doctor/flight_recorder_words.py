@@ -39,19 +39,20 @@ def place_of(entry: Entry) -> Place:
     """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
     inside = {(_tail(f.file, "trimtab/"), f.name) for f in entry.frames if "trimtab/" in f.file}
     names = {name for file, name in inside if file.startswith("dispatch/")}
+    maps = {name for file, name in inside if file == "dispatch/route.py"}
     # Of our own functions: below a forward that is computed again lies torch's backward.
     backward = any(file.startswith("dispatch/") and name == "backward" for file, name in inside)
     layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
     at = _users(entry.frames)
-    spread, collect = "spread" in names, bool(names & {"collect", "collect_slots"})
-    phase = "dispatch" if spread != backward else "combine"
+    out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
+    phase = "dispatch" if out != backward else "combine"
     if names & {"join_shards", "unshard", "take_shard"}:
         return Place(what="sequence shards put together", phase="shard", backward=backward, layer=layer, at=at)
-    if "exchange_headers" in names and spread == collect:
+    if "handshake" in names and out == home:
         return Place(what="exchange of counts", phase="count", layer=layer, at=at)
-    if "exchange_headers" in names:
+    if "handshake" in names:
         return Place(what=f"check before {phase}", phase=phase, backward=backward, layer=layer, at=at)
-    if spread != collect:
+    if out != home:
         return Place(what=phase, phase=phase, rows=True, backward=backward, layer=layer, at=at)
     return Place(what=_other(entry), layer=layer, at=at)
 

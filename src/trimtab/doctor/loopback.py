@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab import oracle
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.dispatch.transport import Lanes, Transport
+from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.doctor.findings import Finding
 from trimtab.errors import BackendError
 from trimtab.experts.module import ExpertMLP
@@ -150,7 +150,7 @@ def _error(transport: Transport) -> float:
     local_x, local_w = (t[mine].detach().requires_grad_() for t in (x, w))
     dispatcher = Dispatcher(E, transport, layer="doctor")
     rows = dispatcher.dispatch(local_x, ids[mine], local_w)
-    out = dispatcher.combine(experts(rows.x, rows.ids, rows.weights, num_slots=rows.num_slots), rows)
+    out = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots), rows)
     ours = [out.detach(), *torch.autograd.grad(out, (local_x, local_w, experts.up, experts.down), dy[mine])]
     parts = [truth[0][mine].detach(), truth[1][mine], truth[2][mine], truth[3][held], truth[4][held]]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, parts, strict=True))
@@ -158,17 +158,17 @@ def _error(transport: Transport) -> float:
 
 def _latency(transport: Transport) -> float:
     headers = torch.zeros(RANKS, 6, dtype=torch.int64)
-    return statistics.median(_timed(lambda: transport.exchange_headers(headers)) for _ in range(50)) * 1e6
+    return statistics.median(_timed(lambda: transport.handshake(headers)) for _ in range(50)) * 1e6
 
 
 def _bandwidth(transport: Transport) -> float:
     rows = torch.zeros(MEGABYTES * 1024, 1024, dtype=torch.uint8)
     half = rows.shape[0] // RANKS
     each = (half,) * RANKS
-    lanes = Lanes(outgoing=each, incoming=each, everyone=(each,) * RANKS)
+    splits = SplitSizes(outgoing=each, incoming=each, everyone=(each,) * RANKS)
     for _ in range(3):  # into memory that is new
-        transport.move([rows], lanes, each)
-    seconds = statistics.median(_timed(lambda: transport.move([rows], lanes, each)) for _ in range(9))
+        transport.combine([rows], splits, each)
+    seconds = statistics.median(_timed(lambda: transport.combine([rows], splits, each)) for _ in range(9))
     return rows.numel() / RANKS / seconds / 1e9  # what stays on the rank crosses nothing
 
 

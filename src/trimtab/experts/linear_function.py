@@ -75,7 +75,7 @@ class LinearCall:
 
     def unspread(self, rows_SA: Tensor) -> Tensor:
         """The transpose of `spread`; zero for rows behind the last segment: [R, A]."""
-        return rows_SA if self.plan is None else combine_rows(rows_SA, self.plan.row_bags)
+        return rows_SA if self.plan is None else combine_rows(rows_SA, self.plan.row_csr)
 
 
 def align(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:

@@ -41,7 +41,7 @@ from trimtab.experts.mlp_fused import FusedMLP, by_blocks, covers, either, fused
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
-from trimtab.kernels.rows import Bags, combine_rows
+from trimtab.kernels.rows import Csr, combine_rows
 
 
 def expert_mlp(
@@ -261,8 +261,8 @@ class _EitherMLP(Function):
         return grads
 
 
-def _bags(call: ExpertCall) -> Bags:
-    bags = call.plan.row_bags
+def _bags(call: ExpertCall) -> Csr:
+    bags = call.plan.row_csr
     return bags.ascending() if call.as_compiled and call.plan.top_k > 1 else bags
 
 

@@ -217,7 +217,7 @@ def _check(
     legal &= up.shape[axis] == dim and down.shape == (experts, *((hidden, dim) if axis == 1 else (dim, hidden)))
     legal &= all(bias is None or bias.shape == (experts, n) for bias, n in ((up_bias, width), (down_bias, dim)))
     legal &= w_MK.shape == (x.shape[0], call.plan.top_k) and call.plan.counts_e.shape[0] == experts
-    legal &= call.plan.row_bags.offsets.shape[0] == x.shape[0] + 1
+    legal &= call.plan.row_csr.indptr.shape[0] == x.shape[0] + 1
     if not legal:
         biases = [None if bias is None else tuple(bias.shape) for bias in (up_bias, down_bias)]
         raise InputError(

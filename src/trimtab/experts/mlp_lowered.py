@@ -61,7 +61,7 @@ class LoweredMLP(Function):
                 out_RD[block.rows] += bias * w_R1[block.rows] if math.folded else bias
         ctx.call = call
         ctx.save_for_backward(x, w_MK, *given, pre if call.keep else None)
-        return combine_rows(out_RD, plan.row_bags, None if math.folded else w_R1[:, 0])
+        return combine_rows(out_RD, plan.row_csr, None if math.folded else w_R1[:, 0])
 
     @staticmethod
     @eager_backward
@@ -90,7 +90,7 @@ class LoweredMLP(Function):
         del pre, dh
         dx = None
         if need_x:
-            dx = combine_rows(products.up.dgrad(d_pre, _grouped(up, None)), plan.row_bags)
+            dx = combine_rows(products.up.dgrad(d_pre, _grouped(up, None)), plan.row_csr)
         rows = products.up.keep(gather_padded(x, plan.row_R), "activation") if wanted[0] else ()
         d_pre_kept = products.up.keep(d_pre, "gradient") if wanted[0] else ()
         d_w = slot_grads(dw_R, plan, w_MK) if need_w else None

@@ -79,7 +79,7 @@ class TritonMLP(Function):
         out_RD = grouped_rows(h, down_eFD, plan.offsets_e, x.new_empty(rows, x.shape[1]), launch, scale_R=weight_R)
         ctx.call = call
         ctx.save_for_backward(x, w_MK, *given, None, None, pre)
-        return combine(out_RD, plan.row_bags)
+        return combine(out_RD, plan.row_csr)
 
     @staticmethod
     @eager_backward
@@ -108,7 +108,7 @@ class TritonMLP(Function):
         if need_x:
             dx_RD = x.new_empty(plan.row_R.shape[0], x.shape[1])
             grouped_rows(d_pre, up_eDI.transpose(1, 2), plan.offsets_e, dx_RD, launch)
-            d_x = combine(dx_RD, plan.row_bags)
+            d_x = combine(dx_RD, plan.row_csr)
         return (None, d_x, d_w, *grads.close(), None)
 
 

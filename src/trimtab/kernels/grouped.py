@@ -40,7 +40,7 @@ from trimtab.kernels.hidden import HiddenBack, HiddenKernels, RowFunction
 from trimtab.kernels.loop import LoopKernels as LoopKernels
 from trimtab.kernels.measured import faster
 from trimtab.kernels.row_major import row_major
-from trimtab.kernels.rows import Bags, combine_rows, gather_padded
+from trimtab.kernels.rows import Csr, combine_rows, gather_padded
 
 
 class Kernels(Protocol):
@@ -154,7 +154,7 @@ class StockKernels(HiddenKernels):
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
-        return combine_rows(rows_RA, Bags(index=index, offsets=block.offsets_e))
+        return combine_rows(rows_RA, Csr(indices=index, indptr=block.offsets_e))
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
         rows = torch.arange(block.rows.stop, device=values_eA.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 
 
 def gather_rows(x_nD: Tensor, index: Tensor) -> Tensor:
@@ -20,12 +20,12 @@ def gather_rows(x_nD: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def combine_rows(rows_nD: Tensor, bags: Bags) -> Tensor:
+def combine_rows(rows_nD: Tensor, csr: Csr) -> Tensor:
     """Sum of each bag's rows: [bags, D], in float64."""
-    cuts = bags.offsets.tolist()
+    cuts = csr.indptr.tolist()
     out = torch.zeros(len(cuts) - 1, rows_nD.shape[1], dtype=torch.float64)
     for bag, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        for row in bags.index[start:end].tolist():
+        for row in csr.indices[start:end].tolist():
             out[bag] += rows_nD[row].double()
     return out
 

@@ -15,22 +15,22 @@ REST = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bags:
+class Csr:
     """For each of n outputs the rows that are summed into it, in order (CSR).
 
-    index: [rows used] int64, may be longer than offsets[-1] on a device (what lies beyond is in no sum).
-    offsets: [n + 1] int64.
+    indices: [rows used] int64, may be longer than indptr[-1] on a device (what lies beyond is in no sum).
+    indptr: [n + 1] int64.
     """
 
-    index: Tensor
-    offsets: Tensor
+    indices: Tensor
+    indptr: Tensor
 
-    def ascending(self) -> Bags:
+    def ascending(self) -> Csr:
         """The same bags on the CPU, each in the order of its rows."""
-        bag_n = torch.repeat_interleave(self.offsets.diff())
-        index = self.index[: len(bag_n)]
+        bag_n = torch.repeat_interleave(self.indptr.diff())
+        index = self.indices[: len(bag_n)]
         step = int(index.max()) + 1 if len(index) else 1
-        return Bags(index=(bag_n * step + index).sort().values - bag_n * step, offsets=self.offsets)
+        return Csr(indices=(bag_n * step + index).sort().values - bag_n * step, indptr=self.indptr)
 
 
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
@@ -47,21 +47,21 @@ def gather_padded(x_nD: Tensor, index: Tensor) -> Tensor:
     return gather_rows(padded, torch.where(index < 0, x_nD.shape[0], index))
 
 
-def combine_rows(rows_nD: Tensor, bags: Bags, weights_n: Tensor | None = None) -> Tensor:
-    """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [bags, D].
+def combine_rows(rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> Tensor:
+    """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [csr, D].
 
     With `weights_n` [n] in the rows' dtype, row i counts weights_n[i] times. An empty bag sums to zero; rows that
     no bag names are not read.
     """
-    each = None if weights_n is None else weights_n[bags.index]
+    each = None if weights_n is None else weights_n[csr.indices]
     # The last offset opens one bag more, for what lies behind it; some kernels would add that to the last real bag.
-    offsets = bags.offsets if rows_nD.device.type == "cpu" else cut_rest(bags)
-    summed = torch.nn.functional.embedding_bag(bags.index, rows_nD, offsets, mode="sum", per_sample_weights=each)
-    return summed[: bags.offsets.shape[0] - 1].detach()  # to autograd no view: it may be changed in place
+    offsets = csr.indptr if rows_nD.device.type == "cpu" else cut_rest(csr)
+    summed = torch.nn.functional.embedding_bag(csr.indices, rows_nD, offsets, mode="sum", per_sample_weights=each)
+    return summed[: csr.indptr.shape[0] - 1].detach()  # to autograd no view: it may be changed in place
 
 
-def cut_rest(bags: Bags) -> Tensor:
+def cut_rest(csr: Csr) -> Tensor:
     """Offsets that share what lies behind the last bag among many: a GPU adds up one bag's rows one by one."""
-    last = bags.offsets[-1:]
+    last = csr.indptr[-1:]
     part = torch.arange(1, REST, device=last.device)
-    return torch.cat((bags.offsets, last + (bags.index.shape[0] - last) * part // REST))
+    return torch.cat((csr.indptr, last + (csr.indices.shape[0] - last) * part // REST))

@@ -3,7 +3,7 @@
     spread   own rows -> rows of all ranks, in the order of ranks
     collect  parts for the rows of all ranks -> sums of own rows
 
-Each is the transpose of the other, so they are a route between `Spread` and `Collect` of `dispatch.exchange`. Numbers
+Each is the transpose of the other, so they are a route between `Dispatch` and `Combine` of `dispatch.autograd`. Numbers
 of rows may differ and be zero. Sums are taken in the order of ranks, in float32 at least, so they are the same from
 run to run.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
-from trimtab.dispatch.allgather import all_gather_tensor, gather_uneven
+from trimtab.dispatch.all_gather import all_gather_tensor, gather_uneven
 from trimtab.dispatch.layer_frame import layer_frame
 from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.route import Direction
@@ -94,13 +94,13 @@ class RowsOfAll:
     ) -> None:
         self.ranks, self.call, self.rows_P, self.num_slots, self.grad = ranks, call, rows_P, num_slots, grad
 
-    def spread(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+    def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """Tensors [M', *] -> those of all ranks."""
         gathered = self.ranks.gather(pack(tensors), max(self.rows_P), direction, self.call)
         packed = torch.cat([gathered[rank, :rows] for rank, rows in enumerate(self.rows_P)])
         return [part.contiguous() for part in unpack(packed, tensors)]
 
-    def collect(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+    def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """Parts for all ranks' rows -> sums [M', *]."""
         ranks, mine = self.ranks.size, self.rows_P[self.ranks.rank]
         packed = pack(tensors)

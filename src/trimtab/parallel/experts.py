@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimtab.backward import once_differentiable
-from trimtab.dispatch.exchange import Collect, Spread, wants_gradient, with_others
+from trimtab.dispatch.autograd import Combine, Dispatch, wants_gradient, with_others
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.products import lower
@@ -134,9 +134,9 @@ class ParallelExperts(ExpertMLP):
             own = wants_gradient(x_MD, w_MK)
             every = self.etp.meet(x_MD, num_slots, grad=own)
             w_MK = with_others(w_MK, every.grad, own)
-            x, w, ids, sent = Spread.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+            x, w, ids, sent = Dispatch.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
             y = super().forward(x, ids, w, num_slots=every.num_slots)
-            out: Tensor = Collect.apply(every, y, sent)  # type: ignore[no-untyped-call]
+            out: Tensor = Combine.apply(every, y, sent)  # type: ignore[no-untyped-call]
             return out
 
     def backward_dw(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.control import NOTHING, Shared
+from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.experts.stand_in import Place, standing_in
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.partial import sum_gradients

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trimtab.dispatch.by_name import TRANSPORTS
-from trimtab.dispatch.dispatcher import Combine, Dispatcher, check_combine
+from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.moe import AllTokens, MoE
@@ -68,7 +68,7 @@ class ExpertParallel(ParallelStyle):
         tp_mesh: DeviceMesh | None = None,
         cp_mesh: DeviceMesh | None = None,
         etp: str | None = None,
-        combine: Combine | None = None,
+        combine: CombineMode | None = None,
     ) -> None:
         super().__init__()
         if transport not in TRANSPORTS:
@@ -101,11 +101,11 @@ class ExpertParallel(ParallelStyle):
         """Make `module` parallel, in place; one that does not fit stays as it was. layer: its name, if not its own."""
         moe = self.check(module, mesh, layer)
         place, old, name = ExpertMesh(mesh=mesh, etp=self.etp), moe.dispatcher, layer or moe.dispatcher.layer
-        split, facts = place.etp_group, f"{moe.facts}, tokens {self.tokens}"
+        split, fingerprint = place.etp_group, f"{moe.fingerprint}, tokens {self.tokens}"
         etp = None if split is None else ExpertTensorGroup(split, wiring.guard(split), name or "experts")
         transport = wiring.transport(self.transport, place.ep_group)
         combine = self.combine or old.combine_mode
-        dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, facts=facts)
+        dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, fingerprint=fingerprint)
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)
         moe.experts.shard(place, etp, src_data_rank)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.backward import not_a_view
-from trimtab.dispatch.shard import shard, take_shard, unshard
+from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.layout import SequenceLayout
 
 

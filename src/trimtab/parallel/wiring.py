@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from trimtab.dispatch.by_name import TRANSPORTS
 from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.guard.guard import Guard
 
 

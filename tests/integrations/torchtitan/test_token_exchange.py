@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from helpers.cases import PATTERNS, case
 from helpers.comparing import assert_close
 from helpers.routed import D, E, K, Share, run, truth
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.torchtitan import TokenExchange
 from trimtab.integrations.torchtitan.exchange import transport_over

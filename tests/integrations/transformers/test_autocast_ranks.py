@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import trimtab.integrations.transformers
 from helpers.parity import difference, scale
-from trimtab.dispatch.dispatcher import Rows
+from trimtab.dispatch.dispatcher import Dispatched
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks
 
@@ -63,8 +63,8 @@ def over_ranks() -> None:
             layer = dict(EPImplementationInterface().items())["trimtab"](module, meshes["ep"], meshes["tp"])
             seen: list[torch.dtype] = []
 
-            def note(rows: Rows, layer: Any = layer, seen: list[torch.dtype] = seen) -> Tensor:
-                seen.append(rows.x.dtype)
+            def note(rows: Dispatched, layer: Any = layer, seen: list[torch.dtype] = seen) -> Tensor:
+                seen.append(rows.x_MD.dtype)
                 return type(layer)._run_experts(layer, rows)
 
             layer._run_experts = note

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.gpu_launches import words
 from trimtab.kernels import fp8_blockwise
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton import gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad
 from trimtab.kernels.triton.language import Launch
 
@@ -103,7 +103,7 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
     weight_grad.weight_grad(h, x, offsets, down.transpose(1, 2), LAUNCH, b_index_R=index)
     weight_grad.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
     moves.gather(x, index)
-    moves.combine(x, Bags(index=index, offsets=integers(rows + 1)))
+    moves.combine(x, Csr(indices=index, indptr=integers(rows + 1)))
     metadata.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
     x, columns = some(128 * rows, DIM), some(DIM, 128 * rows)
     fp8_blockwise.blockwise_rows(x, weight, up, weight, offsets)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.dispatcher import Combine
+from trimtab.dispatch.dispatcher import CombineMode
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, transport_over
 from trimtab.integrations.torchtitan.protocol import torchtitan_base
 
@@ -48,7 +48,7 @@ class TokenDispatcher(Base):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        combine: Combine = config.combine
+        combine: CombineMode = config.combine
         self.exchange = TokenExchange(
             config.num_experts, config.top_k, pad_multiple=config.pad_multiple, combine=combine
         )

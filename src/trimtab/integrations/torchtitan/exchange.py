@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.alltoall import AllToAll
-from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows, check_combine
+from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
@@ -34,7 +35,7 @@ TRANSPORT = "_trimtab_transport"
 class Dispatched:
     """The way home, of one call: this rank's rows, how they lie among its experts, and the number of tokens."""
 
-    rows: Rows
+    rows: RowsOfRank
     plan: ExpertPlan
     tokens: int
 
@@ -53,7 +54,7 @@ class TokenExchange:
         ConfigError: names or sizes that do not fit.
     """
 
-    def __init__(self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: Combine = "sum") -> None:
+    def __init__(self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: CombineMode = "sum") -> None:
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
         check_combine(combine)
@@ -91,9 +92,9 @@ class TokenExchange:
         self.dispatcher.begin()
         rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK)
         plan = plan_experts(
-            rows.ids, self.dispatcher.experts_per_rank, alignment=self.pad_multiple, num_slots=rows.num_slots
+            rows.ids_MK, self.dispatcher.experts_per_rank, alignment=self.pad_multiple, num_slots=rows.num_slots
         )
-        routed_RD: Tensor = ToExperts.apply(rows.x, plan)  # type: ignore[no-untyped-call]
+        routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan)  # type: ignore[no-untyped-call]
         return routed_RD, plan.offsets_e.diff(), Dispatched(rows=rows, plan=plan, tokens=x_TD.shape[0])
 
     def combine(self, out_RD: Tensor, sent: Dispatched, x_TD: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class TokenExchange:
                 layer=self.dispatcher.layer, phase="combine",
             )  # fmt: skip
             sent.rows.route.refuse(error, out_RD)
-        y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights, sent.plan)  # type: ignore[no-untyped-call]
+        y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights_MK, sent.plan)  # type: ignore[no-untyped-call]
         return self.dispatcher.combine(y_MD, sent.rows)
 
 

@@ -34,7 +34,7 @@ class ToExperts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(d_RD.contiguous(), ctx.plan.row_bags), None
+        return combine_rows(d_RD.contiguous(), ctx.plan.row_csr), None
 
 
 class FromExperts(Function):
@@ -45,7 +45,7 @@ class FromExperts(Function):
         ctx.plan = plan
         ctx.save_for_backward(out_RD, w_MK)
         weighted_RD = out_RD.to(torch.promote_types(out_RD.dtype, w_MK.dtype)).mul(slot_weights(w_MK, plan))
-        return combine_rows(weighted_RD, plan.row_bags).to(out_RD.dtype)
+        return combine_rows(weighted_RD, plan.row_csr).to(out_RD.dtype)
 
     @staticmethod
     @once_differentiable

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.dispatcher import Combine
+    from trimtab.dispatch.dispatcher import CombineMode
 
 
-def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str = "alltoall") -> None:
+def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: str = "alltoall") -> None:
     """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
 
     Args:
@@ -30,8 +30,8 @@ def register(name: str = "trimtab", *, combine: Combine = "sum", transport: str 
         ConfigError: there is no transport or combine of that name, transformers has another implementation of it, or
             it was registered with other options.
     """
-    from trimtab.dispatch.by_name import TRANSPORTS
     from trimtab.dispatch.dispatcher import check_combine
+    from trimtab.dispatch.transports import TRANSPORTS
     from trimtab.errors import BackendError, ConfigError
 
     if transport not in TRANSPORTS:

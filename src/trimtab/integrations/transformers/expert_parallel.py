@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autocast import narrowed
-from trimtab.dispatch.dispatcher import Combine, Dispatcher, Rows
-from trimtab.dispatch.exchange import Trained
-from trimtab.dispatch.shard import shard, unshard
+from trimtab.dispatch.autograd import Trained
+from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
+from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.integrations.transformers.experts import experts_forward
 from trimtab.kernels.selftest import KernelChoice
@@ -40,7 +40,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
 
     # Filled in by `trimtab.integrations.transformers.register` in a class of its own for each name.
     experts_name: str
-    combine: Combine
+    combine: CombineMode
     kernels: KernelChoice
     make_transport: Callable[[dist.ProcessGroup], Transport]
     built: Iterator[int]
@@ -86,16 +86,16 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
-    def _run_experts(self, rows: Rows) -> Tensor:
+    def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():
             return experts_forward(
-                self.experts, rows.x, rows.ids, rows.weights, kernels=self.kernels, num_slots=rows.num_slots
+                self.experts, rows.x_MD, rows.ids_MK, rows.weights_MK, kernels=self.kernels, num_slots=rows.num_slots
             )
         # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
-        absent, implementation = rows.ids < 0, self.experts.config._experts_implementation
-        ids = rows.ids.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
+        absent, implementation = rows.ids_MK < 0, self.experts.config._experts_implementation
+        ids = rows.ids_MK.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
         if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
-            self.experts.post_expert_norm(rows.x[:0])
-        y = self.experts_forward(rows.x, ids, rows.weights.masked_fill(absent, 0))
+            self.experts.post_expert_norm(rows.x_MD[:0])
+        y = self.experts_forward(rows.x_MD, ids, rows.weights_MK.masked_fill(absent, 0))
         trained: Tensor = Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
         return trained

@@ -81,7 +81,7 @@ def _dropped(plan: ExpertPlan, ids_TK: Tensor) -> int | Tensor:
     """How many slots are in no expert's segment, without a host sync; 0 where nobody can tell."""
     if static_by_default(ids_TK):
         return 0 if no_values(ids_TK.device) else ids_TK.numel() - plan.counts_e.sum()
-    return ids_TK.numel() - plan.row_bags.index.shape[0]
+    return ids_TK.numel() - plan.row_csr.indices.shape[0]
 
 
 def refuse_dropped(who: str, dropped: int | Tensor, num_experts: int) -> None:

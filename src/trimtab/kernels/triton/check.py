@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.reference import swiglu_experts, wave
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad
 from trimtab.kernels.triton.language import Launch
@@ -49,7 +49,7 @@ def _results(
     true = swiglu_experts(x.double(), dy.double(), w.double(), up.double(), down.double(), ids)
     x, up, down, w, dy = (t.to(device) for t in (x, up, down, w, dy))
     p = place_slots(ids.to(device), experts)
-    bags, total = Bags(index=p.bag_index, offsets=p.bag_offsets), p.row_R.shape[0]
+    bags, total = Csr(indices=p.bag_index, indptr=p.bag_offsets), p.row_R.shape[0]
     weight_R = torch.where(p.slot_R < 0, 0, w.reshape(-1)[p.slot_R.clamp(min=0)])
     pre, h = x.new_empty(total, 2 * hidden), x.new_empty(total, hidden)
     gate_up(x, p.row_R, up, p.offsets_e, pre, h, launch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.rows import Bags
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 
 BLOCK = 1024
@@ -53,14 +53,12 @@ def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
     return out
 
 
-def combine(rows_nD: Tensor, bags: Bags) -> Tensor:
+def combine(rows_nD: Tensor, csr: Csr) -> Tensor:
     """Sum of each bag's rows in its order, in float32, rounded once: [M, D]. rows contiguous."""
-    bag_count, width = bags.offsets.shape[0] - 1, rows_nD.shape[1]
+    bag_count, width = csr.indptr.shape[0] - 1, rows_nD.shape[1]
     out = torch.empty(bag_count, width, dtype=rows_nD.dtype, device=rows_nD.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(bag_count, 1), triton.cdiv(width, block))
     with on_device_of(rows_nD):
-        combine_kernel[grid](
-            rows_nD, bags.index, bags.offsets, out, bag_count, width, BLOCK=block, num_warps=4, **FUSED
-        )
+        combine_kernel[grid](rows_nD, csr.indices, csr.indptr, out, bag_count, width, BLOCK=block, num_warps=4, **FUSED)
     return out

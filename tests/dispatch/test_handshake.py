@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from dispatch.test_schedule import recorded
 from helpers.cases import case
-from trimtab.dispatch.allgather import AllGather
-from trimtab.dispatch.alltoall import AllToAll
-from trimtab.dispatch.control import COLUMNS, MOVEMENT, MOVEMENTS, Tag, fill
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.handshake import COLUMNS, MOVEMENT, MOVEMENTS, CallId, fill
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import DesyncError, InputError, TrimtabError
 from trimtab.verify.ranks import run_ranks
@@ -116,7 +116,7 @@ def facts_on_rank(kinds: list[str]) -> list[str]:
             2 * E if wrong == "experts" else E,
             AllToAll(group, guard=wrong != "guard"),
             combine="ordered" if wrong == "combine" else "sum",
-            facts="hidden 24" if wrong == "facts" else "hidden 16",
+            fingerprint="hidden 24" if wrong == "fingerprint" else "hidden 16",
             layer="model.layers.11.mlp.experts.of.a.long.name" + (".b" if wrong == "name" else ""),
         )
         try:
@@ -131,10 +131,10 @@ def facts_on_rank(kinds: list[str]) -> list[str]:
 
 CONFIGS = {
     "experts": r"rank 1: count forward of .*\(12 experts, top-2, width 8\)",
-    "facts": r"rank 1: .*other facts.*rank 2: .*hidden 16|rank 1: .*rank 2: .*other facts.*hidden 24",
-    "combine": r"other facts",
-    "guard": r"other facts",
-    "tokens": r"other facts",
+    "fingerprint": r"rank 1: .*fingerprint.*rank 2: .*hidden 16|rank 1: .*rank 2: .*fingerprint.*hidden 24",
+    "combine": r"fingerprint",
+    "guard": r"fingerprint",
+    "tokens": r"fingerprint",
     "name": r"rank 1: count forward of layer …\S+\.of\.a\.long\.name\.b, call 0",
 }
 
@@ -177,11 +177,11 @@ def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on()
 
 
 def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
-    tag = Tag(layer="x" * 50 + "é.11", call=3, experts=6, top_k=2, width=8, facts="")
+    call_id = CallId(layer="x" * 50 + "é.11", call=3, experts=6, top_k=2, width=8, fingerprint="")
     rows = torch.tensor([1, 2])
-    message = fill(rows, rows, 5, 0, tag)
+    message = fill(rows, rows, 5, 0, call_id)
     assert message.shape == (2, COLUMNS)
     for phase, direction in MOVEMENTS:
-        assert MOVEMENTS[tag.columns(phase, direction)[0]] == (phase, direction)
-        assert tag.columns(phase, direction)[1:] == tag.columns("count", "forward")[1:]
-    assert message[:, MOVEMENT:].tolist() == [tag.columns("count", "forward")] * 2, "the same for every peer"
+        assert MOVEMENTS[call_id.columns(phase, direction)[0]] == (phase, direction)
+        assert call_id.columns(phase, direction)[1:] == call_id.columns("count", "forward")[1:]
+    assert message[:, MOVEMENT:].tolist() == [call_id.columns("count", "forward")] * 2, "the same for every peer"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
-from trimtab.dispatch.allgather import gather_uneven
+from trimtab.dispatch.all_gather import gather_uneven
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout
 

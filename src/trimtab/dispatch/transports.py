@@ -8,16 +8,17 @@ Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.alltoall import AllToAll
+from trimtab.dispatch.all_gather import AllGather
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.introduction import Introductions, wait_for, why_not_shared
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.dispatch.transport import Headers, Lanes, OverGroup, Transport
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, Transport
 from trimtab.errors import BackendError
 from trimtab.guard.group import timeout_of
 from trimtab.guard.guard import Guard
@@ -36,16 +37,16 @@ class Auto(OverGroup):
         self.why = ""
         self._introductions = Introductions(group, "auto")
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        return self._choice(headers_PC.device).exchange_headers(headers_PC)
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        return self._choice(message_PC.device).handshake(message_PC)
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        return self._choice(row_token_M.device).spread(tensors, row_token_M, lanes, tokens)
+        return self._choice(row_token_M.device).dispatch(tensors, row_token_M, splits, tokens)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        return self._choice(tensors[0].device).move(tensors, lanes, tokens)
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        return self._choice(tensors[0].device).combine(tensors, splits, tokens)
 
     def _choice(self, device: torch.device) -> Transport:
         if self.chosen is None:
@@ -65,3 +66,12 @@ class Auto(OverGroup):
                     self.why = error.message
             self.chosen = AllToAll(self.group, guard=guard) if self.why or shared is None else shared
         return self.chosen
+
+
+TRANSPORTS: dict[str, Callable[..., Transport]] = {
+    "alltoall": AllToAll,
+    "allgather": AllGather,
+    "shared_memory": SharedMemory,
+    "auto": Auto,
+}
+"""Each is called with a process group, and guard= if another one than by default."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values, watched
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values, watched
 from trimtab.guard.guard import Guard
 
 
@@ -40,25 +40,25 @@ class AllGather(OverGroup):
     `group` and `guard` as for `AllToAll`.
     """
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        refuse_without_values(headers_PC, self.rank)
-        everyone = gather_uneven(headers_PC, self.size, self.group, self.guard).tolist()
-        return Headers(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        refuse_without_values(message_PC, self.rank)
+        everyone = gather_uneven(message_PC, self.size, self.group, self.guard).tolist()
+        return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         tables = gather_uneven(pack(tensors), max(tokens), self.group, self.guard)
-        indices = gather_uneven(row_token_M, max(sum(row) for row in lanes.everyone), self.group, self.guard)
-        mine = [indices[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
+        indices = gather_uneven(row_token_M, max(sum(row) for row in splits.everyone), self.group, self.guard)
+        mine = [indices[source, start:end] for source, (start, end) in enumerate(self._segments(splits))]
         return unpack(torch.cat([tables[source].index_select(0, index) for source, index in enumerate(mine)]), tensors)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
-        rows = gather_uneven(pack(tensors), max(sum(row) for row in lanes.everyone), self.group, self.guard)
-        parts = [rows[source, start:end] for source, (start, end) in enumerate(self._segments(lanes))]
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        rows = gather_uneven(pack(tensors), max(sum(row) for row in splits.everyone), self.group, self.guard)
+        parts = [rows[source, start:end] for source, (start, end) in enumerate(self._segments(splits))]
         return unpack(torch.cat(parts), tensors)
 
-    def _segments(self, lanes: Lanes) -> list[tuple[int, int]]:
+    def _segments(self, splits: SplitSizes) -> list[tuple[int, int]]:
         """Where in each rank's outgoing rows those for this rank lie."""
-        cuts = [[0, *accumulate(row)] for row in lanes.everyone]
+        cuts = [[0, *accumulate(row)] for row in splits.everyone]
         return [(cut[self.rank], cut[self.rank + 1]) for cut in cuts]

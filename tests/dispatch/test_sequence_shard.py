@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.dispatch.shard import shard, unshard
+from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout
 from trimtab.verify.ranks import run_ranks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_bytes, unpack
-from trimtab.dispatch.transport import Headers, Lanes, OverGroup, refuse_without_values, watched
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values, watched
 from trimtab.dispatch.workspace import Workspace
 from trimtab.guard.guard import Guard
 
@@ -33,32 +33,32 @@ class AllToAll(OverGroup):
         super().__init__(group, guard=guard)
         self._workspace = Workspace()
 
-    def exchange_headers(self, headers_PC: Tensor) -> Headers:
-        refuse_without_values(headers_PC, self.rank)
-        received_PC = torch.empty_like(headers_PC)
-        watched(self.guard, dist.all_to_all_single, received_PC, headers_PC, group=self.group)
-        sent, received = torch.stack((headers_PC, received_PC)).tolist()
-        return Headers(sent=sent, received=received, everyone=[])
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        refuse_without_values(message_PC, self.rank)
+        received_PC = torch.empty_like(message_PC)
+        watched(self.guard, dist.all_to_all_single, received_PC, message_PC, group=self.group)
+        sent, received = torch.stack((message_PC, received_PC)).tolist()
+        return Handshake(sent=sent, received=received, everyone=[])
 
-    def spread(
-        self, tensors: Sequence[Tensor], row_token_M: Tensor, lanes: Lanes, tokens: tuple[int, ...]
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         rows_MB = self._rows(row_token_M.shape[0], tensors)
-        return self._send(gather_packed(tensors, row_token_M, out=rows_MB), tensors, lanes)
+        return self._send(gather_packed(tensors, row_token_M, out=rows_MB), tensors, splits)
 
-    def move(self, tensors: Sequence[Tensor], lanes: Lanes, tokens: tuple[int, ...]) -> list[Tensor]:
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         large = max(tokens) * row_bytes(tensors) > PACKED_BYTES and tensors[0].device.type == "cpu"
         parts = [[tensor] for tensor in tensors] if large else [tensors]
-        return [received for part in parts for received in self._move(part, lanes)]
+        return [received for part in parts for received in self._move(part, splits)]
 
-    def _move(self, tensors: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
+    def _move(self, tensors: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
         rows_MB = None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors)
-        return self._send(pack(tensors, out=rows_MB), tensors, lanes)
+        return self._send(pack(tensors, out=rows_MB), tensors, splits)
 
-    def _send(self, rows_MB: Tensor, like: Sequence[Tensor], lanes: Lanes) -> list[Tensor]:
-        received = self._rows(sum(lanes.incoming), like)
-        splits = (list(lanes.incoming), list(lanes.outgoing))
-        watched(self.guard, dist.all_to_all_single, received, rows_MB, *splits, group=self.group)
+    def _send(self, rows_MB: Tensor, like: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
+        received = self._rows(sum(splits.incoming), like)
+        sizes = list(splits.incoming), list(splits.outgoing)
+        watched(self.guard, dist.all_to_all_single, received, rows_MB, *sizes, group=self.group)
         return unpack(received, like)
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
 """The autograd pair: each one's backward is the other, so both directions issue the same collectives.
 
-    Spread   forward P,   backward P^T     tokens and routing weights -> rows
-    Collect  forward P^T, backward P       rows -> tokens
+    Dispatch   forward P,   backward P^T     tokens and routing weights -> rows
+    Combine  forward P^T, backward P       rows -> tokens
 
-Neither saves a tensor, and neither can be differentiated twice (it raises). Collect also takes `sent`, of no elements,
-which Spread gave out beside the rows: so Spread's backward follows its own on every rank, even where the experts in
+Neither saves a tensor, and neither can be differentiated twice (it raises). Combine also takes `sent`, of no elements,
+which Dispatch gave out beside the rows: so Dispatch's backward follows its own on every rank, even where the experts in
 between returned rows that depend on nothing (a loop over experts does, where none has a row). Nobody else reads it, so
 its gradient, None, is added to no other.
 
@@ -21,11 +21,11 @@ from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.route import Route
-from trimtab.kernels.rows import Bags, combine_rows, gather_rows
+from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
 def wants_gradient(x_TD: Tensor, w_TK: Tensor) -> bool:
-    """Whether what this rank sends is to have a gradient, so that its `Spread` has a backward."""
+    """Whether what this rank sends is to have a gradient, so that its `Dispatch` has a backward."""
     return torch.is_grad_enabled() and (x_TD.requires_grad or w_TK.requires_grad)
 
 
@@ -38,7 +38,7 @@ def with_others(w_TK: Tensor, wanted: bool, own: bool) -> Tensor:
     return w_TK.clone().requires_grad_() if wanted and not own and torch.is_grad_enabled() else w_TK
 
 
-class Spread(Function):
+class Dispatch(Function):
     """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *], and `sent`."""
 
     @staticmethod
@@ -46,29 +46,29 @@ class Spread(Function):
         ctx: Any, route: Route, x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.route = route
-        x, w, ids = route.spread([x_TD, w_TK, ids_TK])
+        x, w, ids = route.dispatch([x_TD, w_TK, ids_TK])
         ctx.mark_non_differentiable(ids)
         return x, w, ids, x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dw: Tensor, *_: Tensor) -> tuple[None, Tensor, Tensor, None]:
-        dx_TD, dw_TK = ctx.route.collect([dx, dw], "backward")
+        dx_TD, dw_TK = ctx.route.combine([dx, dw], "backward")
         return None, dx_TD, dw_TK, None
 
 
-class Collect(Function):
-    """Rows [M', D] -> tokens [T, D]. `sent` is Spread's."""
+class Combine(Function):
+    """Rows [M', D] -> tokens [T, D]. `sent` is Dispatch's."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
         ctx.route = route
-        return _whole(route.collect([rows])[0])
+        return _whole(route.combine([rows])[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.route.spread([dy_TD], "backward")[0], None
+        return None, ctx.route.dispatch([dy_TD], "backward")[0], None
 
 
 class Trained(Function):
@@ -86,35 +86,35 @@ class Trained(Function):
         return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)
 
 
-class SpreadSlots(Function):
+class DispatchSlots(Function):
     """Rows [M', D] -> one row per kept slot [R, D], in the order (row, k). Local."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_R: Tensor, bags: Bags) -> Tensor:
-        ctx.bags = bags
+    def forward(ctx: Any, rows: Tensor, row_R: Tensor, csr: Csr) -> Tensor:
+        ctx.csr = csr
         return gather_rows(rows, row_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None, None]:
-        return combine_rows(d_RD.contiguous(), ctx.bags), None, None
+        return combine_rows(d_RD.contiguous(), ctx.csr), None, None
 
 
-class CollectSlots(Function):
+class CombineSlots(Function):
     """One row per kept slot [R, D], in the order (row, k) -> tokens [T, D], summed at home in the order of k.
 
-    The same map as SpreadSlots^T then Collect, with the sum taken in one place; so its backward is theirs.
+    The same map as DispatchSlots^T then Combine, with the sum taken in one place; so its backward is theirs.
     """
 
     @staticmethod
     def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
         ctx.route, ctx.row_R = route, row_R
-        return _whole(route.collect_slots(rows_RD))
+        return _whole(route.combine_slots(rows_RD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
-        (dy,) = ctx.route.spread([dy_TD], "backward")
+        (dy,) = ctx.route.dispatch([dy_TD], "backward")
         return None, gather_rows(dy, ctx.row_R), None, None
 
 

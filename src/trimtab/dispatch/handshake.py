@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.transport import Headers, Lanes, Transport, guard_of
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport, guard_of
 from trimtab.errors import DesyncError, InputError
 from trimtab.validation import DTYPES
 
 NAME_COLUMNS = 4
-ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FACTS, NAME = range(14)
+ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(14)
 EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
 MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
@@ -61,18 +61,18 @@ NOTHING = Shared()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tag:
-    """One layer call, as every rank of the group must have it. `facts`: what else must be equal."""
+class CallId:
+    """One layer call, as every rank of the group must have it. `fingerprint`: what else must be equal."""
 
     layer: str
     call: int
     experts: int
     top_k: int
     width: int
-    facts: str
+    fingerprint: str
 
     def columns(self, phase: str, direction: str) -> list[int]:
-        """The columns from MOVEMENT on. The name travels as its last 32 bytes, the facts as a checksum."""
+        """The columns from MOVEMENT on. The name travels as its last 32 bytes, the fingerprint as a checksum."""
         return [MOVEMENTS.index((phase, direction)), *self._fixed]
 
     @cached_property
@@ -80,19 +80,19 @@ class Tag:
         """What is the same at each movement of the call."""
         tail = self.layer.encode()[-8 * NAME_COLUMNS :].rjust(8 * NAME_COLUMNS, b"\0")
         name = [int.from_bytes(tail[i : i + 8], "little", signed=True) for i in range(0, len(tail), 8)]
-        facts = zlib.crc32(f"{self.layer} {self.facts}".encode())
-        return [self.call, self.experts, self.top_k, self.width, facts, *name]
+        checksum = zlib.crc32(f"{self.layer} {self.fingerprint}".encode())
+        return [self.call, self.experts, self.top_k, self.width, checksum, *name]
 
 
 def fill(
-    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, tag: Tag, *, grad: bool = False,
+    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, call_id: CallId, *, grad: bool = False,
     shared: Shared = NOTHING,
 ) -> Tensor:  # fmt: skip
     """The message [P, C] int64 of a count, made on the device of the counts: no copy to it and no sync.
 
     grad: whether this rank's tokens or their weights want a gradient.
     """
-    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *tag.columns("count", "forward")]
+    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *call_id.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
@@ -103,60 +103,60 @@ def fill(
     return message
 
 
-def announce(transport: Transport, lanes: Lanes, tag: Tag, phase: str, direction: str, rows: Tensor | None) -> None:
+def announce(
+    transport: Transport, splits: SplitSizes, call_id: CallId, phase: str, direction: str, rows: Tensor | None
+) -> None:
     """Tell each peer what comes and check what they tell, before rows move on the CPU. Collective.
 
-    rows: those whose width and dtype the tag does not say; None for what this rank cannot send.
+    rows: those whose width and dtype the call id does not say; None for what this rank cannot send.
 
     Raises:
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
     kind = [0, UNUSABLE, 0] if rows is None else [rows.shape[1], 0, DTYPES.index(rows.dtype)]
-    tail = [*kind, *NOTHING.columns(), *tag.columns(phase, direction)]
-    pairs = zip(lanes.outgoing, lanes.incoming, strict=True)
-    headers = transport.exchange_headers(
-        torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu")
-    )
-    raise_if_unusable(headers.received, tag.layer, phase)
-    raise_if_desynced(headers, transport.rank, tag, phase)
-    kinds = [(told[VALUES], told[DTYPE]) for told in headers.received]
+    tail = [*kind, *NOTHING.columns(), *call_id.columns(phase, direction)]
+    pairs = zip(splits.outgoing, splits.incoming, strict=True)
+    told = transport.handshake(torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu"))
+    raise_if_unusable(told.received, call_id.layer, phase)
+    raise_if_desynced(told, transport.rank, call_id, phase)
+    kinds = [(said[VALUES], said[DTYPE]) for said in told.received]
     if len(set(kinds)) > 1:
         each = ", ".join(f"{values} {str(DTYPES[dtype]).removeprefix('torch.')}" for values, dtype in kinds)
         raise DesyncError(
-            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {tag.call}): the width or the "
+            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {call_id.call}): the width or the "
             "dtype of what the experts gave back differs between ranks",
             ranks=tuple(p for p, kind in enumerate(kinds) if kind != kinds[transport.rank]),
-            layer=tag.layer, phase=phase,
+            layer=call_id.layer, phase=phase,
         )  # fmt: skip
     wrong = {
-        p: f"rank {p} will send {told[ROWS]} rows where {coming} are expected, and expects {told[EXPECTED]} where "
+        p: f"rank {p} will send {said[ROWS]} rows where {coming} are expected, and expects {said[EXPECTED]} where "
         f"{going} come"
-        for p, (told, going, coming) in enumerate(zip(headers.received, lanes.outgoing, lanes.incoming, strict=True))
-        if (told[ROWS], told[EXPECTED]) != (coming, going)
+        for p, (said, going, coming) in enumerate(zip(told.received, splits.outgoing, splits.incoming, strict=True))
+        if (said[ROWS], said[EXPECTED]) != (coming, going)
     }
     if wrong:
         error = DesyncError(
-            f"{'; '.join(wrong.values())} ({direction}, call {tag.call}), as rank {transport.rank} sees it. The "
+            f"{'; '.join(wrong.values())} ({direction}, call {call_id.call}), as rank {transport.rank} sees it. The "
             "ranks hold different plans of one call",
-            ranks=tuple(wrong), layer=tag.layer, phase=phase,
+            ranks=tuple(wrong), layer=call_id.layer, phase=phase,
         )  # fmt: skip
         if (guard := guard_of(transport)) is not None:
             guard.fail(error)
         raise error
 
 
-def raise_if_desynced(headers: Headers, rank: int, tag: Tag, phase: str) -> None:
-    """Every rank sees every tag, so either all raise or none."""
-    mine = headers.sent[rank]
-    others = tuple(p for p, h in enumerate(headers.received) if h[MOVEMENT:] != mine[MOVEMENT:])
+def raise_if_desynced(told: Handshake, rank: int, call_id: CallId, phase: str) -> None:
+    """Every rank sees every call_id, so either all raise or none."""
+    mine = told.sent[rank]
+    others = tuple(p for p, h in enumerate(told.received) if h[MOVEMENT:] != mine[MOVEMENT:])
     if others:
-        sides = "; ".join(f"rank {p}: {_say(h, mine)}" for p, h in enumerate(headers.received))
+        sides = "; ".join(f"rank {p}: {_say(h, mine)}" for p, h in enumerate(told.received))
         raise DesyncError(
             f"rank(s) {', '.join(map(str, others))} are in another call than rank {rank}. {sides}. "
-            f"Rank {rank} also has ({tag.facts}). Every rank of an expert group must run the same layers in the same "
-            "order with the same configuration",
-            ranks=others, layer=tag.layer, phase=phase,
+            f"Rank {rank} also has ({call_id.fingerprint}). Every rank of an expert group must run the same layers in "
+            "the same order with the same configuration",
+            ranks=others, layer=call_id.layer, phase=phase,
         )  # fmt: skip
 
 
@@ -200,12 +200,12 @@ def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str)
 
 
 def _say(told: Sequence[int], mine: Sequence[int]) -> str:
-    """One rank's tag in words, as far as it came over the wire."""
+    """One rank's call_id in words, as far as it came over the wire."""
     phase, direction = MOVEMENTS[told[MOVEMENT]]
     tail = b"".join(value.to_bytes(8, "little", signed=True) for value in told[NAME:]).lstrip(b"\0")
     name = ("…" if len(tail) == 8 * NAME_COLUMNS else "") + tail.decode(errors="replace")
     text = f"{phase} {direction} of layer {name}, call {told[CALL]}"
     text += f" ({told[EXPERTS]} experts, top-{told[TOP_K]}, width {told[WIDTH]})"
-    named = (*range(MOVEMENT, FACTS), *range(NAME, COLUMNS))
-    only_facts = told[FACTS] != mine[FACTS] and all(told[i] == mine[i] for i in named)
-    return f"{text}, with another dtype, combine, guard or other facts" if only_facts else text
+    named = (*range(MOVEMENT, FINGERPRINT), *range(NAME, COLUMNS))
+    only_fingerprint = told[FINGERPRINT] != mine[FINGERPRINT] and all(told[i] == mine[i] for i in named)
+    return f"{text}, with another dtype, combine, guard or fingerprint" if only_fingerprint else text
