@@ -1,0 +1,71 @@
+"""Registering operators of `torch.library`, and naming kernels in their arguments.
+
+An operator has one kernel for every device, a fake one for tensors without values, and a formula for PyTorch's FLOP
+counter: eager mode, `torch.compile`, `torch.export`, the meta device, `FakeTensorMode` and `FlopCounterMode` all call
+the same operator. Autograd is a thin `autograd.Function` around two of them, whose backward is again an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from trimtab.kernels.apart import apart
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.selftest import KernelChoice
+
+_LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
+_IN_USE: WeakValueDictionary[str, Kernels] = WeakValueDictionary()
+
+
+def operator(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int] | None = None
+) -> Callable[..., Any]:
+    """Define `trimtab::<schema>` and return what calls it.
+
+    Args:
+        schema: of `torch.library.Library.define`.
+        kernel: what computes it, on any device. It is called without autograd.
+        fake: makes its results without values; sees tensors on the meta device, or fake ones.
+        flops: from the shapes of the arguments, as `torch.utils.flop_counter.register_flop_formula` takes it.
+    """
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"trimtab::{name}", fake, lib=_LIBRARY)
+    packet = getattr(torch.ops.trimtab, name)
+    if flops is not None:
+        register_flop_formula(packet)(flops)
+    return packet.default  # type: ignore[no-any-return]
+
+
+def name_of(kernels: Kernels) -> str:
+    """A string for an operator's argument that stands for these very kernels, as long as they live."""
+    name = f"@{id(kernels):x}"
+    _IN_USE[name] = kernels
+    return name
+
+
+def kernels_of(name: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
+    """Kernels by what `name_of` returned, or by the names of a `KernelChoice`, joined by commas.
+
+    Args:
+        shape: (D, F) of an expert MLP, where it matters to the choice.
+
+    Raises:
+        BackendError: none of those named can run there.
+    """
+    return _IN_USE[name] if name.startswith("@") else _chosen(name, device, dtype, shape)
+
+
+@lru_cache(maxsize=64)
+def _chosen(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
+    """Chosen and tested once in a process, because a graph holds no `KernelChoice`. In a thread of its own: an operator
+    runs where nothing is recorded for a backward, and a self-test may need one."""
+    first, *others = names.split(",")
+    return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
