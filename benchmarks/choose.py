@@ -77,7 +77,7 @@ def _check(o: Namespace) -> None:
 def _train(o: Namespace) -> list[Task]:
     if wrong := [peer for peer in o.peers if peer != "stock"]:
         raise ConfigError(f"--peers {wrong[0]}: of training steps there is only stock")
-    import_transformers("trimtab bench train")
+    import_transformers("benchmarks train")
     return [
         train_task(
             o.preset, ranks=ranks, threads=threads, folder=PRESETS, batch_size=o.batch_size, seq_len=o.seq_len,

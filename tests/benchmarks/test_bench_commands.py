@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.train import train_task
 from helpers.records import record
-from trimtab.cli.main import main
+from benchmarks.__main__ import main
 
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
 TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
@@ -19,7 +19,7 @@ TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
 
 def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "found.json"
-    code = main(["bench", *options, "--json", str(path)])
+    code = main([*options, "--json", str(path)])
     (found,) = json.loads(path.read_text())["records"]
     return code, found
 
@@ -42,7 +42,7 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_recorded_command_has_no_paths_of_the_machine(tmp_path: Path) -> None:
     chart = f"--chart={tmp_path / 'drawn.png'}"
     _, found = bench(tmp_path, "layer", *TINY, "--dtype", "fp32", "--modes", "forward", chart)
-    assert found["command"] == " ".join(["trimtab bench layer", *TINY, "--dtype fp32 --modes forward"])
+    assert found["command"] == " ".join(["python -m benchmarks layer", *TINY, "--dtype fp32 --modes forward"])
 
 
 def test_kernels(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_all_of_it_is_shown_without_a_picture_where_nothing_draws(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("benchmarks.__main__._measure", lambda task, options: measured)
     places = ["--out", str(tmp_path / "docs"), "--results", str(tmp_path / "results")]
-    assert main(["bench", "all", "--quick", "--only", "kernels", "fp32", *places]) == 0
+    assert main(["all", "--quick", "--only", "kernels", "fp32", *places]) == 0
     assert "no picture: no chart without matplotlib: pip install" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "docs").iterdir()] == ["benchmarks.md"]
 
@@ -91,8 +91,8 @@ def test_training_steps_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["bench", "train"]) == 2
-    assert "trimtab bench train needs transformers (pip install 'trimtab[hf]')" in capsys.readouterr().err
+    assert main(["train"]) == 2
+    assert "benchmarks train needs transformers (pip install 'trimtab[hf]')" in capsys.readouterr().err
     task = train_task("qwen3_moe", ranks=1, folder=tmp_path)
     assert task.prepare is not None
     task.prepare()  # among all cases, its contestants say why
@@ -131,5 +131,5 @@ def test_what_cannot_be_asked_for(
         (["all", "--quick", "--turns", "0", "--out", "/dev/null/docs"], "/dev/null/docs/benchmarks.png: cannot be"),
         (["page", "absent.json", "--out", "x.md"], "absent.json: cannot be read"),
     ):
-        assert main(["bench", *options]) == 2
+        assert main([*options]) == 2
         assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ from trimtab.errors import ConfigError
 
 
 def fake(name: str, build: str, role: Any = "ours", ranks: int = 1, **args: Any) -> Contestant:
-    return Contestant(name=name, role=role, build=f"bench.fakes:{build}", args=args, ranks=ranks)
+    return Contestant(name=name, role=role, build=f"helpers.fakes:{build}", args=args, ranks=ranks)
 
 
 def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
@@ -82,7 +82,7 @@ def test_a_failure_is_a_row_with_its_reason() -> None:
     assert len(by_name["good"].steps("forward")) >= 1
     expected = {
         "absent": "cannot be imported here: No module named 'a_package_that_nobody_has'",
-        "nowhere": "AttributeError: module 'bench.fakes' has no attribute 'no_such_function'",
+        "nowhere": "AttributeError: module 'helpers.fakes' has no attribute 'no_such_function'",
         "raises": "ValueError: bad shapes",
         "dies": "died: exit code 3, out of luck",
         "wrong": "wrong numbers, not raced: y is off by 0.25",

@@ -50,7 +50,7 @@ def test_the_digest_is_of_what_is_raced(tmp_path: Path, name: str, text: str, ke
 
 @pytest.mark.usefixtures("as_of_now")
 def test_a_record_bears_its_digest_unless_it_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Contestant(name="one", role="ours", build="bench.fakes:sleeper", args={"modes": {"forward": 0.01}})
+    fake = Contestant(name="one", role="ours", build="helpers.fakes:sleeper", args={"modes": {"forward": 0.01}})
     task = Task(part="layer", case={}, contestants=[fake], modes=["forward"])
     made = run_task(task, ["default"], Pace(turns=1, seconds=0.01), command="here")
     assert made.sources == NOW
