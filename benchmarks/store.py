@@ -56,7 +56,9 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise InputError(f"{path}: not a file that this version of `python -m benchmarks` wrote ({what})") from error
+            raise InputError(
+                f"{path}: not a file that this version of `python -m benchmarks` wrote ({what})"
+            ) from error
         if version != FORMAT:
             raise InputError(f"{path}: format {version}, expected {FORMAT}; measure it anew")
     return records

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.train import train_task
 from helpers.records import record
-from benchmarks.__main__ import main
 
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
 TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
