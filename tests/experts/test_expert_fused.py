@@ -17,13 +17,12 @@ from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
-from trimtab.experts import expert_call, mlp, mlp_fused
+from trimtab.experts import expert_call, mlp
 from trimtab.experts.activations import BY_NAME, GELU, ClampedSwiGLU, GeGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
 from trimtab.experts.mlp_fused import FusedMLP, covers
 from trimtab.experts.module import ExpertMLP
-from trimtab.kernels import mkl
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.grouped import get_kernels
 
@@ -62,28 +61,9 @@ BUILT_IN = {
 }  # fmt: skip
 
 
-known = pytest.mark.skipif(not mkl._measured(), reason="MKL's order of sums is known for AVX-512 on Intel's processors")
-one_order = pytest.mark.skipif(
-    not mkl._measured() and not mkl.slower_than_compiled(), reason="large experts are left to a GEMM of unknown order"
-)
-
-
 def go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All experts in float32 go block by block, whatever their size and on any machine."""
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
-    monkeypatch.setattr(mlp_fused, "slower_than_compiled", lambda: False)
-
-
-def go(fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
-    """Forward and backward of experts that may go either way go this way; what is returned says which have gone."""
-    taken: set[bool] = set()
-
-    def way(call: ExpertCall, *, backward: bool) -> bool:
-        taken.add(backward)
-        return fused[backward]
-
-    monkeypatch.setattr(mlp, "fused_is_faster", way)
-    return taken
+    """As experts do that C++ does not cover as a whole."""
+    monkeypatch.setattr(mlp, "covers", lambda call: False)
 
 
 def a_call(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> ExpertCall:
@@ -114,7 +94,7 @@ def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bia
 @pytest.mark.parametrize("routing", grid.ROUTINGS)
 @pytest.mark.parametrize("variant", BUILT_IN)
 @pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
-def test_large_experts_equal_oracle_block_by_block(
+def test_experts_equal_oracle_block_by_block(
     routing: str, variant: str, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_by_blocks(monkeypatch)
@@ -122,97 +102,7 @@ def test_large_experts_equal_oracle_block_by_block(
     grid.check("compiled", torch.float32, routing, variant, bias, transposed)
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("routing", grid.ROUTINGS)
-@pytest.mark.parametrize("variant", [name for name in BUILT_IN if "clamped" not in name])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("fused", [(False, False), (True, False), (True, True)])
-def test_experts_that_may_go_either_way_equal_oracle(
-    routing: str, variant: str, transposed: bool, fused: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numbers are right on any machine, also where the bits would differ."""
-    taken = go(fused, monkeypatch)
-    monkeypatch.setattr(mkl, "_measured", lambda: True)
-    monkeypatch.setattr(compiled_kernels(), "sums_as_mkl", True)
-    monkeypatch.setattr(mlp_fused, "EITHER", 0)
-    monkeypatch.setattr(mkl, "NARROW", 0)
-    assert function_of(a_call(variant)) is mlp._EitherMLP
-    grid.check("compiled", torch.float32, routing, variant, False, transposed)
-    assert {False, True} <= taken
-
-
-@known
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("gradients", ["grad", "main_grad", "delayed"])
-@pytest.mark.parametrize("variant", ["swiglu", "gelu"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("weights", ["experts", "combine"])
-@pytest.mark.parametrize(("dim", "hidden"), [(1024, 520), (512, 1040), (256, 2064)])
-def test_either_way_has_the_same_bits(
-    threads: int, gradients: str, variant: str, transposed: bool, weights: Literal["experts", "combine"], dim: int,
-    hidden: int, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Also where an expert has a row, none or many, and a row fewer than K experts."""
-    torch.manual_seed(0)
-    math = ExpertMath(activation=BUILT_IN[variant].ours(), weights=weights)
-    width = hidden * BUILT_IN[variant].width
-    shapes = ((5, dim, width), (5, hidden, dim)) if transposed else ((5, width, dim), (5, dim, hidden))
-    up, down = (torch.randn(*shape).div_(30).requires_grad_() for shape in shapes)
-    x, dy = torch.randn(2, 90, dim)
-    ids, w = torch.rand(90, 3).argsort(1) + torch.tensor([0, 0, -1]), torch.rand(90, 3)
-    ids[7, 1] = 4
-    up.main_grad, down.main_grad = torch.zeros_like(up), torch.zeros_like(down)  # type: ignore[attr-defined]
-    found = []
-    for fused in ((False, False), (True, False), (True, True)):
-        with torch_threads(threads), monkeypatch.context() as patch:
-            taken = go(fused, patch)
-            leaves, jobs = [x.clone().requires_grad_(), w.clone().requires_grad_()], []
-            kernels = compiled_kernels()
-            y = expert_mlp(
-                *leaves, plan_experts(ids, 5, kernels=kernels), ExpertWeights(up=up, down=down, transposed=transposed),
-                math, kernels, defer=jobs.append if gradients == "delayed" else None,
-                main_grad="overwrite" if gradients == "main_grad" else "off",
-            )  # fmt: skip
-            y.backward(dy)
-            with torch.no_grad():
-                grads = jobs[0]()[1] if jobs else [up.grad, down.grad]
-                if gradients == "main_grad":
-                    grads = [up.main_grad.clone(), down.main_grad.clone()]  # type: ignore[attr-defined]
-        assert taken == {False, True}
-        assert len(jobs) == (gradients == "delayed")
-        up.grad = down.grad = None
-        found.append([y.detach(), *(leaf.grad for leaf in leaves), *grads])
-    for others in found[1:]:
-        for name, a, b in zip(("y", "dx", "dw", "up", "down"), others, found[0], strict=True):
-            assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD", ""])
-def test_large_experts_are_left_to_the_machine_s_gemm_where_it_may_be_the_faster(
-    vendor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mlp_fused, "LARGE", 0)
-    monkeypatch.setattr(mkl, "_vendor", lambda: vendor)
-    assert function_of(a_call()) is (FusedMLP if vendor == "AuthenticAMD" else mlp._ExpertMLP)
-
-
-def test_each_pass_goes_the_way_that_is_the_faster() -> None:
-    def ways(rows: int, threads: int) -> tuple[bool, bool]:
-        plan = plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 2)
-        call = ExpertCall(**{**vars(a_call()), "plan": plan})
-        with torch_threads(threads):
-            return mlp_fused.fused_is_faster(call, backward=False), mlp_fused.fused_is_faster(call, backward=True)
-
-    (forward, backward), (more, further) = mlp_fused.FEW
-    assert max(backward, further) <= min(forward, more)
-    assert ways(0, 1) == ways(2 * backward, 1) == ways(2 * further, 2) == (True, True)
-    assert ways(2 * backward + 1, 1) == ways(2 * forward, 1) == ways(2 * more, 2) == (True, False)
-    assert ways(2 * forward + 1, 1) == ways(2 * more + 1, 2) == (False, False)
-
-
-@one_order
 def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
-    """Where the hidden width is small for MKL, and an expert has more rows than its gradients have one order for."""
     torch.manual_seed(0)
     module = ExpertMLP(2, 128, 4096, kernels="compiled", dtype=torch.float32)
     x, w, dy = torch.randn(1700, 128), torch.rand(1700, 1), torch.randn(1700, 128)
@@ -227,42 +117,6 @@ def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(others, found[0], strict=True))
 
 
-@pytest.mark.parametrize("why", ["medium", "bf16", "machine"])
-def test_there_is_one_way_where_the_bits_would_differ(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = compiled_kernels()
-    monkeypatch.setattr(mlp_fused, "EITHER", 0)
-    monkeypatch.setattr(mkl, "NARROW", 0)
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    try:
-        if why == "medium":
-            torch.set_float32_matmul_precision(why)
-        elif why == "bf16":
-            matmul.fp32_precision = why
-        else:
-            monkeypatch.setattr(kernels, "sums_as_mkl", False)
-        assert function_of(a_call()) is FusedMLP
-        go_by_blocks(monkeypatch)
-        assert function_of(a_call()) is mlp._ExpertMLP
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        matmul.fp32_precision = before
-
-
-def test_what_may_go_either_way() -> None:
-    def experts(dim: int, hidden: int, bias: bool = False, dtype: torch.dtype = torch.float32, **given: str) -> object:
-        module = ExpertMLP(1, dim, hidden, bias=bias, dtype=dtype, device="meta", **given)  # type: ignore[arg-type]
-        weights = ExpertWeights(**{n: getattr(module, n) for n in ("up", "down", "up_bias", "down_bias")})
-        call = ExpertCall(**{**vars(a_call(dtype=dtype)), "weights": weights, "math": module.math})
-        return mlp_fused.either(call)
-
-    with torch_threads(4):
-        assert experts(1024, 512) == experts(600, 900, activation="gelu") == mkl._measured()
-        assert not experts(2048, 511)
-    assert not any((experts(1024, 511), experts(1024, 512, bias=True), experts(1024, 512, dtype=torch.bfloat16)))
-    assert not any((experts(1024, 512, activation="clamped_swiglu"), experts(2 * mkl.DEPTH + 1, 1024)))
-
-
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
@@ -274,7 +128,7 @@ def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: boo
 def test_what_lies_between_the_products_takes_one_pass(
     together: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of large experts, in as many calls as there are blocks: experts of few rows may share one."""
+    """In as many calls as there are blocks: experts of few rows may share one."""
     go_by_blocks(monkeypatch)
     for most in ("TOGETHER", "AT_ONCE"):
         monkeypatch.setattr(expert_call, most, together)
@@ -294,7 +148,7 @@ def test_what_lies_between_the_products_takes_one_pass(
 
 
 @pytest.mark.parametrize("weights", ["experts", "combine"])
-def test_gradients_of_large_experts_are_the_loop_s_also_if_delayed(
+def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(
     weights: Literal["experts", "combine"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_by_blocks(monkeypatch)
@@ -448,10 +302,8 @@ def test_no_bit_depends_on_the_number_of_threads(dtype: torch.dtype) -> None:
         assert all(torch.equal(one[name], many[name]) for name in one)
 
 
-@one_order
 def test_a_row_s_bits_in_large_experts_depend_on_neither_the_other_rows_nor_the_threads() -> None:
     dim, hidden = 1024, 1040
-    assert dim * hidden >= mlp_fused.LARGE
     everything = run(torch.arange(1500), 1, torch.float32, dim, hidden)
     for rows in (torch.tensor([700]), torch.arange(690, 714), torch.arange(650, 800), torch.arange(200, 1500)):
         at = rows.tolist().index(700)

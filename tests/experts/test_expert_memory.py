@@ -9,7 +9,6 @@ from benchmarks.live_bytes import LiveBytes
 from helpers.threads import torch_threads
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.module import ExpertMLP
-from trimtab.kernels import onednn
 from trimtab.kernels.compiled import compiled_kernels
 
 M, K, D, F, SIZE = 128, 4, 64, 96, 4
@@ -62,38 +61,6 @@ def test_peaks_are_what_the_docstring_says(activation: str, weights: str, routin
         indices = INDICES * M * K
         assert value <= bound + indices, f"{name}: {value} bytes, promised {bound} + {indices}"
         assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
-
-
-@pytest.mark.parametrize("pays", [onednn.TILES, onednn.VECTORS], ids=["tiles", "vectors"])
-@pytest.mark.parametrize("routing", ["even", "ragged", "few"])
-def test_peaks_of_the_loop_in_bfloat16(routing: str, pays: onednn.Pays, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "native", lambda: True)
-    monkeypatch.setattr(onednn, "pays", lambda: pays)
-    tokens, experts, dim, hidden, size = (128, 16, 1024, 512, 2) if routing == "few" else (1024, 16, 512, 256, 2)
-    ids = torch.arange(tokens * K).view(tokens, K) % experts
-    if routing == "ragged":
-        ids = torch.where(torch.arange(tokens)[:, None] < 60, ids // 2, ids)
-    mlp = ExpertMLP(experts, dim, hidden, kernels="loop", dtype=torch.bfloat16)
-    x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
-    w, dy = torch.rand(tokens, K, requires_grad=True), torch.randn(tokens, dim, dtype=torch.bfloat16)
-    mlp(x, ids, w)
-    params = sum(p.nbytes for p in mlp.parameters())
-    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
-        y = mlp(x, ids, w)
-        forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
-        y.backward(dy)
-    counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
-    rows, width = sum(onednn.level(counts)), 2 * hidden
-    together = min(pays.alike, rows)
-    assert rows <= tokens * K * 5 // 4 + (pays.step - 1) * experts
-    turned = together * max(width, dim) if pays.wide or routing == "few" else 0
-    pre, indices = size * rows * width, INDICES * rows
-    base = rows * (width + dim) + turned
-    most = size * (base + max(tokens * dim, together * dim, 2 * together * hidden))
-    assert pre <= kept <= pre + indices
-    assert 0.7 * most <= forward <= most + indices
-    most = size * (base + max(tokens * dim, together * (4 * hidden + dim), 4 * together * hidden))
-    assert 0.7 * most <= live.peak - params - y.nbytes <= most + indices
 
 
 @pytest.mark.parametrize("threads", [1, 2])

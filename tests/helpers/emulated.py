@@ -16,10 +16,9 @@ from trimtab.kernels.pages import Pages
 INSTRUCTIONS = PRODUCTS[1:]
 DEFINES = (
     "TRIMTAB_EMULATE_BF16",
-    'TRIMTAB_BY_ROWS=(std::getenv("BY_ROWS")!=nullptr)',
     'TRIMTAB_STRAIGHT=(std::getenv("BROUGHT")!=nullptr?0:NR)',
 )
-"""The environment says which way few rows go: a weight's rows brought, row by row or not, or read where they lie."""
+"""The environment says which way few rows go: a weight's rows brought, or read where they lie."""
 NANS = 0x7FC07FC0
 MARGIN = 64
 

@@ -16,34 +16,29 @@ from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.recomputed import Recomputed
-from trimtab.kernels import compiled
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
+from trimtab.kernels.loop import LoopKernels
 
 SIZES = (3, 0, 70, 1, 9)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
-pytestmark = pytest.mark.usefixtures("native")
 
-
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever PyTorch has instructions for: what the C++ lacks it widens."""
-    monkeypatch.setattr(CompiledKernels, "compute_dtype", lambda self, dtype: dtype)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(params=["forward"])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Experts of each product that the C++ made."""
     made: list[int] = []
-    real = CompiledKernels.forward
+    real = getattr(CompiledKernels, request.param)
 
     def spy(self: CompiledKernels, fields: Mapping[str, Any]) -> None:
         made.append(fields["E"])
         real(self, fields)
 
-    monkeypatch.setattr(CompiledKernels, "forward", spy)
+    monkeypatch.setattr(CompiledKernels, request.param, spy)
     return made
+
+
+gradients = pytest.mark.parametrize("calls", ["weight_gradients"], indirect=True)
 
 
 def block_of(sizes: tuple[int, ...]) -> Block:
@@ -94,16 +89,54 @@ def test_what_does_not_lie_as_it_is_read_goes_the_way_of_the_loop(calls: list[in
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("slower", [False, True])
-def test_which_weights(slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "slower_than_compiled", lambda: slower)
-    kernels = compiled_kernels()
-    for dtype in (torch.float32, torch.bfloat16):
-        assert kernels.multiplies(torch.empty(2, 512, 256, dtype=dtype, device="meta"))
-        assert kernels.multiplies(torch.empty(2, 512, 257, dtype=dtype, device="meta")) == slower
-    assert not kernels.multiplies(torch.empty(2, 8, 8, dtype=torch.float64))
-    block = block_of(SIZES)
+def test_weights_without_values() -> None:
+    block, kernels = block_of(SIZES), compiled_kernels()
     assert kernels.grouped_mm(torch.randn(sum(SIZES), 8), torch.randn(len(SIZES), 8, 0), block).shape == (sum(SIZES), 0)
+
+
+@gradients
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("widths", [(600, 70), (576, 64), (17, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 0, 100, 1, 41), (300,), (0, 0)], ids=str)
+def test_gradients_of_all_experts(
+    calls: list[int], sizes: tuple[int, ...], widths: tuple[int, int], add: bool, turned: bool, threads: int
+) -> None:
+    a, b = (torch.randn(sum(sizes), width) for width in widths)
+    shape = (len(sizes), *(widths[::-1] if turned else widths))
+    out, block = torch.full(shape, 0.5 if add else torch.nan), block_of(sizes)
+    with torch_threads(threads), torch.device("meta"):  # needs no default device
+        compiled_kernels().grouped_wgrad(a, b, block, out.transpose(1, 2) if turned else out, add=add)
+    assert calls == [len(sizes)]
+    truth = gradients_of(a, b, sizes) + (0.5 if add else 0.0)
+    assert_close(out.transpose(1, 2) if turned else out, truth, 1e-6, "gradient")
+
+
+def gradients_of(a: Tensor, b: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    return torch.stack([x.double().t() @ y.double() for x, y in zip(a.split(sizes), b.split(sizes), strict=True)])
+
+
+@gradients
+def test_other_gradients_go_the_way_of_the_loop(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    block, kernels, rows, e, A, B = block_of(SIZES), compiled_kernels(), sum(SIZES), len(SIZES), 40, 24
+    a, b, out = torch.randn(rows, A), torch.randn(rows, B), torch.empty(e, A, B)
+    truth = gradients_of(a, b, SIZES)
+    strided = torch.randn(rows, 2 * B)
+    strided[:, ::2] = b
+    for columns, target in ((strided[:, ::2], out), (b, torch.empty(e, A, 2 * B)[:, :, ::2])):
+        kernels.grouped_wgrad(a, columns, block, target)
+        assert_close(target, truth, 1e-6, "gradient")
+    half = torch.empty(e, A, B, dtype=torch.float16)
+    kernels.grouped_wgrad(a, b, block, half)
+    assert_close(half, truth, 1e-3, "gradient in another dtype")
+    kernels.grouped_wgrad(a[:, :0], b, block, out[:, :0].contiguous())
+    refused: list[int] = []
+    monkeypatch.setattr(LoopKernels, "grouped_wgrad", lambda self, a, b, *rest, add: refused.append(len(a)))
+    for n, wide, deep in ((rows - 1, A, B), (rows, A - 1, B), (rows, A, B + 1)):
+        kernels.grouped_wgrad(torch.randn(n, wide), torch.randn(n, deep), block, torch.empty(e, A, B))
+    assert len(refused) == 3
+    assert not calls
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -1,5 +1,5 @@
-"""Few rows times a weight whose rows lie one after the other: read there, or brought row by row or block by block, the
-same bits. They are those of the bfloat16 that a weight in float32 is rounded to, beside rows in bfloat16."""
+"""Few rows times a weight whose rows lie one after the other: read there, or brought block by block, the same
+bits. They are those of the bfloat16 that a weight in float32 is rounded to, beside rows in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from trimtab.kernels.compiled import CompiledKernels
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 COUNTS = (1, 2, 0, 17, 32, 33, 64, 65, 128, 129, 3)
-WAYS: tuple[set[str], ...] = ({"BROUGHT"}, {"BROUGHT", "BY_ROWS"}, set())
-"""See `emulated.DEFINES`."""
+WAYS = "1", None
+"""Of BROUGHT, see `emulated.DEFINES`."""
 
 
-def go(way: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BROUGHT", "BY_ROWS"):
-        monkeypatch.setenv(name, "") if name in way else monkeypatch.delenv(name, raising=False)
+def go(way: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BROUGHT", raising=False) if way is None else monkeypatch.setenv("BROUGHT", way)
 
 
 def test_the_way_is_the_one_that_was_asked_for() -> None:
     with pytest.raises(BackendError, match="nowhere"):
-        CompiledKernels(defines=["TRIMTAB_BY_ROWS=nowhere"])
+        CompiledKernels(defines=["TRIMTAB_STRAIGHT=nowhere"])
 
 
 def bits(

@@ -138,15 +138,6 @@ def test_bags_sum_in_float32_and_never_read_what_no_bag_names(dtype: torch.dtype
     assert_close(got, truth, 2 * torch.finfo(dtype).eps, "bags")
 
 
-@pytest.mark.parametrize("tail", [0, 3])
-def test_bags_in_the_order_of_their_rows(tail: int) -> None:
-    bags = Csr(indices=torch.tensor([5, 0, 2, 1, 2] + [9] * tail), indptr=torch.tensor([0, 0, 2, 2, 5]))
-    assert bags.ascending().indices.tolist() == [0, 5, 1, 2, 2]
-    assert bags.ascending().indptr is bags.indptr
-    none = Csr(indices=bags.indices[:0], indptr=torch.zeros(3, dtype=torch.int64))
-    assert none.ascending().indices.shape == (0,)
-
-
 @pytest.mark.parametrize("tail", [0, 1, 255, 1000])
 def test_what_no_bag_names_is_shared_among_many(tail: int) -> None:
     bags, rows = Csr(indices=torch.arange(5 + tail), indptr=torch.tensor([0, 0, 2, 2, 5])), torch.randn(5 + tail, 3)

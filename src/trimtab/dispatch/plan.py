@@ -24,7 +24,6 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.slot_places import SlotPlaces
@@ -187,7 +186,6 @@ def plan_experts(
     num_slots: int | None = None,
     static: bool | None = None,
     kernels: object = None,
-    level: torch.dtype | None = None,
 ) -> ExpertPlan:
     """Group the slots of `ids_MK` [M, K] by local expert.
 
@@ -196,7 +194,6 @@ def plan_experts(
     default on a device, of tensors without values and under `torch.compile`: nothing is read back) takes the bound N
     (+ padding); its expert rows beyond offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
-    `level`: dtype of experts that make zeros of a row of zeros, so that `kernels` may lengthen segments for speed.
 
     Raises:
         ConfigError: no such alignment.
@@ -207,8 +204,7 @@ def plan_experts(
     ids_MK = wide_ids(ids_MK)
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
-    readable = not static and _in_memory(ids_MK)
-    if isinstance(kernels, CompiledKernels) and readable:
+    if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
         places = kernels.place_slots(ids_MK, num_experts, alignment)
         _check_slots(num_slots, places.bag_index.shape[0])
         return ExpertPlan.of(places, top_k)
@@ -218,10 +214,7 @@ def plan_experts(
     order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
     counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
     counts_e = counts_e.scatter_add(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
-    if level is not None and alignment == 1 and isinstance(kernels, LoopKernels) and readable:
-        aligned_e = kernels.segments(counts_e, level)
-    else:
-        aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
     offsets_e = torch.nn.functional.pad(aligned_e.cumsum(0), (1, 0))
     # An aligned segment starts later than a dense one by the padding of the experts before it.
     shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)

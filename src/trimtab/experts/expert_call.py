@@ -6,7 +6,7 @@ Legend: e local experts, D model dim, I width of the pre-activations, F expert h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -86,7 +86,6 @@ class ExpertCall:
     trained: where they are delayed, which parameters wanted a gradient when the call was made.
     pre: [at least R, I] in `dtype`, into whose first R rows the forward puts the pre-activations that
         the backward reads, where they must lie in one tensor; None where each block may keep its own.
-    as_compiled: whether blocks have the bits of the compiled kernels, which may make the other pass.
     """
 
     plan: ExpertPlan
@@ -100,13 +99,11 @@ class ExpertCall:
     trained: tuple[bool, ...] = ()
     products: TwoProducts | None = None
     pre: Tensor | None = None
-    as_compiled: bool = False
 
     def blocks(self) -> Iterator[Block]:
         up, down, plan = self.weights.up, self.weights.down, self.plan
         most = AT_ONCE if at_once(self.kernels, up, down, dtype=self.dtype) else TOGETHER
-        made = self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, self.dtype)
-        return (replace(block, as_compiled=True) for block in made) if self.as_compiled else made
+        return self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, self.dtype)
 
     def by_row(self, weight: Tensor) -> Tensor:
         """A parameter, or a part of one, as [e, in, out]."""

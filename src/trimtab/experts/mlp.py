@@ -21,7 +21,6 @@ F expert hidden dim.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +36,11 @@ from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
 from trimtab.experts.expert_call import ExpertMath as ExpertMath
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp_fused import FusedMLP, by_blocks, covers, either, fused_is_faster, number_of
+from trimtab.experts.mlp_fused import FusedMLP, covers, number_of
 from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
-from trimtab.kernels.rows import Csr, combine_rows
+from trimtab.kernels.rows import combine_rows
 
 
 def expert_mlp(
@@ -97,15 +96,6 @@ def expert_mlp(
     return y.to(x_MD.dtype)
 
 
-def fills(weights: ExpertWeights, math: ExpertMath) -> torch.dtype | None:
-    """`level` of `plan_experts` for these experts: what they compute in if a row of zeros gives zeros, else None.
-
-    Norms and activations of one's own may make NaN of it, and a built-in one may make infinity of a bias.
-    """
-    plain = math.post_norm is None and number_of(math.activation) is not None and weights.up_bias is None
-    return computed_in(weights.up) if plain else None
-
-
 def function_of(call: ExpertCall) -> type[Function]:
     """What computes a call, forward and backward."""
     if call.products is not None:
@@ -115,11 +105,7 @@ def function_of(call: ExpertCall) -> type[Function]:
 
         if fused(call):
             return TritonMLP
-    if not covers(call):
-        return _ExpertMLP
-    if either(call):
-        return _EitherMLP
-    return _ExpertMLP if by_blocks(call) else FusedMLP
+    return FusedMLP if covers(call) else _ExpertMLP
 
 
 class _ExpertMLP(Function):
@@ -174,7 +160,7 @@ class _ExpertMLP(Function):
                 out_RD[r] = out
         ctx.call = call
         ctx.save_for_backward(x, w_MK, *given, *saved)
-        return combine_rows(out_RD, _bags(call), None if folded else w_R1[:, 0].to(x.dtype))
+        return combine_rows(out_RD, plan.row_csr, None if folded else w_R1[:, 0].to(x.dtype))
 
     @staticmethod
     @eager_backward
@@ -234,7 +220,7 @@ class _ExpertMLP(Function):
                 if not direct:
                     dx_RD[r] = dx
             del d_pre
-        d_x = None if dx_RD is None else combine_rows(dx_RD, _bags(call))
+        d_x = None if dx_RD is None else combine_rows(dx_RD, plan.row_csr)
         d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
         d_own = [d.to(p.dtype) for d, p in zip(d_params, math.params, strict=True)]
         if grads is not None:
@@ -242,28 +228,6 @@ class _ExpertMLP(Function):
         assert call.defer is not None
         call.defer(lambda: _delayed(call, x, w_R1, dy, pres, d_pres), call.delayed_reads(x, dy))
         return (None, d_x, d_w, None, None, None, None, None, *d_own)
-
-
-class _EitherMLP(Function):
-    """Large experts in float32: each pass in the way that is the faster, a row's bits the same."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ExpertCall, *inputs: Tensor) -> Tensor:
-        call = replace(call, as_compiled=True)
-        return (FusedMLP if fused_is_faster(call, backward=False) else _ExpertMLP).forward(ctx, call, *inputs)
-
-    @staticmethod
-    @eager_backward
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call = replace(ctx.call, as_compiled=True)  # in a compiled graph it is not the forward's
-        grads: tuple[Tensor | None, ...]
-        grads = (FusedMLP if fused_is_faster(ctx.call, backward=True) else _ExpertMLP).backward(ctx, dy)
-        return grads
-
-
-def _bags(call: ExpertCall) -> Csr:
-    bags = call.plan.row_csr
-    return bags.ascending() if call.as_compiled and call.plan.top_k > 1 else bags
 
 
 def _by_block(call: ExpertCall, saved: list[Tensor]) -> list[Tensor]:

@@ -2,8 +2,7 @@
 
 Covered are the built-in activations with or without biases, weights in float32 or bfloat16 in either layout, weights
 inside or in the combine, `main_grad` and delayed weight gradients. A norm behind the experts, activations with
-parameters or of one's own, other dtypes and recipes go block by block, and large experts in float32 where that is the
-faster: `covers`, `either`, `fused_is_faster` and `by_blocks` say which.
+parameters or of one's own, other dtypes and recipes go block by block: `covers` says which.
 
 Saved for the backward: the rows, the weights and the pre-activations [R, I], gate and up as halves of a row. Experts
 are worked on in waves, and what lies between two products lives as long as its wave; the gradients of the
@@ -32,20 +31,11 @@ from trimtab.kernels.abi import ACTIVATIONS, TYPES
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import put
 from trimtab.kernels.memory import in_memory, laid_out
-from trimtab.kernels.mkl import same_bits, slower_than_compiled
 
 Fields = dict[str, Any]
 
 _WEIGHTS = ("up", "down", "up_bias", "down_bias")
 """What weight gradients do not read: FSDP2 has taken their memory back by then, and copies would wait."""
-
-EITHER, LARGE = 1 << 19, 1 << 20
-"""D * F of one expert from which float32 is faster block by block where rows are many, and from which it goes that way
-if its path may not depend on their number."""
-
-FEW = ((384, 128), (768, 256))
-"""Rows an expert up to which large experts in float32 take less time here than block by block: forward and backward, on
-one thread and on several. A backward here needs a forward here: no second number may be greater than a first one."""
 
 
 def covers(call: ExpertCall) -> bool:
@@ -58,37 +48,6 @@ def covers(call: ExpertCall) -> bool:
     return plain and call.dtype in TYPES and all(
         t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() and in_memory(t) for t in each
     )  # fmt: skip
-
-
-def either(call: ExpertCall) -> bool:
-    """Whether these are experts in float32 of such a size that the machine's own GEMM computes them faster where rows
-    are many, and a row with the same bits, if it is summed in the experts' order. Gradients of weights have the same
-    bits over up to 256 rows."""
-    widths = *call.weights.shape, _width(call)
-    plain = call.weights.up_bias is None and call.weights.down_bias is None
-    if not plain or not _sized(call, EITHER) or isinstance(call.math.activation, ClampedSwiGLU):
-        return False
-    return same_bits(*widths) and _kernels(call).sums_as_mkl
-
-
-def by_blocks(call: ExpertCall) -> bool:
-    """Whether these are others in float32 so large that they go block by block, whatever the number of rows: where the
-    machine's own GEMM may be the faster."""
-    return _sized(call, LARGE) and not slower_than_compiled()
-
-
-def _sized(call: ExpertCall, least: int) -> bool:
-    return call.dtype == torch.float32 and call.weights.down[0].numel() >= least
-
-
-def fused_is_faster(call: ExpertCall, *, backward: bool) -> bool:
-    """Whether a pass of what may go `either` way takes less time here, by the mean number of rows.
-
-    Measured at 1024 x 2816, in the time that blocks take: of 64 rows 0.83 forward and 0.89 forward and backward on one
-    thread, 0.76 and 0.88 on two; of 512 rows 1.0 and 1.1, 0.97 and 1.04.
-    """
-    most = FEW[torch.get_num_threads() > 1][backward]
-    return call.plan.row_R.shape[0] <= most * call.weights.up.shape[0]
 
 
 def number_of(activation: Activation) -> int | None:

@@ -20,7 +20,7 @@ from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
@@ -55,10 +55,7 @@ class ExpertMLP(GroupedModule):
         c = 4 for swiglu and geglu, else 3, on kernels "stock" 3
 
     and 48 bytes of indices per kept slot, on kernels "loop" without biases and with parameters in a dtype that the
-    machine computes in; experts of few rows are taken together, r = 256. In bfloat16, where the machine multiplies it,
-    R counts rows that fill up segments, up to 31 an expert and a quarter of all, r = 1152, and r max(I, D)
-    comes on top; without AMX up to 7 an expert and a quarter, r = 2304, and that comes on top for experts of 32, 64, 96
-    or 128 rows alone.
+    machine computes in; experts of few rows are taken together, r = 256.
     Kernels "stock" take all experts at once and copy each result: r = R, and r (F + D) joins the forward's maximum.
     Gathered rows and activations are never kept.
 
@@ -72,10 +69,7 @@ class ExpertMLP(GroupedModule):
         for sums of tokens        2 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.52 MB, and 1.0 MB, but 2.2 MB for gradients where v = 2
 
-    Large experts in float32, D F >= 2^20, are as on "loop", except on AMD's processors (`trimtab.kernels.mkl`). On
-    Intel's with AVX-512 they need 1.6 MB more for each thread where they have 48 to 199 rows, and those without biases,
-    already from 2^19 on, take either way (`trimtab.experts.mlp_fused.fused_is_faster`). Where the products of what goes
-    that way are their own (`CompiledKernels.multiplies`), r = 2048.
+    What goes the way of "loop" has r = 2048.
     Delayed weight gradients hold another s R I. What "loop" and "compiled" free they keep for the next call, half as
     much again at most.
 
@@ -201,10 +195,7 @@ class ExpertMLP(GroupedModule):
 
             plan = plan_on_device(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots)
         else:
-            plan = plan_experts(
-                ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels,
-                level=fills(weights, self.math) if low is None else None,
-            )  # fmt: skip
+            plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
         products = None
         if low is not None:
             products = TwoProducts(

@@ -15,14 +15,12 @@ class Block:
     """Experts and expert rows that are worked on together.
 
     offsets_e: [e + 1] within the block's rows. sizes: rows of each expert, where the host knows them.
-    as_compiled: whether its products must have the bits of the compiled kernels, see `trimtab.kernels.mkl`.
     """
 
     experts: slice
     rows: slice
     offsets_e: Tensor
     sizes: tuple[int, ...] = ()
-    as_compiled: bool = False
 
 
 def as_it_lies(out_eAB: Tensor, a_RA: Tensor, b_RB: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,10 +7,9 @@
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
-What these do not cover goes block by block, see `trimtab.experts.mlp_fused`, with the loop's products, or the first of
-cpu/forward.h and those of cpu/wgrad.h: `CompiledKernels.multiplies`. In float32 what lies between them then takes one
-pass over memory (cpu/elementwise.h), with gate and up as halves of a row, and weight gradients over so many rows that
-MKL is slow go to cpu/wgrad.h.
+What these do not cover goes block by block, see `trimtab.experts.mlp_fused`, with the first product of cpu/forward.h
+and those of cpu/wgrad.h in the dtypes that they have. In float32 what lies between them then takes one pass over memory
+(cpu/elementwise.h), with gate and up as halves of a row.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`); a weight in float32 beside rows in bfloat16 is rounded to it on the way. Sums are taken in
@@ -28,7 +27,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,7 +37,6 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
-from trimtab.kernels.apart import apart_from_modes
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import is_made, load
@@ -46,15 +44,12 @@ from trimtab.kernels.counted import count
 from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
-from trimtab.kernels.mkl import rows_mm, slow_gradient, slower_than_compiled
 from trimtab.kernels.one_pass import CLAMPED, OnePass, hidden_width, in_one_pass
 from trimtab.kernels.slot_places import SlotPlaces
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
-SMALL = 1 << 17
-"""Values of an expert's weight up to which a call of the loop costs more than the better of two products saves."""
 
 
 class CompiledKernels(LoopKernels):
@@ -65,8 +60,7 @@ class CompiledKernels(LoopKernels):
     Args:
         products: of `trimtab.kernels.bf16.PRODUCTS` those alone instead of the fastest.
         defines: macros for the compiler, for tests. TRIMTAB_EMULATE_BF16 gives any machine all products, slowly;
-            TRIMTAB_BY_ROWS is whether few rows bring a weight row by row, whatever the processor, TRIMTAB_STRAIGHT up
-            to how many read it where its rows lie.
+            TRIMTAB_STRAIGHT is up to how many rows read a weight where its rows lie.
 
     Raises:
         BackendError: switched off, not compiled, or not for this machine.
@@ -117,13 +111,13 @@ class CompiledKernels(LoopKernels):
         self._run("weight_gradients", fields)
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        """As the loop, but by cpu/forward.h where it `multiplies`."""
+        """As the loop, but by cpu/forward.h where it `multiplies` and operands lie as it reads them."""
         transposed = w_eAB.is_contiguous()
         weight = w_eAB if transposed else w_eAB.transpose(1, 2)
         (e, deep, wide), rows = w_eAB.shape, x_RA.shape[0]
         given = [x_RA, weight] if out is None else [x_RA, weight, out]
         fits = x_RA.shape[1] == deep and (out is None or out.shape == (rows, wide))
-        legal = fits and self.multiplies(weight) and not block.as_compiled
+        legal = fits and self.multiplies(weight)
         if not legal or not self._takes(given, block, e):
             return super().grouped_mm(x_RA, w_eAB, block, out)
         if out is None:
@@ -137,14 +131,12 @@ class CompiledKernels(LoopKernels):
         return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        """As the loop, but by cpu/wgrad.h where it `multiplies`, or MKL is slow over a block's mean number of rows."""
+        """As the loop, but by cpu/wgrad.h where it `multiplies` and operands lie as it reads them."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
         (e, wide, deep), rows = targets.shape, a.shape[0]
         there = targets.device.type == "cpu" and plain(targets, targets.dtype)
         fits = there and (a.shape, b.shape) == ((rows, wide), (rows, deep))
-        slow = a.dtype == targets.dtype == torch.float32 and slow_gradient(rows // max(1, e), add=add)
-        taken = slow or (targets.dtype in TYPES and self.multiplies(targets))
-        if not fits or not taken or not self._takes([a, b], block, e):
+        if not fits or not self.multiplies(targets) or not self._takes([a, b], block, e):
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
@@ -156,15 +148,11 @@ class CompiledKernels(LoopKernels):
 
     def multiplies(self, weight_eAB: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether products of rows and these weights, in `dtype` if not in theirs, are made here, all experts' in one
-        call: of small weights, since the loop takes a call an expert, and of all where the machine's GEMM is no faster.
-        It does not hang on the number of rows, or the bits of a row would.
+        call. It does not hang on the number of rows, or the bits of a row would."""
+        return (dtype or weight_eAB.dtype) in TYPES and weight_eAB.shape[-1] * weight_eAB.shape[-2] > 0
 
-        On Zen 4, in the time of the loop, 4, 32, 128 and 512 rows an expert, forward and backward: 0.33, 0.47, 0.72
-        and 0.94 of 256 x 256 in bfloat16, 0.46, 0.73, 0.93 and 0.96 of 1024 x 1024; float32 likewise.
-        """
-        dtype, values = dtype or weight_eAB.dtype, weight_eAB.shape[-1] * weight_eAB.shape[-2]
-        native = dtype in TYPES and self.compute_dtype(dtype) == dtype
-        return native and values > 0 and (values <= SMALL or slower_than_compiled())
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype in TYPES else super().compute_dtype(dtype)
 
     def _takes(self, operands: Sequence[Tensor], block: Block, groups: int) -> bool:
         """Whether these lie as the C++ reads them."""
@@ -202,26 +190,6 @@ class CompiledKernels(LoopKernels):
         if asked not in self._faults:
             self._faults[asked] = find(self)
         return self._faults[asked]
-
-    @cached_property
-    def sums_as_mkl(self) -> bool:
-        """Whether a float32 product has the same bits here and by `rows_mm`: some of several steps are compared."""
-        sizes = (17, 80)  # by weights where they lie, and brought
-        return apart_from_modes(torch.device("cpu"), lambda: all(map(self._sums_as_mkl, sizes)))
-
-    def _sums_as_mkl(self, rows: int) -> bool:
-        dim, hidden = 1024, 512
-        row_R = torch.arange(rows, device="cpu")
-        x_RD = torch.arange(rows * dim, dtype=torch.float32, device="cpu").sin().view(rows, dim)
-        up = torch.arange(hidden * dim, dtype=torch.float32, device="cpu").cos().view(1, hidden, dim)
-        pre, y_RD = x_RD.new_empty(rows, hidden), torch.empty_like(x_RD)
-        self.forward({
-            "type": TYPES[x_RD.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": 1, "D": dim,
-            "F": hidden, "row_R": row_R, "slot_R": row_R, "offsets": torch.tensor([0, rows], device="cpu"),
-            "w": x_RD.new_ones(rows, 1), "x": x_RD, "up": up, "down": up.view(1, dim, hidden), "pre": pre,
-            "y": y_RD,
-        })  # fmt: skip
-        return torch.equal(pre, rows_mm(x_RD, up[0].t(), torch.empty_like(pre), self.pages, as_compiled=True))
 
     def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
         if number is None or not in_one_pass(number, pre_RI, w_R1):

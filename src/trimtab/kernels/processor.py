@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+import torch
+
 
 def told() -> dict[str, str]:
     """Of its first core, in the words of Linux ("vendor_id", "model name", "flags"); nothing on other systems."""
@@ -13,6 +15,12 @@ def told() -> dict[str, str]:
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def multiplies_bf16() -> bool:
+    """Whether it has instructions for products of bfloat16."""
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 def name() -> str:

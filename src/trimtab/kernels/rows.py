@@ -25,13 +25,6 @@ class Csr:
     indices: Tensor
     indptr: Tensor
 
-    def ascending(self) -> Csr:
-        """The same bags on the CPU, each in the order of its rows."""
-        bag_n = torch.repeat_interleave(self.indptr.diff())
-        index = self.indices[: len(bag_n)]
-        step = int(index.max()) + 1 if len(index) else 1
-        return Csr(indices=(bag_n * step + index).sort().values - bag_n * step, indptr=self.indptr)
-
 
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """x[index]: [len(index), D]. The indices must be in range."""

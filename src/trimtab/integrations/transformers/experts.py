@@ -15,7 +15,7 @@ from trimtab.autocast import computed_in
 from trimtab.dispatch.plan import ExpertPlan, plan_experts, static_by_default
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import refuse_transforms
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, fills
+from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.recomputed import Recomputed
 from trimtab.integrations.transformers.gates import activation_of
 from trimtab.kernels.memory import codes, no_values
@@ -68,10 +68,7 @@ def experts_forward(
         return compiled_forward(*given, kernels=kernels, num_slots=num_slots)
     weights, math = weights_of(module), math_of(module)
     chosen = kernels.on(hidden_states.device, computed_in(weights.up), weights.shape)
-    plan = plan_experts(
-        top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen,
-        level=fills(weights, math),
-    )  # fmt: skip
+    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen)
     if not module._is_expert_parallel:  # else slots of other ranks have the sentinel
         refuse_dropped(who, _dropped(plan, top_k_index), weights.up.shape[0])
     return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)

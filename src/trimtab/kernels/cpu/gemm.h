@@ -27,17 +27,6 @@ void add_product(
     multiply(Op(), M, nn, k0 / Op::values, (kn + Op::values - 1) / Op::values, a, b, way, next);
 }
 
-// Whether `gemm_by_rows` pays. On AMD's processors it does not: asking for the next block hides more of memory.
-inline bool by_rows_pays() {
-#if defined(TRIMTAB_BY_ROWS)
-    return TRIMTAB_BY_ROWS;
-#elif defined(__x86_64__)
-    return !__builtin_cpu_is("amd");
-#else
-    return true;
-#endif
-}
-
 // What takes the sums of rows m0 : m0 + mn and columns n0 : n0 + nn, see `gemm`. It refers to what it is made of.
 struct Done {
     const void* what;
@@ -49,34 +38,6 @@ struct Done {
           }) {}
     void operator()(long m0, long mn, long n0, long nn, float* c) const { run(what, m0, mn, n0, nn, c); }
 };
-
-// As `gemm`, for few rows of A and a B whose rows lie in memory one after the other. It is brought row by row, not
-// block of columns by block of columns, and the sums of more columns wait: memory is read at its full speed.
-template <class Op, class W>
-void gemm_by_rows(
-    long M, long N, long K, Left<typename Op::Word> a, const Right<W>& weight, typename Op::Word* b, float* c, Done done
-) {
-    const int parts = weight.parts;
-    constexpr long depth = Op::depth, beside = QC / Op::wide;  // blocks of sums in a row of them
-    const long high = up_to(M, 2 * VL), width = Op::wide / parts, chunk = PIECES * PC / high * beside * width;
-    const auto sums = [&](long n) { return c + n / width / beside * high * LDC + n / width % beside * Op::wide; };
-    for (long from = 0; from < N; from += chunk) {
-        const long until = std::min(N, from + chunk);
-        long k0 = 0;
-        do {
-            const long kn = std::min(depth, K - k0);
-            for (long n0 = from; n0 < until; n0 += width) {
-                const long nn = std::min(width, until - n0);
-                for (int part = 0; part < parts; part++) {
-                    weight.bring(part, panels_of(b), k0, kn, n0, nn);
-                    add_product<Op>(M, nn, k0, kn, a, b, sums(n0 - from) + part * width, {});
-                }
-            }
-            k0 += depth;
-        } while (k0 < K);
-        for (long n0 = from; n0 < until; n0 += width) done(0, M, n0, std::min(width, until - n0), sums(n0 - from));
-    }
-}
 
 // Whether a weight can be read where it lies: it is as the products take it, or float that is rounded in registers.
 template <class Op, class W>
@@ -340,7 +301,6 @@ void gemm(
     constexpr bool tiles = Op::tall == NR;
     if constexpr (in_place<Op, W> && !tiles)
         if (by_rows && straight<Op>(M, N, K)) return gemm_straight<Op>(M, N, K, a, weight, (float*)b, c, done);
-    if (M <= Op::few && by_rows && by_rows_pays()) return gemm_by_rows<Op>(M, N, K, a, weight, b, c, done);
     if constexpr (in_place<Op, W> && !(tiles && std::is_same_v<W, rounded>))
         if (!by_rows && swaps<Op, W>(M, N, K)) return gemm_swapped<Op>(M, N, K, a, weight, b, c, then, done);
     const int parts = weight.parts;

@@ -25,7 +25,6 @@ struct Pairs {
     static constexpr long depth = deep * values;
     static constexpr bool by_row = true;
     static constexpr long asks = MC;  // always
-    static constexpr long few = 2 * NR;
     static constexpr long along = deep;  // always
     static constexpr long chunk = 0;
     static constexpr bool adds = true;  // whether sums can be added to what is there straight from registers

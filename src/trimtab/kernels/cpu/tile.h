@@ -8,7 +8,7 @@
 
 #include "simd.h"
 
-constexpr long KC = 384;            // floats of K that are brought at once: as many as MKL adds up in one go
+constexpr long KC = 384;            // floats of K that are brought at once
 constexpr long MC = 512;            // rows of A that a task takes at most
 constexpr long RC = 256;            // rows that are brought at once for a gradient
 constexpr long NC = 256;            // columns of B that are brought at once, at most
@@ -88,7 +88,6 @@ struct Floats {
     static constexpr long depth = deep * values;
     static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
-    static constexpr long few = 128;       // and up to which B is brought row by row, where that pays (gemm.h)
     static constexpr long along = 64;      // words of K up to which sums that leave do so by rows of tiles
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
     static constexpr long pitch(long n) { return ::pitch(n); }
