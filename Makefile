@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test lint verify gpu-check gpu-bench bench clean
+.PHONY: help train test check lint house wheel try-wheel verify gpu-check gpu-bench bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -25,10 +25,23 @@ test: $(VENV)/ready  ## lint, types and the whole test suite
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
+check: $(VENV)/ready  ## an answer in two minutes: lint, types, and one small case of each room
+	$(MAKE) --no-print-directory lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup @tests/check.txt
+
 lint: $(VENV)/ready  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+house: $(VENV)/ready  ## what the package measures: lines of each room, what an import loads, private names of torch
+	PYTHONPATH=tests $(BIN)/python -m helpers.house
+
+wheel: $(VENV)/ready  ## build dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+try-wheel: wheel  ## the wheel in a fresh environment without the repository: README's example and the quick ledger
+	.ci/try-wheel
 
 verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes docs/ledger.md
 	$(BIN)/trimtab verify --out runs/verify
@@ -59,4 +72,4 @@ bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; wr
 	$(BIN)/python -m benchmarks all --out docs
 
 clean:  ## remove .venv and what the tools left
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.names import AUTOCAST, WORKLOADS
-from trimtab.errors import BackendError, ConfigError, InputError, TrimtabError
+from trimtab.cli.main import exit_code
+from trimtab.errors import BackendError
 
 if TYPE_CHECKING:
     from benchmarks.result import Record
@@ -246,14 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one part and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
-    try:
-        code: int = options.run(options)
-    except TrimtabError as error:
-        if options.debug:
-            raise
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ConfigError, InputError)) else 1
-    return code
+    return exit_code(lambda: options.run(options), debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from trimtab.cli.main import build_parser
 
 @pytest.mark.parametrize(
     ("given", "command"),
-    [("train --steps 5", "trimtab train"), ("bench layer --shapes A", "trimtab bench layer"), ("--quick", "trimtab")],
+    [("train --steps 5", "trimtab train"), ("verify --fuzz 9", "trimtab verify"), ("--quick", "trimtab")],
 )
 def test_whoever_refuses_an_option_names_the_help_that_lists_its_own(
     given: str, command: str, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import with_tests
+
 
 def within(seconds: float, true: Callable[[], bool]) -> bool:
     end = time.monotonic() + seconds
@@ -33,9 +35,9 @@ def group_is_gone(leader: int) -> bool:
 @pytest.mark.parametrize(
     "command",
     [
-        ("bench", "layer", "--shape", "64,32,4,2", "--tokens", "64", "--seconds", "100"),
-        ("verify", "--quick", "--out", "out"),
-        ("verify", "--faults"),
+        ("benchmarks", "layer", "--shape", "64,32,4,2", "--tokens", "64", "--seconds", "100"),
+        ("trimtab", "verify", "--quick", "--out", "out"),
+        ("faults",),
     ],
     ids=" ".join,
 )
@@ -44,8 +46,8 @@ def test_sigterm_leaves_nothing_behind(command: tuple[str, ...], tmp_path: Path)
     folders.mkdir()
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}  # torch's, which it leaves
     process = subprocess.Popen(
-        [sys.executable, "-m", "trimtab", *command],
-        cwd=tmp_path, env={**os.environ, **caches, "TMPDIR": str(folders)}, stdout=subprocess.PIPE,
+        [sys.executable, "-m", *command],
+        cwd=tmp_path, env=with_tests({**caches, "TMPDIR": str(folders)}), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

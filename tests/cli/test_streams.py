@@ -56,7 +56,7 @@ def test_diagnostics_that_nobody_wants_are_no_output() -> None:
 
 def test_no_output_at_all() -> None:
     command = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
-    command += [sys.executable, "-m", "trimtab", "decisions", "nowhere"]
+    command += [sys.executable, "-m", "trimtab", "doctor", "--trace", "nowhere"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "nowhere" in done.stderr

@@ -225,6 +225,16 @@ def test_rows_may_differ_between_ranks_but_not_their_width_nor_their_phase(
     assert says in found.what + found.do
 
 
+@pytest.mark.parametrize("project", ["/home/me/trimtab", "/trimtab/src/trimtab", "/home/me/run"])
+@pytest.mark.parametrize("package", ["/x/src/trimtab", "/home/me/trimtab/src/trimtab", "/v/site-packages/trimtab"])
+def test_a_user_s_file_is_named_in_a_folder_of_any_name(tmp_path: Path, project: str, package: str) -> None:
+    stack = frames(f"{package}/dispatch/all_to_all.py:handshake", f"{package}/moe.py:forward")
+    stack += frames(f"{project}/model.py:block", f"{project}/pretrain.py:step")
+    ranks = {r: [entry(1, "all_to_all", "count", "started", [2, 6]) | {"frames": stack}] for r in (0, 1)}
+    (found,) = written(tmp_path, ranks)
+    assert "exchange of counts, forward (model.py:7 block)" in found.what
+
+
 def test_a_rank_that_waits_elsewhere_is_not_the_one_to_look_at(tmp_path: Path) -> None:
     ranks = {
         0: [entry(1, "all_to_all", "dispatch backward", "started", [3, 8])],

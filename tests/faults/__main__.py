@@ -7,6 +7,7 @@ import sys
 
 from faults.cases import FaultResult, fault_cases
 from faults.run import run_faults
+from trimtab.cli.main import exit_code
 from trimtab.cli.progress import Progress
 
 
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from fuzz.run import parse_case, run_case, run_fuzz
+from trimtab.cli.main import exit_code
 from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 
@@ -14,7 +15,7 @@ def fuzz(cases: int, seed: int) -> int:
     """Random cases over simulated ranks."""
 
     if cases < 1:
-        raise ConfigError(f"--fuzz {cases}: must be at least 1")
+        raise ConfigError(f"{cases} cases: must be at least 1")
     with Progress(cases) as progress:
         result = run_fuzz(
             cases, seed, report=lambda done, failures: progress.step(f"{failures} failed", done - progress.done)
@@ -48,4 +49,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -1,4 +1,4 @@
-"""`trimtab verify --fuzz N`: random traffic through the real dispatch, against dense matrices, exactly.
+"""`python -m fuzz N`: random traffic through the real dispatch, against dense matrices, exactly.
 
     draw        fuzz_cases    ranks, experts, ids, masks, weights, shards and options of a case, from (seed, index)
     run, check  fuzz_check    dispatcher, plans, kernels and shards on ranks in this process (fuzz_world), forward and
@@ -50,7 +50,7 @@ class FuzzFailure:
     @property
     def command(self) -> str:
         """What reproduces the case as drawn."""
-        return f"trimtab verify --fuzz-case={self.seed}:{self.index}"
+        return f"python -m fuzz --case={self.seed}:{self.index}"
 
     def __str__(self) -> str:
         cases = ",\n".join(case.describe() for case in self.small)

@@ -149,7 +149,7 @@ def test_a_planted_fault_is_found_and_made_small(
     assert len(small.holder) == tokens
     assert small.shape.top_k <= 2
     assert small.shape.dtype == "float64"
-    assert failure.command == f"trimtab verify --fuzz-case=5:{failure.index}"
+    assert failure.command == f"python -m fuzz --case=5:{failure.index}"
     with fault():
         again = run_case(5, failure.index)
         assert again is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +65,3 @@ def end_late(made: str) -> subprocess.CompletedProcess[str]:
 def test_a_rank_ends_well_whose_last_tensors_are_not_freed_yet(made: str) -> None:
     ended = end_late(made)
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 parks such threads")
-def test_it_would_be_aborted_else() -> None:
-    attempts = (end_late(MADE[0] + "; atexit.unregister(_let_gloo_end)") for _ in range(10))
-    # on a busy machine Gloo's thread may be at its end too early or too late: most are aborted
-    assert any(ended.returncode == -signal.SIGABRT for ended in attempts)

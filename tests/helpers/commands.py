@@ -31,6 +31,13 @@ def _environment(start: Path | None = None) -> dict[str, str]:
     return own if start is None else {**own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def with_tests(more: dict[str, str]) -> dict[str, str]:
+    """This process's environment and `more`, with `faults`, `fuzz` and `benchmarks` on the path."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def killed_at_rename(folder: Path, name: str, rank: int) -> Path:
     """A folder for `start`: in it is what kills this rank just before it gives something that name."""
     folder.mkdir()

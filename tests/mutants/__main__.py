@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mutants import MUTANTS
 from mutants.score import MutantScore, score_mutants
+from trimtab.cli.main import exit_code
 from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 
@@ -18,7 +19,7 @@ def mutants(names: Sequence[str], seed: int) -> int:
     known = [mutant.name for mutant in MUTANTS]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--mutants {' '.join(unknown)}: no such mutant; there are {', '.join(known)}")
+        raise ConfigError(f"{' '.join(unknown)}: no such mutant; there are {', '.join(known)}")
     with Progress(len(names or known), unit="mutant") as progress:
 
         def report(score: MutantScore) -> None:
@@ -42,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

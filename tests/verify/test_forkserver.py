@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 
+from helpers.commands import with_tests
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, selftest
 from trimtab.verify.ranks import run_ranks
@@ -62,14 +63,16 @@ def test_no_server_is_ended_by_kernels_nor_waits_for_a_compiler(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("run", [("--quick", "--only", "2r-ep2/zipf1/float32", "--out", "out"), ("--fuzz", "200")])
+@pytest.mark.parametrize(
+    "run", [("trimtab", "verify", "--quick", "--only", "2r-ep2/zipf1/float32", "--out", "out"), ("fuzz", "200")]
+)
 def test_a_long_tmpdir(run: tuple[str, ...], tmp_path: Path) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}  # torch's, which it leaves
     done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "verify", *run],
-        cwd=tmp_path, env={**os.environ, **caches, "TMPDIR": str(long)}, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", *run],
+        cwd=tmp_path, env=with_tests({**caches, "TMPDIR": str(long)}), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not any(long.iterdir())

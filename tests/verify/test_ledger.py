@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from helpers.router_truth import truth_losses
 from trimtab import oracle
-from trimtab.cli.main import build_parser, main
+from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
@@ -198,19 +198,19 @@ def judged(implementation: str, repeat: int = 1, deadline: float = 30.0) -> list
 
 
 def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
-    bad, good = judged("verify.broken_impls:OffByOneImpl")
+    bad, good = judged("helpers.broken_impls:OffByOneImpl")
     assert (bad.status, good.status) == ("mismatch", "ok")
     assert len(bad.details) == 1
     assert bad.details[0].startswith("rank 1: d 0.down[1, 2, 3]: got ")
-    (bad, _) = judged("verify.broken_impls:NoGradientImpl")
+    (bad, _) = judged("helpers.broken_impls:NoGradientImpl")
     assert "d 0.up: got no tensor, expected shape (4, 16, 24)" in bad.details[0]
-    (bad, _) = judged("verify.broken_impls:WidensImpl")
+    (bad, _) = judged("helpers.broken_impls:WidensImpl")
     assert [said.removesuffix(" (relative error inf)") for said in bad.details[:3]] == [
         "rank 0: y: got dtype torch.float64, expected dtype torch.float32",
         "rank 0: dx: got dtype torch.float64, expected dtype torch.float32",
         "rank 0: d 7.up: got shape (3,), expected no such tensor",
     ]
-    bad, good = judged("verify.broken_impls:FlakyImpl", repeat=3)
+    bad, good = judged("helpers.broken_impls:FlakyImpl", repeat=3)
     assert (bad.status, good.status) == ("mismatch", "ok")
     assert "y of run 2[0, 0, 0]" in bad.details[0]
 
@@ -218,7 +218,7 @@ def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_an_implementation_overwrites_is_not_what_it_is_held_against(dtype: str) -> None:
     cases = plan_cases("full", 2, only=[f"2r-ep2/random/{dtype}"])
-    (bad,) = run_local(cases, "verify.broken_impls:OverwritesImpl", deadline=30.0)
+    (bad,) = run_local(cases, "helpers.broken_impls:OverwritesImpl", deadline=30.0)
     assert bad.status == "error"
     assert sorted(bad.details[:2]) == [f"rank {rank}: changed its input in place: x, dy" for rank in range(2)]
     assert any("y[" in said and "dx" not in said for said in bad.details[2:])
@@ -227,13 +227,13 @@ def test_what_an_implementation_overwrites_is_not_what_it_is_held_against(dtype:
 
 
 def test_a_hang_and_a_death_cost_one_case_each() -> None:
-    hang, good = judged("verify.broken_impls:HangsImpl", deadline=10.0)
+    hang, good = judged("helpers.broken_impls:HangsImpl", deadline=10.0)
     assert (hang.status, good.status) == ("hang", "ok")
     assert "rank(s) 1: no answer within 10 s" in hang.details[0]
-    dead, good = judged("verify.broken_impls:DiesImpl")
+    dead, good = judged("helpers.broken_impls:DiesImpl")
     assert (dead.status, good.status) == ("error", "ok")
     assert "rank(s) 1 died: SIGKILL" in dead.details[0]
-    gone, good = judged("verify.broken_impls:LeavesImpl")
+    gone, good = judged("helpers.broken_impls:LeavesImpl")
     assert (gone.status, good.status) == ("error", "ok")
     assert "rank(s) 1 died: exit code 0" in gone.details[0]
 
@@ -241,7 +241,7 @@ def test_a_hang_and_a_death_cost_one_case_each() -> None:
 def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:
     cases = plan_cases("quick", 4, only=["2r-ep2/random/float32", "2r-ep2/short/float32"])
     assert len({make_problem(c.topology, c.pattern, torch.float32, c.data_seed).sizes for c in cases}) == 1
-    bad, good = run_local(cases, "verify.broken_impls:RaisesOnceImpl", deadline=30.0)
+    bad, good = run_local(cases, "helpers.broken_impls:RaisesOnceImpl", deadline=30.0)
     assert (bad.status, good.status, good.details) == ("error", "ok", [])
     assert len(bad.details) == 1
     assert bad.details[0].startswith("rank 1: KeyError: ")
@@ -249,7 +249,7 @@ def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:
 
 def test_who_raises_is_told_from_who_waits_for_it_in_vain() -> None:
     began = time.monotonic()
-    bad, good = judged("verify.broken_impls:RaisesAloneImpl", deadline=60.0)
+    bad, good = judged("helpers.broken_impls:RaisesAloneImpl", deadline=60.0)
     assert time.monotonic() - began < 50.0  # the others had a few seconds, not the deadline
     assert (bad.status, good.status) == ("error", "ok")
     assert bad.details[0].startswith("rank 1: KeyError: ")
@@ -269,7 +269,7 @@ def test_who_has_died_is_told_from_who_still_waits_for_them() -> None:
 
 
 def test_what_an_implementation_lacks_is_said_not_failed(tmp_path: Path) -> None:
-    ledger = Ledger(implementation="x", command="c", seed=0, verdicts=judged("verify.broken_impls:LacksImpl"))
+    ledger = Ledger(implementation="x", command="c", seed=0, verdicts=judged("helpers.broken_impls:LacksImpl"))
     assert ledger.counts() == {"ok": 1, "lacking": 1}
     assert not ledger.failures
     ledger.write(tmp_path)
@@ -297,7 +297,7 @@ def test_the_command_prints_and_writes_the_ledger(tmp_path: Path) -> None:
 
 
 def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path) -> None:
-    broken = "verify.broken_impls:OffByOneImpl"
+    broken = "helpers.broken_impls:OffByOneImpl"
     done = command("--impl", broken, "--only", *CASES, "--out", str(tmp_path), "--seed", "5")
     assert done.returncode == 1
     again = f"again: trimtab verify --impl {broken} --only 2r-ep2/zipf1/float32 --seed 5"
@@ -319,7 +319,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = command("--only", *CASES, "1r-local/random", "--out", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "ledger.json").read_text())["cases"]) >= 3
-    broken = ("--impl", "verify.broken_impls:HangsImpl", "--deadline", "10")
+    broken = ("--impl", "helpers.broken_impls:HangsImpl", "--deadline", "10")
     done = command("--only", *CASES, "--out", str(tmp_path), *broken, launcher=launcher)
     assert done.returncode != 0
     assert "no answer within 10 s" in (tmp_path / "ledger.md").read_text()
@@ -344,20 +344,3 @@ def test_a_ledger_shows_the_worst_of_its_dtypes() -> None:
         case = Case(topology=t, pattern=pattern, dtype=dtype, seed=0)
         ledger.verdicts.append(Verdict(case=case, status=status))  # type: ignore[arg-type]
     assert "2r-ep2  H." in ledger.table()
-
-
-@pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        (["--fuzz", "10", "--impl", "mine:Class"], "--impl is not for --fuzz"),
-        (["--faults", "--seed", "1"], "--seed is not for --faults"),
-        (["--mutants", "--quick"], "--quick is not for --mutants"),
-        (["--fuzz-case", "1:2", "--nproc", "4"], "--nproc is not for --fuzz-case"),
-        (["--fuzz", "0", "--out", "there"], "--out is not for --fuzz"),
-    ],
-    ids=str,
-)
-def test_what_would_not_be_read_is_refused(given: list[str], refused: str) -> None:
-    options = build_parser().parse_args(["verify", *given])
-    with pytest.raises(ConfigError, match=refused):
-        options.run(options)

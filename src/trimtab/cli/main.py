@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from trimtab import __version__
@@ -87,13 +87,20 @@ def _reader_left(broken: bool = False) -> bool:
 def _main(argv: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
-    debug = bool(getattr(options, "debug", False))
     # Training hears of signals itself; ranks of a launcher leave them to it.
-    heard = contextlib.nullcontext() if options.command == "train" or "RANK" in os.environ else signals_raise()
+    heard = options.command != "train" and "RANK" not in os.environ
+    return exit_code(lambda: options.run(options), heard=heard, debug=bool(getattr(options, "debug", False)))
+
+
+def exit_code(run: Callable[[], int], *, heard: bool = True, debug: bool = False) -> int:
+    """What `run` returns, or the code of the error or signal that ended it, which is said on stderr in one line.
+
+    heard: signals are raised inside of `run`. debug: tracebacks are shown.
+    """
     caught: BaseException
     try:
-        with heard:
-            code: int = options.run(options)
+        with signals_raise() if heard else contextlib.nullcontext():
+            code = run()
     except TrimtabError as error:
         caught, message, code = error, str(error), 2 if isinstance(error, (ConfigError, InputError)) else 1
     except KeyboardInterrupt as stop:

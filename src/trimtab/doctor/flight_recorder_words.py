@@ -10,6 +10,8 @@ Other collectives of a training step are named too: FSDP's, DDP's, transformers'
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from trimtab.dispatch.layer_frame import LAYER_FILE
 from trimtab.doctor.flight_recorder import Entry, Frame
@@ -37,7 +39,7 @@ class Place:
 
 def place_of(entry: Entry) -> Place:
     """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
-    inside = {(_tail(f.file, "trimtab/"), f.name) for f in entry.frames if "trimtab/" in f.file}
+    inside = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
     names = {name for file, name in inside if file.startswith("dispatch/")}
     maps = {name for file, name in inside if file == "dispatch/route.py"}
     # Of our own functions: below a forward that is computed again lies torch's backward.
@@ -82,10 +84,22 @@ def _other(entry: Entry) -> str:
 
 def _users(frames: tuple[Frame, ...]) -> str:
     """The innermost line that is neither torch's nor ours nor another library's: where the user's code called."""
-    library = ("site-packages/", "dist-packages/", "trimtab/", "/torch/", "<", "lib/python")
-    mine = next((f for f in frames if not any(part in f.file for part in library)), None)
+    library = ("site-packages/", "dist-packages/", "/torch/", "<", "lib/python")
+    users = (f for f in frames if not any(part in f.file for part in library) and not _file_of_trimtab(f.file))
+    mine = next(users, None)
     return f"{mine.file.rpartition('/')[2]}:{mine.line} {mine.name}" if mine else ""
 
 
-def _tail(file: str, after: str) -> str:
-    return file.rpartition(after)[2]
+def _file_of_trimtab(file: str) -> str:
+    """A file of this package by its path in it, wherever the host that wrote the dump has it; "" for any other file.
+
+    A folder called trimtab may also be a checkout's or a project of the user's: what lies in it decides.
+    """
+    inside = file.rpartition("/trimtab/")[2]
+    return inside if inside != file and inside in _files() else ""
+
+
+@cache
+def _files() -> frozenset[str]:
+    package = Path(__file__).parents[1]
+    return frozenset(file.relative_to(package).as_posix() for file in package.rglob("*.py"))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import with_tests
+
 ROOT = Path(__file__).parents[3]
 TESTS = """
 import os, signal, sys
@@ -31,7 +33,7 @@ def test_a_failure_is_said_at_once_and_a_broken_device_ends_the_run(broken: bool
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path)
     (tmp_path / "test_device.py").write_text(TESTS.format(broken=broken))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_device.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=with_tests({}), capture_output=True, text=True, timeout=120)
     assert "test_fails: AssertionError: assert not 'what was found'" in done.stdout.splitlines()
     assert ("the device answers nothing more" in done.stdout) == broken
     assert done.returncode == (2 if broken else -9)
