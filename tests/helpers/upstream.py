@@ -20,7 +20,7 @@ from torchtitan.models.common import config_utils, token_dispatcher
 
 from trimtab.dispatch.plan import plan_experts
 from trimtab.integrations.torchtitan import TokenDispatcher
-from trimtab.integrations.torchtitan.maps import ToExperts
+from trimtab.integrations.torchtitan.exchange import ToExperts
 
 FILES = ("test_expert_parallel", "test_moe", "test_inference_moe")
 

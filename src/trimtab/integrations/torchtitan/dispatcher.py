@@ -6,6 +6,7 @@ Legend: T local tokens, K experts per token, E experts, e local experts, R exper
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,10 @@ from trimtab.integrations.torchtitan.protocol import torchtitan_base
 
 if TYPE_CHECKING:
     Base = Any
-    from trimtab.integrations.torchtitan.typed import like, unchecked, vary
 else:
     Base = torchtitan_base()
-    from trimtab.integrations.torchtitan.typed import like, unchecked, vary
-
+_spmd: Any = import_module("spmd_types")
+_titan: Any = import_module("torchtitan.distributed.spmd_types")
 _eager: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
     reason="trimtab's token dispatcher reads the counts of its exchange on the host and is not traced: compile the "
     "loss alone (--compile.components loss), or compile without fullgraph"
@@ -70,22 +70,40 @@ class TokenDispatcher(Base):  # type: ignore[misc]
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Dispatched]:
         """As `TokenExchange.dispatch`."""
-        with unchecked():
+        with _spmd.no_typecheck():
             rows_RD, counts_e, sent = self.exchange.dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.ep_mesh is None:
-            like(rows_RD, x_TD)
-            like(counts_e, num_local_tokens_per_expert_E)
+            _type_like(rows_RD, x_TD)
+            _type_like(counts_e, num_local_tokens_per_expert_E)
         else:
-            vary(rows_RD, counts_e, experts=True)
+            _type_varying(rows_RD, counts_e, experts=True)
         return rows_RD, counts_e, sent
 
     @_eager  # type: ignore[untyped-decorator]
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
         """As `TokenExchange.combine`."""
-        with unchecked():
+        with _spmd.no_typecheck():
             y_TD = self.exchange.combine(routed_output_RD, metadata, x_TD)
         if self.ep_mesh is None:
-            like(y_TD, routed_output_RD)
+            _type_like(y_TD, routed_output_RD)
         else:
-            vary(y_TD, experts=False)
+            _type_varying(y_TD, experts=False)
         return y_TD
+
+
+def _type_varying(*tensors: Tensor, experts: bool) -> None:
+    """For `debug.spmd_typechecking`: these differ on every axis of the experts' mesh, or of the tokens'."""
+    if not _spmd.is_type_checking():
+        return
+    if experts:
+        with _titan.maybe_set_sparse_mesh():
+            _type_varying(*tensors, experts=False)
+        return
+    for tensor in tensors:
+        _spmd.assert_type(tensor, dict.fromkeys(_titan.current_spmd_mesh().mesh_dim_names, _spmd.V))
+
+
+def _type_like(tensor: Tensor, source: Tensor) -> None:
+    """For `debug.spmd_typechecking`: `tensor` has the type of `source`."""
+    if _spmd.is_type_checking():
+        _spmd.assert_type_like(tensor, source)
