@@ -25,16 +25,13 @@ import trimtab as package
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor import backends, loopback, machine, places, versions
+from trimtab.doctor import backends, loopback, machine, versions
+from trimtab.doctor.checkup import judge_places
 from trimtab.doctor.findings import Finding, as_text, exit_code
 from trimtab.guard.place import Place
 from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
 from trimtab.verify.ranks import run_ranks
 
-VERSIONS = versions.Versions(
-    trimtab="0.1.0", python="3.12.1", system="Linux", torch="2.13.0+cu126", cuda="12.6", nccl="2.29.3",
-    packages={"transformers": "5.23.0", "accelerate": None, "torchtitan": None, "triton": "3.9.0"},
-)  # fmt: skip
 MACHINE = machine.Machine(
     cores=8, threads=8, instructions="AVX512", devices=("cuda:0 H200",), host="node7", host_address="10.0.0.7",
     interfaces=("lo", "eth0"), environment={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
@@ -46,22 +43,17 @@ def by_where(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_versions() -> None:
-    found = by_where(versions.judge(VERSIONS))
-    assert found["torch"].severity == found["transformers"].severity == "ok"
-    assert "NCCL 2.29.3" in found["torch"].what
-    assert found["accelerate"].severity == "note"
-    old = by_where(versions.judge(dataclasses.replace(VERSIONS, torch="2.9.1")))["torch"]
+    assert versions.judge_torch("2.13.0+cu126", "CUDA 12.6, NCCL 2.29.3").severity == "ok"
+    old = versions.judge_torch("2.9.1", "CUDA none")
     assert (old.severity, old.do) == ("broken", "install torch 2.11 or newer")
-    for version, severity in (("5.22.1", "warn"), ("6.0", "warn"), ("5.100.0", "ok")):
-        packages = VERSIONS.packages | {"transformers": version}  # type: ignore[operator]
-        assert by_where(versions.judge(dataclasses.replace(VERSIONS, packages=packages)))["transformers"].severity == (
-            severity
-        )
+    for version, severity in (("5.22.1", "warn"), ("6.0", "warn"), ("5.23.0", "ok"), ("5.100.0", "ok"), (None, "note")):
+        (found,) = versions.judge_packages({"transformers": version})
+        assert found.severity == severity
 
 
 def test_transformers_that_cannot_be_imported_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    found = by_where(versions.judge(versions.look()))["transformers"]
+    found = by_where(versions.look())["transformers"]
     assert found.severity == "warn"
     assert "is installed and cannot be imported: ModuleNotFoundError" in found.what
 
@@ -118,12 +110,12 @@ def test_only_variables_that_matter_are_shown(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_process_groups_and_transports() -> None:
-    good = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=8)))
+    good = by_where(backends.judge(gloo=True, nccl=True, gpus=8))
     assert {finding.severity for finding in good.values()} == {"ok"}
     assert "CPU over gloo, GPU over nccl" in good["transport alltoall"].what
-    cpu = by_where(backends.judge(backends.Groups(gloo=True, nccl=True, gpus=0)))
+    cpu = by_where(backends.judge(gloo=True, nccl=True, gpus=0))
     assert (cpu["nccl"].severity, cpu["transport alltoall"].severity) == ("note", "ok")
-    bare = by_where(backends.judge(backends.Groups(gloo=False, nccl=False, gpus=1)))
+    bare = by_where(backends.judge(gloo=False, nccl=False, gpus=1))
     assert [bare[name].severity for name in ("gloo", "nccl", "transport allgather")] == ["broken"] * 3
 
 
@@ -135,50 +127,51 @@ class Wrong(LoopKernels):
 
 
 def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = backends.try_kernels([torch.device("cpu")])
-    assert {one.kernels for one in tried} == set(KERNELS)
-    found = backends.judge_kernels(tried)
-    assert all(finding.severity in ("ok", "note") for finding in found)
-    assert any("default there" in finding.what and "float32" in finding.what for finding in found)
-    default = next(one for one in tried if one.chosen and one.dtype == "float32")
-    bad = dataclasses.replace(default, fault="output with a NaN tail: wrong values")
-    (broken,) = backends.judge_kernels([bad])
+    cpu = torch.device("cpu")
+    found = by_where(backends.kernels())
+    assert found.keys() == {f"kernels {name}" for name in KERNELS}
+    assert all(finding.severity in ("ok", "note") for finding in found.values())
+    assert any("default there" in finding.what and "float32" in finding.what for finding in found.values())
+    bad = backends.Tried(dtype="float32", chosen=True, fault="output with a NaN tail: wrong values")
+    broken = backends.judge_kernels("a", cpu, [bad])
     assert broken.severity == "broken"
     assert "WRONG: output with a NaN tail" in broken.what
-    (spare,) = backends.judge_kernels([dataclasses.replace(bad, chosen=False)])
+    spare = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, chosen=False)])
     assert spare.severity == "warn"
-    (never,) = backends.judge_kernels([dataclasses.replace(bad, fault=None, refused="the CPU only")])
+    never = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, fault=None, refused="the CPU only")])
     assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
     monkeypatch.setitem(KERNELS, "wrong", Wrong)
-    wrong = [one for one in backends.try_kernels([torch.device("cpu")]) if one.kernels == "wrong"]
-    assert all(one.fault for one in wrong)
+    assert all(one.fault for one in backends.try_kernels("wrong", cpu))
 
 
 def test_loopback() -> None:
-    good = loopback.judge(loopback.Loopback(error=1e-16, latency_us=200, gigabytes_per_s=1.0))
-    assert [finding.severity for finding in good] == ["ok", "ok"]
-    wrong, slow = loopback.judge(loopback.Loopback(error=1e-3, latency_us=20000, gigabytes_per_s=1.0))
+    def judged(**measured: float) -> list[Finding]:
+        good = loopback.Loopback(**{"error": 1e-16, "latency_us": 200.0, "gigabytes_per_s": 1.0} | measured)  # type: ignore[arg-type]
+        return loopback.judge(loopback.Loopback(error=1e-16, latency_us=200, gigabytes_per_s=1.0), good)
+
+    assert [finding.severity for finding in judged()] == ["ok", "ok"]
+    wrong, slow = judged(error=1e-3, latency_us=20000)
     assert (wrong.severity, slow.severity) == ("broken", "warn")
     for error in (float("nan"), float("inf")):
-        assert loopback.judge(loopback.Loopback(error=error, latency_us=1, gigabytes_per_s=1))[0].severity == "broken"
-    (net,) = loopback.judge(loopback.Loopback(failed="rank 0: no answer within 60 s"))
+        assert judged(error=error)[0].severity == "broken"
+    net = loopback.judge_failure("rank 0: no answer within 60 s")
     assert "GLOO_SOCKET_IFNAME=lo" in net.do
-    (own,) = loopback.judge(loopback.Loopback(failed="TypeError: forward() missing an argument"))
+    own = loopback.judge_failure("TypeError: forward() missing an argument")
     assert own.severity == "broken"
     assert "GLOO_SOCKET_IFNAME" not in own.do
 
 
-def test_loopback_through_shared_memory() -> None:
-    lacking = loopback.Loopback(over="shared_memory", lacks="no shared memory")
-    (note,) = loopback.judge(lacking)
+def test_loopback_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "run_ranks", lambda *_, **__: [["no shared memory"]] * 2)
+    (note,) = loopback.look()
     assert (note.severity, note.where) == ("note", "2 ranks, shared_memory")
     assert "no shared memory" in note.what
 
 
 def test_text_is_aligned_and_narrow() -> None:
     findings = [
-        Finding(severity="ok", where="torch", what="2.13"),
-        Finding(severity="broken", where="a longer place", what="word " * 60 + "\n  indented", do="do this\nthen that"),
+        Finding("ok", "torch", "2.13"),
+        Finding("broken", "a longer place", "word " * 60 + "\n  indented", "do this\nthen that"),
     ]
     lines = as_text(findings).splitlines()
     assert max(map(len, lines)) <= 100
@@ -294,13 +287,13 @@ def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        (stopped,) = places.judge([(process.pid, 3, Place(layer="a", phase="count", direction="forward", call=2), 7.2)])
+        (stopped,) = judge_places([(process.pid, 3, Place(layer="a", phase="count", direction="forward", call=2), 7.2)])
     finally:
         process.kill()
         process.wait()
     assert (stopped.severity, stopped.where) == ("broken", f"pid {process.pid}, rank 3 of its group")
     assert stopped.what.startswith("in count forward of layer a, call 2, for 7 s: the process is stopped")
-    (none,) = places.judge([])
+    (none,) = judge_places([])
     assert none.severity == "note"
 
 

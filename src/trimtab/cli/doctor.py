@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> int:
         ranks = ", ".join(str(trace.rank) for trace in traces)
         parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
     elif options.places:
-        from trimtab.doctor import places
+        from trimtab.doctor.checkup import judge_places
         from trimtab.guard.scan import places_here
 
-        parts = [("ranks of this host", places.judge(places_here()))]
+        parts = [("ranks of this host", judge_places(places_here()))]
     else:
         from trimtab.doctor.checkup import checkup
 

@@ -1,4 +1,4 @@
-"""A finding: how bad, what, where, and what to do about it. Plain values, and one way to print them."""
+"""A finding: how bad, where, what, and what to do about it. Plain values, and one way to print them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Severity = Literal["ok", "note", "warn", "broken"]
 WIDTH = 100
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One finding.
 
     severity: "ok"; "note" worth knowing; "warn" costs speed or may fail later; "broken" something that trimtab needs
         does not work, or a job that stopped.
-    where: the part looked at. what: one line, or several. do: what to do about it, empty where nothing is to be done.
+    where: the part looked at. what: one line, or several. do: what to do about it, if anything.
     """
 
     severity: Severity
@@ -38,12 +38,12 @@ def exit_code(findings: Sequence[Finding]) -> int:
 def as_text(findings: Sequence[Finding]) -> str:
     """Findings as aligned plain text, at most 100 columns where words allow."""
     left = max((len(finding.where) for finding in findings), default=0)
+    margin = " " * (9 + left)
     lines = []
     for finding in findings:
-        margin = " " * (9 + left)
         first = f"{finding.severity:<6} {finding.where:<{left}}  "
         for i, line in enumerate(finding.what.splitlines()):
-            lines += _wrapped(line, first if i == 0 else margin, margin)
+            lines += _wrapped(line, margin if i else first, margin)
         for line in finding.do.splitlines():
             lines += _wrapped(f"-> {line}", margin, margin + "   ")
     return "\n".join(lines)
@@ -56,12 +56,9 @@ def as_json(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _wrapped(line: str, first: str, later: str) -> list[str]:
-    indent = len(line) - len(line.lstrip())
-    return textwrap.wrap(
-        line.lstrip(),
-        max(WIDTH, len(later) + 40),
-        initial_indent=first + " " * indent,
-        subsequent_indent=later + " " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+    text = line.lstrip()
+    indent = " " * (len(line) - len(text))
+    wrapper = textwrap.TextWrapper(
+        max(WIDTH, len(later) + 40), first + indent, later + indent, break_long_words=False, break_on_hyphens=False
     )
+    return wrapper.wrap(text)

@@ -112,16 +112,7 @@ def read_trace(path: Path) -> Trace:
             f"{path} is refused: {error}. Reading it in full would run whatever code it names. Make the dump again "
             "with torch itself, or with trimtab.doctor.flight_recorder_dump, and do not unpickle this one"
         ) from error
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        IndexError,
-    ) as error:
+    except Exception as error:  # whatever a file that is no dump makes of it
         raise InputError(f"{path} is not a Flight Recorder dump ({type(error).__name__}: {error})") from error
 
 

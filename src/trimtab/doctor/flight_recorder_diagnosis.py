@@ -15,6 +15,23 @@ from trimtab.doctor.findings import Finding
 from trimtab.doctor.flight_recorder import Entry, Trace
 from trimtab.doctor.flight_recorder_words import place_of
 
+ABSENT = (
+    "others wait for it and it is in no collective itself: it computes, waits for something else (data, a lock, the "
+    "disk), has left the loop, or is dead"
+)
+DESYNC = (
+    "every rank of a group must run the same layers in the same order with the same configuration: look for a branch "
+    "on data or on the rank, another batch count, an unused or re-ordered layer"
+)
+ALL_CAME = (
+    "all ranks came and it does not end: a process that died in it, the network, or a GPU. Look at each rank's log and "
+    "at the kernel's (dmesg: Xid, OOM), then run trimtab doctor on the hosts"
+)
+NONE_STOPPED = (
+    "dump while the job hangs: after an error Gloo counts a failed collective as done. If it did hang then, it hung "
+    "outside of collectives: py-spy dump --pid PID shows where"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
@@ -43,26 +60,12 @@ def diagnose(traces: Sequence[Trace]) -> list[Finding]:
     findings = [_stopped(stop, waiting, last) for stop in stops]
     absent = sorted({rank for stop in stops for rank in (*stop.behind, *stop.unseen)} - waiting.keys())
     dead = sorted({rank for stop in stops for rank in stop.no_dump})
-    desync = any(_differences(stop) for stop in stops)
-    if absent and not desync:
-        findings.append(
-            Finding(
-                severity="broken",
-                where=f"rank {_ranks(absent)}",
-                what="others wait for it and it is in no collective itself: it computes, waits for something else "
-                "(data, a lock, the disk), has left the loop, or is dead",
-                do="see its stack: py-spy dump --pid PID on its host; if the process is gone, its own log says why",
-            )
-        )
+    if absent and not any(_differences(stop) for stop in stops):
+        do = "see its stack: py-spy dump --pid PID on its host; if the process is gone, its own log says why"
+        findings.append(Finding("broken", f"rank {_ranks(absent)}", ABSENT, do))
     if dead:
-        findings.append(
-            Finding(
-                severity="warn",
-                where=f"rank {_ranks(dead)}",
-                what="no dump of it is here",
-                do="if its process is gone it is the cause: read its log; else dump it too and run this again",
-            )
-        )
+        do = "if its process is gone it is the cause: read its log; else dump it too and run this again"
+        findings.append(Finding("warn", f"rank {_ranks(dead)}", "no dump of it is here", do))
     return findings
 
 
@@ -108,13 +111,7 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
     if differences:
         lines = [f"its ranks are not in the same call at collective {stop.seq}: {differences}"]
         lines += [f"  rank {rank}: {place_of(e)}, {_sizes(e)}" for rank, e in stop.here.items()]
-        return Finding(
-            severity="broken",
-            where=where,
-            what="\n".join(lines),
-            do="every rank of a group must run the same layers in the same order with the same configuration: look "
-            "for a branch on data or on the rank, another batch count, an unused or re-ordered layer",
-        )
+        return Finding("broken", where, "\n".join(lines), DESYNC)
     some = next(iter(stop.here.values()))
     lines = [f"stopped at its collective {stop.seq}: {place_of(some)}"]
     waits = [rank for rank, entry in stop.here.items() if not entry.done]
@@ -129,16 +126,12 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
         lines.append(f"  never seen in this group: rank {rank}, {_whereabouts(rank, waiting, last)}")
     if stop.no_dump:
         lines.append(f"  unknown: rank {_ranks(stop.no_dump)}, without a dump")
-    if stop.behind or stop.no_dump:
-        todo = f"find out why rank {_ranks(stop.behind or stop.no_dump)} did not come"
+    todo = ALL_CAME
+    if missing := stop.behind or stop.no_dump:
+        todo = f"find out why rank {_ranks(missing)} did not come"
     elif stop.unseen:
         todo = f"if rank {_ranks(stop.unseen)} belongs to the group, find out why it did not come"
-    else:
-        todo = (
-            "all ranks came and it does not end: a process that died in it, the network, or a GPU. Look at each "
-            "rank's log and at the kernel's (dmesg: Xid, OOM), then run trimtab doctor on the hosts"
-        )
-    return Finding(severity="broken", where=where, what="\n".join(lines), do=todo)
+    return Finding("broken", where, "\n".join(lines), todo)
 
 
 def _differences(stop: Stop) -> str:
@@ -175,13 +168,7 @@ def _whereabouts(rank: int, waiting: dict[int, Entry], last: dict[int, Entry | N
 def _nothing_stopped(last: dict[int, Entry | None]) -> Finding:
     lines = ["no collective was under way when the dumps were made; the last one of each rank:"]
     lines += [f"  rank {rank}: {place_of(e) if e else 'none recorded'}" for rank, e in sorted(last.items())]
-    return Finding(
-        severity="note",
-        where="all groups",
-        what="\n".join(lines),
-        do="dump while the job hangs: after an error Gloo counts a failed collective as done. If it did hang then, "
-        "it hung outside of collectives: py-spy dump --pid PID shows where",
-    )
+    return Finding("note", "all groups", "\n".join(lines), NONE_STOPPED)
 
 
 def _sizes(entry: Entry) -> str:

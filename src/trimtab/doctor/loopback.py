@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,101 +31,85 @@ RANKS, T, K, E, D, F = 2, 7, 2, 4, 8, 16
 BOUND = 1e-12
 """Largest relative difference from the oracle in float64."""
 MEGABYTES = 8
+WHERE = "2 ranks, "
 SLOW_US, SLOW_GBS = 5000.0, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """error: largest relative difference from the oracle, forward and all gradients, over both ranks.
-
-    latency_us: exchange of counts, median. gigabytes_per_s: rows sent by one rank, while it receives as many.
-    failed: what went wrong, if the ranks did not come through. over: what carries the rows. lacks: why that cannot be.
-    """
+    """What carries the rows, the largest relative difference from the oracle, forward and all gradients, the median of
+    an exchange of counts, and rows sent by one rank, while it receives as many."""
 
     over: str = "gloo"
-    lacks: str | None = None
-    error: float = 0.0
-    latency_us: float = 0.0
-    gigabytes_per_s: float = 0.0
-    failed: str | None = None
+    error: float
+    latency_us: float
+    gigabytes_per_s: float
 
 
-def look() -> list[Loopback]:
+def look() -> list[Finding]:
     """Start two ranks and run them, over Gloo and through shared memory."""
     try:
         answers = run_ranks(on_rank, RANKS, deadline=60.0)
     except (AssertionError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return [Loopback(failed="; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))]
-    return [_of_both(*found) for found in zip(*answers, strict=True)]
+        return [judge_failure("; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))]
+    found = []
+    for one, other in zip(*answers, strict=True):
+        if isinstance(one, str):  # on both ranks
+            found.append(Finding("note", WHERE + "shared_memory", f"cannot run here, so 'auto' is alltoall: {one}"))
+        else:
+            found += judge(one, other)
+    return found
 
 
-def _of_both(*found: Loopback) -> Loopback:
-    return replace(
-        found[0],
-        error=max(one.error for one in found),
-        latency_us=max(one.latency_us for one in found),
-        gigabytes_per_s=min(one.gigabytes_per_s for one in found),
+def judge_failure(failed: str) -> Finding:
+    """The finding where the ranks did not come through. failed: the errors of both."""
+    do = (
+        "the layer itself failed: install trimtab and torch afresh, in versions that fit; if it stays, report it with "
+        "what stands above"
     )
+    if re.search(r"no answer|onnect|gloo|socket|address|interface", failed):
+        do = (
+            "a host name or interface that Gloo cannot use is the usual cause: set GLOO_SOCKET_IFNAME=lo and run this "
+            "again; a firewall on the host's own address is another"
+        )
+    return Finding("broken", WHERE + "gloo", f"two ranks on this host did not come through: {failed}", do)
 
 
-def judge(found: Loopback) -> list[Finding]:
-    """Findings about the loopback."""
-    where = f"2 ranks, {found.over}"
-    if found.lacks is not None:
-        return [Finding(severity="note", where=where, what=f"cannot run here, so 'auto' is alltoall: {found.lacks}")]
-    if found.failed is not None:
-        network = re.search(r"no answer|onnect|gloo|socket|address|interface", found.failed) is not None
-        return [
-            Finding(
-                severity="broken",
-                where=where,
-                what=f"two ranks on this host did not come through: {found.failed}",
-                do="a host name or interface that Gloo cannot use is the usual cause: set GLOO_SOCKET_IFNAME=lo and "
-                "run this again; a firewall on the host's own address is another"
-                if network
-                else "the layer itself failed: install trimtab and torch afresh, in versions that fit; if it stays, "
-                "report it with what stands above",
-            )
-        ]
-    right = found.error <= BOUND
-    numbers = Finding(
-        severity="ok" if right else "broken",
-        where=where,
-        what=f"one layer forward and backward: {found.error:.1e} from the oracle (bound {BOUND:.0e})",
-        do="" if right else "run `trimtab verify`: it names the first wrong value; do not train on this machine",
-    )
-    slow = found.latency_us > SLOW_US or found.gigabytes_per_s < SLOW_GBS
-    speed = Finding(
-        severity="warn" if slow else "ok",
-        where=where,
-        what=f"exchange of counts {found.latency_us:.0f} us, rows {found.gigabytes_per_s:.2f} GB/s each way",
-        do="the host is busy, or its ranks share cores: look at top, and at OMP_NUM_THREADS" if slow else "",
-    )
-    return [numbers, speed]
+def judge(*ranks: Loopback) -> list[Finding]:
+    """Findings about what all ranks measured: the worst counts."""
+    where = WHERE + ranks[0].over
+    right = all(rank.error <= BOUND for rank in ranks)  # NaN is not
+    error, latency = max(rank.error for rank in ranks), max(rank.latency_us for rank in ranks)
+    speed = min(rank.gigabytes_per_s for rank in ranks)
+    numbers = f"one layer forward and backward: {error:.1e} from the oracle (bound {BOUND:.0e})"
+    rates = f"exchange of counts {latency:.0f} us, rows {speed:.2f} GB/s each way"
+    wrong = "run `trimtab verify`: it names the first wrong value; do not train on this machine"
+    busy = "the host is busy, or its ranks share cores: look at top, and at OMP_NUM_THREADS"
+    slow = latency > SLOW_US or speed < SLOW_GBS
+    return [
+        Finding("ok", where, numbers) if right else Finding("broken", where, numbers, wrong),
+        Finding("warn", where, rates, busy) if slow else Finding("ok", where, rates),
+    ]
 
 
-def on_rank() -> list[Loopback]:
-    """What this rank finds. Both ranks call."""
+def on_rank() -> list[Loopback | str]:
+    """What this rank finds over Gloo and through shared memory, or why the latter cannot be. Both ranks call."""
     group: Any = dist.group.WORLD
     # Which kernels cannot run here, and why, has its own part of the check-up.
     warnings.filterwarnings("ignore", message=r"(?s).*are used instead")
-    found = [_through(AllToAll(group), "gloo")]
+    found: list[Loopback | str] = [_through(AllToAll(group), "gloo")]
     try:
         shared = SharedMemory(group)
         shared.meet_peers(torch.device("cpu"))
-    except BackendError as error:  # on both ranks
-        return [*found, Loopback(over="shared_memory", lacks=str(error))]
+    except BackendError as error:
+        return [*found, str(error)]
     return [*found, _through(shared, "shared_memory")]
 
 
 def _through(transport: Transport, name: str) -> Loopback:
-    return Loopback(
-        over=name,
-        error=_error(transport),
-        latency_us=_latency(transport),
-        gigabytes_per_s=_bandwidth(transport),
-    )
+    error, latency, speed = _error(transport), _latency(transport), _bandwidth(transport)
+    return Loopback(over=name, error=error, latency_us=latency, gigabytes_per_s=speed)
 
 
 def _error(transport: Transport) -> float:

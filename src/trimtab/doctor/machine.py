@@ -18,6 +18,21 @@ PREFIXES = (
     "MASTER_", "LOCAL_WORLD_SIZE", "GLIBC_TUNABLES",
 )  # fmt: skip
 """Environment variables that are shown."""
+WHEN_ON = {
+    "NCCL_P2P_DISABLE": "GPUs of one host do not talk directly",
+    "NCCL_SHM_DISABLE": "processes of one host do not share memory",
+    "NCCL_IB_DISABLE": "hosts do not talk over InfiniBand or RoCE",
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+}
+"""What a variable costs where it is set."""
+NO_TRACE = ("the Flight Recorder is off: a hang leaves no trace", "unset it, or set it to 2000")
+WHEN_OFF = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("a NCCL collective whose peer is gone waits for ever", "unset it"),
+    "TORCH_FR_BUFFER_SIZE": NO_TRACE,
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": NO_TRACE,
+}
+"""What a variable costs where it is 0, and what to do."""
+DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,63 +71,44 @@ def look() -> Machine:
 
 def judge(m: Machine) -> list[Finding]:
     """Findings about the machine and its environment."""
-    found = [Finding(severity="ok", where="cores", what=f"{m.cores} ({m.instructions}), torch uses {m.threads}")]
+    found = [Finding("ok", "cores", f"{m.cores} ({m.instructions}), torch uses {m.threads}")]
     if m.threads > m.cores:
-        found[0] = Finding(
-            severity="warn", where="cores", what=f"torch uses {m.threads} threads on {m.cores} cores",
-            do=f"set OMP_NUM_THREADS to {m.cores} divided by the number of ranks on this host",
-        )  # fmt: skip
-    found += [Finding(severity="ok", where="gpu", what=device) for device in m.devices]
+        do = f"set OMP_NUM_THREADS to {m.cores} divided by the number of ranks on this host"
+        found = [Finding("warn", "cores", f"torch uses {m.threads} threads on {m.cores} cores", do)]
+    found += [Finding("ok", "gpu", device) for device in m.devices]
     if not m.devices:
-        found.append(Finding(severity="note", where="gpu", what="none that torch can use: everything runs on the CPU"))
+        found.append(Finding("note", "gpu", "none that torch can use: everything runs on the CPU"))
     if m.host_address is None:
-        found.append(
-            Finding(
-                severity="warn", where="host name", what=f"{m.host} has no address: Gloo cannot tell peers where it is",
-                do="add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of " + ", ".join(m.interfaces),
-            )
-        )  # fmt: skip
-    variables = dict.fromkeys((*m.environment, *("TORCH_NCCL_DUMP_ON_TIMEOUT" for _ in m.devices[:1])))
-    found += [_variable(name, m.environment.get(name), m) for name in variables]
-    return found
+        what = f"{m.host} has no address: Gloo cannot tell peers where it is"
+        do = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of {', '.join(m.interfaces)}"
+        found.append(Finding("warn", "host name", what, do))
+    if m.devices and DUMPS not in m.environment:
+        found.append(_no_dumps(DUMPS))
+    return found + [_variable(name, value, m) for name, value in m.environment.items()]
 
 
-def _variable(name: str, value: str | None, m: Machine) -> Finding:
+def _variable(name: str, value: str, m: Machine) -> Finding:
     """What one environment variable does here."""
-    on = value is not None and value.strip().lower() not in ("", "0", "false", "no", "n")
+    on = value.strip().lower() not in ("", "0", "false", "no", "n")
     shown = f"{name}={value}"
     if name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value:
         return _interface(name, value, m)
-    slow = {
-        "NCCL_P2P_DISABLE": "GPUs of one host do not talk directly",
-        "NCCL_SHM_DISABLE": "processes of one host do not share memory",
-        "NCCL_IB_DISABLE": "hosts do not talk over InfiniBand or RoCE",
-        "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    }
-    if name in slow and on:
-        return Finding(severity="warn", where=shown, what=slow[name], do="unset it unless it is there for debugging")
-    if name == "TORCH_DISTRIBUTED_DEBUG" and (value or "").upper() == "DETAIL":
-        return Finding(severity="warn", where=shown, what="collectives are checked one by one, slowly", do="unset it")
-    if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and not on:
-        return Finding(
-            severity="warn", where=shown, what="a NCCL collective whose peer is gone waits for ever", do="unset it"
-        )
-    if name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE") and not on:
-        return Finding(
-            severity="warn", where=shown, what="the Flight Recorder is off: a hang leaves no trace",
-            do="unset it, or set it to 2000",
-        )  # fmt: skip
-    if name == "TORCH_NCCL_DUMP_ON_TIMEOUT" and not on:
-        return Finding(
-            severity="note", where=shown if value is not None else name,
-            what="off or not set: whether a NCCL time-out leaves dumps for `trimtab doctor --trace` is up to torch",
-            do="set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_BUFFER_SIZE=2000",
-        )  # fmt: skip
-    if name == "OMP_NUM_THREADS" and value and value.isdigit() and int(value) > m.cores:
-        return Finding(
-            severity="warn", where=shown, what=f"more threads than the {m.cores} cores", do=f"at most {m.cores}"
-        )
-    return Finding(severity="ok", where=name, what=value or "(empty)")
+    if name in WHEN_ON and on:
+        return Finding("warn", shown, WHEN_ON[name], "unset it unless it is there for debugging")
+    if name in WHEN_OFF and not on:
+        return Finding("warn", shown, *WHEN_OFF[name])
+    if name == "TORCH_DISTRIBUTED_DEBUG" and value.upper() == "DETAIL":
+        return Finding("warn", shown, "collectives are checked one by one, slowly", "unset it")
+    if name == DUMPS and not on:
+        return _no_dumps(shown)
+    if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > m.cores:
+        return Finding("warn", shown, f"more threads than the {m.cores} cores", f"at most {m.cores}")
+    return Finding("ok", name, value or "(empty)")
+
+
+def _no_dumps(shown: str) -> Finding:
+    what = "off or not set: whether a NCCL time-out leaves dumps for `trimtab doctor --trace` is up to torch"
+    return Finding("note", shown, what, f"set {DUMPS}=1 and TORCH_FR_BUFFER_SIZE=2000")
 
 
 def _interface(name: str, value: str, m: Machine) -> Finding:
@@ -121,11 +117,9 @@ def _interface(name: str, value: str, m: Machine) -> Finding:
     exact = name.startswith("GLOO") or value.startswith("=")
     there = [i for w in wanted for i in m.interfaces if i == w or (not exact and i.startswith(w))]
     if there or value.startswith("^"):
-        return Finding(severity="ok", where=name, what=value)
-    return Finding(
-        severity="broken", where=f"{name}={value}", what="no such network interface on this host",
-        do="name one of " + ", ".join(m.interfaces) + ", or unset it",
-    )  # fmt: skip
+        return Finding("ok", name, value)
+    do = f"name one of {', '.join(m.interfaces)}, or unset it"
+    return Finding("broken", f"{name}={value}", "no such network interface on this host", do)
 
 
 def _device(index: int) -> str:

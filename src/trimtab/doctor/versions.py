@@ -7,10 +7,10 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
+from trimtab import __version__
 from trimtab.doctor.findings import Finding
 from trimtab.errors import first_line
 
@@ -26,66 +26,42 @@ OPTIONAL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Versions:
-    """Version texts; None where a package is not installed. cuda, nccl: what torch was built with.
+def look() -> list[Finding]:
+    """Findings about this machine's versions."""
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
+    built = f"CUDA {torch.version.cuda or getattr(torch.version, 'hip', None) or 'none'}, NCCL {nccl}"
+    packages = {name: _installed(name) for name in OPTIONAL}
+    unusable = _failed_import("transformers") if packages["transformers"] else ""
+    own = Finding("ok", "trimtab", f"{__version__}, {system}")
+    return [own, judge_torch(torch.__version__, built), *judge_packages(packages, unusable)]
+
+
+def judge_torch(version: str, built: str) -> Finding:
+    """The finding about torch of that version, built with CUDA and NCCL of those."""
+    what = f"{version}, {built}"
+    if numbers(version) >= TORCH:
+        return Finding("ok", "torch", what)
+    return Finding("broken", "torch", what, f"install torch {_dotted(TORCH)} or newer")
+
+
+def judge_packages(packages: Mapping[str, str | None], unusable: str = "") -> list[Finding]:
+    """Findings about optional packages, None where one is not installed.
 
     unusable: why transformers cannot be imported where it is installed.
     """
-
-    trimtab: str
-    python: str
-    system: str
-    torch: str
-    cuda: str | None
-    nccl: str | None
-    packages: Mapping[str, str | None]
-    unusable: str = ""
-
-
-def look() -> Versions:
-    """This machine's versions."""
-    from trimtab import __version__
-
-    return Versions(
-        trimtab=__version__,
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        torch=torch.__version__,
-        cuda=torch.version.cuda or getattr(torch.version, "hip", None),
-        nccl=_nccl(),
-        packages={name: _installed(name) for name in OPTIONAL},
-        unusable=_failed_import("transformers") if _installed("transformers") else "",
-    )
-
-
-def judge(v: Versions) -> list[Finding]:
-    """Findings about versions."""
-    found = [
-        Finding(severity="ok", where="trimtab", what=f"{v.trimtab}, Python {v.python}, {v.system}"),
-        Finding(
-            severity="ok" if numbers(v.torch) >= TORCH else "broken",
-            where="torch",
-            what=f"{v.torch}, CUDA {v.cuda or 'none'}, NCCL {v.nccl or 'none'}",
-            do="" if numbers(v.torch) >= TORCH else f"install torch {_dotted(TORCH)} or newer",
-        ),
-    ]
-    for name, version in v.packages.items():
+    found = []
+    for name, version in packages.items():
         if version is None:
-            found.append(Finding(severity="note", where=name, what=f"not installed: needed for {OPTIONAL[name]}"))
-        elif name == "transformers" and v.unusable:
-            what = f"{version} is installed and cannot be imported: {v.unusable}"
-            found.append(Finding(severity="warn", where=name, what=what, do="install it anew"))
+            found.append(Finding("note", name, f"not installed: needed for {OPTIONAL[name]}"))
+        elif name == "transformers" and unusable:
+            what = f"{version} is installed and cannot be imported: {unusable}"
+            found.append(Finding("warn", name, what, "install it anew"))
         elif name == "transformers" and not TRANSFORMERS <= numbers(version) < (TRANSFORMERS[0] + 1,):
-            fits = f"{_dotted(TRANSFORMERS)} or newer, below {TRANSFORMERS[0] + 1}"
-            found.append(
-                Finding(
-                    severity="warn", where=name, what=f"{version} is outside of what trimtab is made for",
-                    do=f"install transformers {fits}",
-                )
-            )  # fmt: skip
+            do = f"install transformers {_dotted(TRANSFORMERS)} or newer, below {TRANSFORMERS[0] + 1}"
+            found.append(Finding("warn", name, f"{version} is outside of what trimtab is made for", do))
         else:
-            found.append(Finding(severity="ok", where=name, what=version))
+            found.append(Finding("ok", name, version))
     return found
 
 
@@ -112,9 +88,3 @@ def _failed_import(name: str) -> str:
     except Exception as error:  # a package that is half there raises anything
         return first_line(error, typed=True)
     return ""
-
-
-def _nccl() -> str | None:
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
