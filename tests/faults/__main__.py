@@ -15,13 +15,14 @@ def faults() -> int:
     """Break ranks on purpose."""
 
     cases = fault_cases()
-    with Progress(len(cases), unit="fault") as progress:
+    progress = Progress(len(cases), unit="fault")
 
-        def report(result: FaultResult) -> None:
-            progress.say(str(result))
-            progress.step()
+    def report(result: FaultResult) -> None:
+        progress.say(str(result))
+        progress.step()
 
-        results = run_faults(report, cases=cases)
+    results = run_faults(report, cases=cases)
+    progress.close()
     bad = [result for result in results if not result.good]
     slowest = max((r.seconds for r in results if r.fault.kind == "kill"), default=0.0)
     print(f"{len(results)} faults, {len(bad)} not as they should be; slowest answer to a killed rank {slowest:.2f} s")

@@ -16,10 +16,11 @@ def fuzz(cases: int, seed: int) -> int:
 
     if cases < 1:
         raise ConfigError(f"{cases} cases: must be at least 1")
-    with Progress(cases) as progress:
-        result = run_fuzz(
-            cases, seed, report=lambda done, failures: progress.step(f"{failures} failed", done - progress.done)
-        )
+    progress = Progress(cases)
+    result = run_fuzz(
+        cases, seed, report=lambda done, failures: progress.step(f"{failures} failed", done - progress.done)
+    )
+    progress.close()
     speed = result.cases / max(result.seconds, 1e-9)
     print(
         f"seed {result.seed}: {result.cases} cases in {result.worlds} worlds, {len(result.failures)} failure(s), "

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,157 +18,110 @@ from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
 
 
-class _Wrapped:
-    def __init__(self, subject: Subject, rank: int) -> None:
-        self.subject, self.rank, self.steps = subject, rank, 0
+class _Broken(Impl):
+    """`given` may change what a rank is given, `spoil` what came of a step: where K = 2, on two ranks."""
+
+    def given(self, share: Share, rank: int) -> None:
+        pass
+
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        return outcome
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        subject = super().build(place, sizes, weights)
+        return _Subject(self, subject, place.rank) if sizes.top_k == 2 and place.topology.ranks == 2 else subject
+
+
+class _Subject:
+    def __init__(self, broken: _Broken, subject: Subject, rank: int) -> None:
+        self.broken, self.subject, self.rank, self.steps = broken, subject, rank, 0
 
     def step(self, share: Share) -> Outcome:
         self.steps += 1
-        return self.spoil(self.subject.step(share))
-
-    def spoil(self, outcome: Outcome) -> Outcome:
-        raise NotImplementedError
+        self.broken.given(share, self.rank)
+        return self.broken.spoil(self.subject.step(share), self.rank, self.steps)
 
 
-class OffByOne(_Wrapped):
-    def spoil(self, outcome: Outcome) -> Outcome:
+class OffByOneImpl(_Broken):
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
         down = outcome.grads["0.down"]
         assert down is not None
         down = down.clone()
-        down[1, 2, 3] += 1
-        return replace(outcome, grads={**outcome.grads, "0.down": down if self.rank else outcome.grads["0.down"]})
+        down[1, 2, 3] += rank
+        return replace(outcome, grads={**outcome.grads, "0.down": down})
 
 
-class NoGradient(_Wrapped):
-    def spoil(self, outcome: Outcome) -> Outcome:
+class NoGradientImpl(_Broken):
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
         return replace(outcome, grads={**outcome.grads, "0.up": None})
 
 
-class Flaky(_Wrapped):
+class FlakyImpl(_Broken):
     """The last bit of one output changes from run to run."""
 
-    def spoil(self, outcome: Outcome) -> Outcome:
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
         y = outcome.y.detach().clone()
-        if self.steps % 2 == 0:
+        if step % 2 == 0:
             y[0, 0, 0] = torch.nextafter(y[0, 0, 0], torch.tensor(9.0))
         return replace(outcome, y=y)
 
 
-class Hangs(_Wrapped):
-    def spoil(self, outcome: Outcome) -> Outcome:
-        if self.rank == 1:
+class HangsImpl(_Broken):
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        if rank == 1:
             time.sleep(600)
         return outcome
 
 
-class Dies(_Wrapped):
-    def spoil(self, outcome: Outcome) -> Outcome:
-        if self.rank == 1:
+class DiesImpl(_Broken):
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return outcome
 
 
-class RaisesAlone:
+class LeavesImpl(_Broken):
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        return sys.exit(0) if rank == 1 else outcome
+
+
+class RaisesAloneImpl(_Broken):
     """One rank raises where the others wait for it."""
 
-    def __init__(self, subject: Subject, rank: int) -> None:
-        self.subject, self.rank = subject, rank
-
-    def step(self, share: Share) -> Outcome:
-        if self.rank == 1:
+    def given(self, share: Share, rank: int) -> None:
+        if rank == 1:
             raise KeyError("no such slot")
-        return self.subject.step(share)
 
 
-class RaisesAfter(_Wrapped):
-    """One rank raises when all have done their part."""
-
-    def spoil(self, outcome: Outcome) -> Outcome:
-        if self.rank == 1:
-            raise KeyError("no such slot")
-        return outcome
-
-
-class Overwrites(_Wrapped):
+class OverwritesImpl(_Broken):
     """Computes with other numbers than it was given, and puts them where those were."""
 
-    def step(self, share: Share) -> Outcome:
+    def given(self, share: Share, rank: int) -> None:
         share.x_BlD.mul_(2)
         share.dy_BlD.zero_()
-        return self.subject.step(share)
 
 
-class Widens(_Wrapped):
+class WidensImpl(_Broken):
     """The right numbers in another dtype, and a gradient that nobody asked for."""
 
-    def spoil(self, outcome: Outcome) -> Outcome:
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
         grads = {**outcome.grads, "7.up": torch.zeros(3)}
         return replace(outcome, y=outcome.y.double(), dx=outcome.dx.double(), grads=grads)
 
 
-class Leaves(_Wrapped):
-    def spoil(self, outcome: Outcome) -> Outcome:
-        if self.rank == 1:
-            sys.exit(0)
+class RaisesOnceImpl(_Broken):
+    """One rank raises in the first case alone, when all have done their part; what follows has the same sizes."""
+
+    def __init__(self) -> None:
+        self.raised = False
+
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        if rank == 1 and not self.raised:
+            self.raised = True
+            raise KeyError("no such slot")
         return outcome
-
-
-class _Made(Impl):
-    wrapper: Callable[[Subject, int], Subject]
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        subject = super().build(place, sizes, weights)
-        return self.wrapper(subject, place.rank) if sizes.top_k == 2 and place.topology.ranks == 2 else subject
-
-
-class OffByOneImpl(_Made):
-    wrapper = OffByOne
-
-
-class NoGradientImpl(_Made):
-    wrapper = NoGradient
-
-
-class FlakyImpl(_Made):
-    wrapper = Flaky
-
-
-class HangsImpl(_Made):
-    wrapper = Hangs
-
-
-class DiesImpl(_Made):
-    wrapper = Dies
-
-
-class RaisesAloneImpl(_Made):
-    wrapper = RaisesAlone
-
-
-class OverwritesImpl(_Made):
-    wrapper = Overwrites
-
-
-class WidensImpl(_Made):
-    wrapper = Widens
-
-
-class LeavesImpl(_Made):
-    wrapper = Leaves
 
 
 class LacksImpl(Impl):
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         return "knows one expert only" if pattern.name == "top1" else None
-
-
-class RaisesOnceImpl(Impl):
-    """Goes wrong in the first case alone, on one rank; what follows has the same sizes."""
-
-    def __init__(self) -> None:
-        self.built = 0
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        self.built += 1
-        subject = super().build(place, sizes, weights)
-        return RaisesAfter(subject, place.rank) if self.built == 1 else subject

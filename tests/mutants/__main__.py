@@ -20,14 +20,15 @@ def mutants(names: Sequence[str], seed: int) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"{' '.join(unknown)}: no such mutant; there are {', '.join(known)}")
-    with Progress(len(names or known), unit="mutant") as progress:
+    progress = Progress(len(names or known), unit="mutant")
 
-        def report(score: MutantScore) -> None:
-            mark = "killed" if score.killed else "ALIVE "
-            progress.say(f"{mark} {score.name:28} {score.by}  {score.how} ({score.seconds:.1f} s)")
-            progress.step()
+    def report(score: MutantScore) -> None:
+        mark = "killed" if score.killed else "ALIVE "
+        progress.say(f"{mark} {score.name:28} {score.by}  {score.how} ({score.seconds:.1f} s)")
+        progress.step()
 
-        scores = score_mutants(report, names=list(names) or None, seed=seed)
+    scores = score_mutants(report, names=list(names) or None, seed=seed)
+    progress.close()
     killed = sum(score.killed for score in scores)
     print(f"{killed} of {len(scores)} mutants killed")
     return int(killed < len(scores))

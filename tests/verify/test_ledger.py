@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import HashStore
 
 from helpers.router_truth import truth_losses
@@ -148,23 +149,25 @@ def test_some_rows_are_of_odd_widths_and_some_arrangements_share_sequences() -> 
     assert {t.name for t in default_topologies() if t.cp > 1} == {
         "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp",
     }  # fmt: skip
-    for wrong in ({"ranks": 4, "ep": 2, "cp": 2}, {"ranks": 3, "ep": 3, "cp": 2, "data": "fsdp"}):
-        with pytest.raises(ConfigError, match="cp must divide dp"):
-            Topology(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_mismatch_names_the_first_bad_coordinate() -> None:
     true = torch.ones(2, 3)
     ours = true.clone()
     ours[0, 2], ours[1, 0] = 1.5, float("nan")
-    error, found = compare(3, "d up", ours, true, 1e-6)
+
+    def compared(got: Tensor | None, true: Tensor, bound: float = 1e-6) -> tuple[float, str]:
+        return compare({} if got is None else {"d up": got}, {"d up": true}, bound, {})["d up"]
+
+    error, found = compared(ours, true)
     assert error == float("inf")
-    assert found is not None
-    assert "rank 3: d up[0, 2]: got 1.5, expected 1" in str(found)
-    assert "no tensor" in str(compare(0, "d up", None, true, 1e-6)[1])
-    assert "shape (3, 2)" in str(compare(0, "d up", ours.T, true, 1e-6)[1])
-    assert compare(0, "y", torch.empty(0, 4), torch.empty(0, 4), 0.0) == (0.0, None)
-    assert compare(0, "y", torch.tensor([1e-9]), torch.zeros(1), 0.0)[1] is not None
+    assert found.startswith("d up[0, 2]: got 1.5, expected 1")
+    assert "no tensor" in compared(None, true)[1]
+    assert "shape (3, 2)" in compared(ours.T, true)[1]
+    assert compared(torch.empty(0, 4), torch.empty(0, 4), 0.0) == (0.0, "")
+    assert compared(torch.tensor([1e-9]), torch.zeros(1), 0.0)[1]
+    assert not compared(torch.tensor(2.0), torch.tensor(2.0))[1]
+    assert compared(torch.tensor(2.0), torch.tensor(1.0))[1].startswith("d up: got 2, expected 1")
 
 
 def test_only_takes_names_globs_and_words() -> None:
@@ -180,15 +183,14 @@ def test_implementations_that_do_not_exist() -> None:
         get_implementation("megatron")
     with pytest.raises(ConfigError, match="no_such_module"):
         get_implementation("no_such_module:Impl")
-    for name in ("os:path", "os:getcwd"):
-        with pytest.raises(ConfigError, match=f"--impl {name}: is no class"):
+    for name, why in (
+        ("os:getcwd", "has no name, no refusal, no lacks, no build, which .*base.Implementation"),
+        ("os:path", r"os.path cannot be made \('module' object is not callable"),
+        ("functools:partial", "functools.partial cannot be made"),
+        ("os:Missing", "os.Missing cannot be made .*has no attribute 'Missing'"),
+    ):
+        with pytest.raises(ConfigError, match=f"--impl {name}: {why}"):
             get_implementation(name)
-    with pytest.raises(ConfigError, match=r"has no name, no refusal, no lacks, no build, which .*base.Implementation"):
-        get_implementation("collections:OrderedDict")
-    with pytest.raises(ConfigError, match=r"--impl functools:partial: partial\(\) cannot be made"):
-        get_implementation("functools:partial")
-    with pytest.raises(ConfigError, match="--impl os:Missing: os has no Missing; name a class of it"):
-        get_implementation("os:Missing")
     with pytest.raises(ConfigError, match="--impl :Impl can't be judged here"):
         get_implementation(":Impl")
 
@@ -212,7 +214,7 @@ def test_wrong_numbers_are_found_on_the_rank_that_has_them() -> None:
     ]
     bad, good = judged("helpers.broken_impls:FlakyImpl", repeat=3)
     assert (bad.status, good.status) == ("mismatch", "ok")
-    assert "y of run 2[0, 0, 0]" in bad.details[0]
+    assert "rank 0: in run 2, y[0, 0, 0]" in bad.details[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,9 +229,9 @@ def test_what_an_implementation_overwrites_is_not_what_it_is_held_against(dtype:
 
 
 def test_a_hang_and_a_death_cost_one_case_each() -> None:
-    hang, good = judged("helpers.broken_impls:HangsImpl", deadline=10.0)
+    hang, good = judged("helpers.broken_impls:HangsImpl", deadline=5.0)
     assert (hang.status, good.status) == ("hang", "ok")
-    assert "rank(s) 1: no answer within 10 s" in hang.details[0]
+    assert "rank(s) 1: no answer within 5 s" in hang.details[0]
     dead, good = judged("helpers.broken_impls:DiesImpl")
     assert (dead.status, good.status) == ("error", "ok")
     assert "rank(s) 1 died: SIGKILL" in dead.details[0]
@@ -247,14 +249,16 @@ def test_a_fault_of_one_rank_is_of_its_own_case_alone() -> None:
     assert bad.details[0].startswith("rank 1: KeyError: ")
 
 
-def test_who_raises_is_told_from_who_waits_for_it_in_vain() -> None:
+def test_who_raises_is_told_from_who_waits_for_it_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have a moment more, not the deadline."""
+    monkeypatch.setattr("trimtab.verify.collect.GRACE", 1.0)
     began = time.monotonic()
     bad, good = judged("helpers.broken_impls:RaisesAloneImpl", deadline=60.0)
-    assert time.monotonic() - began < 50.0  # the others had a few seconds, not the deadline
+    assert time.monotonic() - began < 50.0
     assert (bad.status, good.status) == ("error", "ok")
     assert bad.details[0].startswith("rank 1: KeyError: ")
     assert "no such slot" in bad.details[0]
-    assert bad.details[1] == "rank(s) 0: no answer within 5 s of that"
+    assert bad.details[1] == "rank(s) 0: no answer within 1 s of that"
 
 
 def test_who_has_died_is_told_from_who_still_waits_for_them() -> None:
@@ -276,32 +280,24 @@ def test_what_an_implementation_lacks_is_said_not_failed(tmp_path: Path) -> None
     assert json.loads((tmp_path / "ledger.json").read_text())["counts"] == {"ok": 1, "lacking": 1}
 
 
-def command(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, *(launcher or ()), "-m", "trimtab", "verify", *arguments]
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent.parent
-    )
-
-
-def test_the_command_prints_and_writes_the_ledger(tmp_path: Path) -> None:
-    done = command("--only", *CASES, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "2r-ep2  .." in done.stdout
-    assert "2 ok" in done.stdout
+def test_the_command_prints_and_writes_the_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--only", *CASES, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "2r-ep2  .." in said
+    assert "2 ok" in said
     page = (tmp_path / "ledger.md").read_text()
-    assert "| float32 | 2e-06 |" in page
+    assert "worst relative error, float32 (bound 2e-06):  y " in page
     assert "2 cases" in page
     cases = json.loads((tmp_path / "ledger.json").read_text())["cases"]
     assert [case["case"] for case in cases] == [f"2r-ep2/{name}/float32" for name in ("zipf1", "top1")]
     assert all(0 < error < 2e-6 for case in cases for name, error in case["errors"].items() if name != "loads")
 
 
-def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path) -> None:
+def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = "helpers.broken_impls:OffByOneImpl"
-    done = command("--impl", broken, "--only", *CASES, "--out", str(tmp_path), "--seed", "5")
-    assert done.returncode == 1
+    assert main(["verify", "--impl", broken, "--only", *CASES, "--out", str(tmp_path), "--seed", "5"]) == 1
     again = f"again: trimtab verify --impl {broken} --only 2r-ep2/zipf1/float32 --seed 5"
-    assert again in done.stdout
+    assert again in capsys.readouterr().out
     assert again in (tmp_path / "ledger.md").read_text()
     case = Case(topology=Topology(ranks=12, ep=12), pattern=PATTERNS[0], dtype="float32", seed=0)
     asked = f"--impl x --only {case.name} --seed 0"
@@ -309,22 +305,27 @@ def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path) -> N
     assert ledger.again(case) == f"trimtab verify {asked} --repeat 3 --nproc 12"
     ledger = Ledger(implementation="x", command="c", seed=0, launcher="torchrun …")
     assert ledger.again(case) == f"torchrun … -m trimtab verify {asked}"
-    assert command("--only", "nonsense").returncode == 2
-    assert command("--nproc", "0").returncode == 2
+    assert main(["verify", "--only", "nonsense"]) == 2
+    assert main(["verify", "--nproc", "0"]) == 2
+
+
+def under_torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line = [*launcher, "-m", "trimtab", "verify", *map(str, arguments)]
+    tests = Path(__file__).parents[1]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=tests)
 
 
 @pytest.mark.xdist_group("ranks2")
 def test_under_torchrun(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = command("--only", *CASES, "1r-local/random", "--out", str(tmp_path), launcher=launcher)
+    done = under_torchrun("--only", *CASES, "1r-local/random", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(json.loads((tmp_path / "ledger.json").read_text())["cases"]) >= 3
-    broken = ("--impl", "helpers.broken_impls:HangsImpl", "--deadline", "10")
-    done = command("--only", *CASES, "--out", str(tmp_path), *broken, launcher=launcher)
-    assert done.returncode != 0
-    assert "no answer within 10 s" in (tmp_path / "ledger.md").read_text()
+    broken = ("--impl", "helpers.broken_impls:HangsImpl", "--deadline", "5")
+    assert under_torchrun("--only", *CASES, "--out", tmp_path, *broken).returncode != 0
+    assert "no answer within 5 s" in (tmp_path / "ledger.md").read_text()
     (tmp_path / "taken" / "ledger.md").mkdir(parents=True)
-    done = command(*("--only", CASES[0], "--out", str(tmp_path / "taken")), launcher=launcher)
+    done = under_torchrun("--only", CASES[0], "--out", tmp_path / "taken")
     assert done.returncode != 0
     assert f"trimtab: --out {tmp_path / 'taken'}: cannot be written (Is a directory)" in done.stderr
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trimtab.cli.progress import Progress
     from trimtab.convert.convert import Converted
 
+HELP = "convert a checkpoint to safetensors of transformers, or back"
 DESCRIPTION = """\
 Convert a checkpoint (trimtab's, torch.distributed.checkpoint) to a folder that plain transformers opens, or back.
 Which tensor goes where is transformers' own mapping. Every tensor and every expert is accounted for before anything
@@ -30,54 +31,36 @@ layer's experts three times over and one file of safetensors (MALLOC_MMAP_THRESH
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the command's subparsers."""
-    parser = commands.add_parser(
-        "convert",
-        help="convert a checkpoint to safetensors of transformers, or back",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
     add = parser.add_argument
     add("src", metavar="SRC", help="a checkpoint folder; of several in one folder the latest")
     add("dst", metavar="DST", help="a folder that is not there yet, or empty")
     add("--to", required=True, metavar="safetensors|dcp", help="what is written")
     add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
     add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")
-    add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert and print what was done; returns 0. Errors are raised."""
     if not 0 < options.shard_size < math.inf:
         raise ConfigError("--shard-size must be more than 0, and a number")
-    from trimtab.cli.progress import Progress
     from trimtab.integrations.transformers.needed import import_transformers
 
     transformers = import_transformers("trimtab convert")
     from trimtab.convert.convert import convert
 
     transformers.logging.set_verbosity_error()
-    bars: list[Progress] = []
+    progress = Progress(0, unit="tensor")
 
     def on_tensor(done: int, total: int) -> None:
-        if not bars:
-            bars.append(Progress(total, unit="tensor"))
-        bars[0].step()
+        progress.total = total
+        progress.step()
 
-    try:
-        done = convert(
-            options.src,
-            options.dst,
-            to=options.to,
-            layout=options.layout,
-            shard_bytes=int(options.shard_size * 1e9),
-            on_tensor=on_tensor,
-        )
-    finally:
-        for bar in bars:
-            bar.close()
+    shard_bytes = int(options.shard_size * 1e9)
+    to, layout = options.to, options.layout
+    done = convert(options.src, options.dst, to=to, layout=layout, shard_bytes=shard_bytes, on_tensor=on_tensor)
+    progress.close()
     print(describe(done), flush=True)
     return 0
 
@@ -100,7 +83,5 @@ def describe(done: Converted) -> str:
 
 
 def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} bytes"
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    return next((f"{nbytes / size:.1f} {unit}" for unit, size in units if nbytes >= size), f"{nbytes} bytes")

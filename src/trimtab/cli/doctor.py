@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trimtab.doctor.findings import Part
 
+HELP = "check this machine, or say where a job stopped"
 DESCRIPTION = """\
 Look at this machine: versions, devices, environment, process groups, kernels (self-tested) and a layer over two
 processes. With --places, say in which layer and phase each rank of a running job on this host stands, without asking
@@ -24,20 +25,12 @@ Exit code: 0 all is well, 1 something that trimtab needs is broken, or a job or 
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the command's subparsers."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check this machine, or say where a job stopped",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
     job = parser.add_mutually_exclusive_group()
     job.add_argument("--places", action="store_true", help="where each rank of this host stands")
     job.add_argument("--trace", nargs="+", metavar="PATH", help="dumps of all ranks, or folders of them")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,12 +14,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 from trimtab import __version__
 from trimtab.cli import convert, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
 from trimtab.interrupted import Interrupted, signals_raise
+
+COMMANDS: dict[str, ModuleType] = {"train": train, "doctor": doctor, "verify": verify, "convert": convert}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,10 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="trimtab", description="Mixture-of-Experts training, with the right numbers.")
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train.add_parser(commands)
-    doctor.add_parser(commands)
-    verify.add_parser(commands)
-    convert.add_parser(commands)
+    raw = argparse.RawDescriptionHelpFormatter
+    for name, module in COMMANDS.items():
+        one = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, formatter_class=raw)
+        module.add_options(one)
+        one.add_argument("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
+        one.set_defaults(run=module.run)
     return parser
 
 

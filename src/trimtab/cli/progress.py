@@ -1,10 +1,8 @@
-"""A progress bar on stderr: tqdm's, or a line now and then where tqdm is not installed."""
+"""Progress on stderr: a line that is written over on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Any
 
 
 class Progress:
@@ -12,38 +10,25 @@ class Progress:
 
     def __init__(self, total: int, *, unit: str = "case", shown: bool = True) -> None:
         self.total, self.done, self.shown, self.unit = total, 0, shown, unit
-        self._bar: Any = None
-        if shown:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                print(f"{total} {unit}s (with tqdm installed there is a progress bar)", file=sys.stderr, flush=True)
-            else:
-                self._bar = tqdm(total=total, unit=unit, dynamic_ncols=True, mininterval=0.5)
+        self._terminal = sys.stderr.isatty()
 
     def step(self, note: str = "", count: int = 1) -> None:
         """`count` more are done."""
         self.done += count
-        if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(count)
-        elif self.shown and self.done % max(1, self.total // 20) == 0:
-            print(f"{self.done} of {self.total}, {note}", file=sys.stderr, flush=True)
+        if self.shown and (self._terminal or self.done % max(1, self.total // 20) == 0):
+            self._print(f"{self.done} of {self.total} {self.unit}s {note}", "" if self._terminal else "\n")
 
     def say(self, text: str) -> None:
-        """A message above the bar."""
-        if self._bar is not None:
-            self._bar.write(text)
-        elif self.shown:
+        """A message above the line."""
+        if self.shown:
+            self.close()
             print(text, flush=True)
 
     def close(self) -> None:
-        """The bar stays as it is."""
-        if self._bar is not None:
-            self._bar.close()
+        """Take the line away."""
+        if self.shown and self._terminal:
+            self._print("", "")
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+    def _print(self, text: str, end: str) -> None:
+        start = "\r\033[K" if self._terminal else ""
+        print(f"{start}{text}", end=end, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from trimtab.interrupted import Interrupted
 from trimtab.train.config import DTYPES, TrainConfig
@@ -14,6 +13,7 @@ from trimtab.train.launch import launch
 from trimtab.train.report import FINAL, METRICS
 from trimtab.train.resume import CHECKPOINTS, advice, resumed
 
+HELP = "train or fine-tune a MoE model"
 DESCRIPTION = """\
 Train a Mixture-of-Experts language model with transformers' Trainer, its experts spread over the ranks.
 
@@ -26,14 +26,8 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the command's subparsers."""
-    parser = commands.add_parser(
-        "train",
-        help="train or fine-tune a MoE model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
     add = parser.add_argument
     add("--model", metavar="NAME|PATH", help="preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint")
     add("--data", nargs="+", metavar="FILE|DIR", help="text in UTF-8, or .jsonl with `text` or `messages`")
@@ -64,8 +58,6 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="remove what is in the way in DIR: a model and checkpoints, with --resume those after the one given",
     )
-    add("--debug", action="store_true", help="show tracebacks and the libraries' own logs")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 from trimtab.launched import group_size
 
 if TYPE_CHECKING:
-    from trimtab.cli.progress import Progress
     from trimtab.verify.collect import Verdict
-    from trimtab.verify.ledger import Ledger
 
+SHOWN = 20
+"""Failures that are printed as they come."""
+
+HELP = "prove a layer's numbers over ranks and ways for tokens to fall"
 DESCRIPTION = """\
 Prove the numbers of an MoE layer on these ranks: outputs, input gradients and every parameter's gradient against a
 dense float64 truth, over arrangements of ranks and ways for tokens to fall. Nothing may hang, and bad input must raise.
@@ -34,14 +37,8 @@ Exit code: 0 nothing found, 1 something found, 2 the arguments cannot be used.
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to the command's subparsers."""
-    parser = commands.add_parser(
-        "verify",
-        help="prove a layer's numbers over ranks and ways for tokens to fall",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="thirteen arrangements of up to 4 ranks, float32")
@@ -55,18 +52,17 @@ def add_parser(commands: Any) -> None:
     add("--repeat", type=int, default=1, metavar="N", help="run each case N times: every bit must be the same")
     add("--deadline", type=float, default=60.0, metavar="S", help="seconds after which a case hangs (default 60)")
     add("--out", default="runs/verify", metavar="DIR", help="for ledger.json and ledger.md (default runs/verify)")
-    add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
     if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
         raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
-    from trimtab.cli.progress import Progress
     from trimtab.verify.adapters import get_implementation
     from trimtab.verify.cases import plan_cases
+    from trimtab.verify.cluster import run_cluster
     from trimtab.verify.ledger import MOST_LOCAL, Ledger
+    from trimtab.verify.local import run_local
 
     cluster = group_size()
     if cluster and options.nproc is not None:
@@ -78,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     world = cluster or options.nproc or (4 if options.quick else MOST_LOCAL)
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)
-    if not cluster or os.environ["RANK"] == "0":
+    first = not cluster or os.environ["RANK"] == "0"
+    if first:
         with _writing(out):  # before hours are spent on what goes into it
             out.mkdir(parents=True, exist_ok=True)
     launcher = "torchrun …" if cluster else ""
@@ -88,30 +85,31 @@ def run(options: argparse.Namespace) -> int:
         implementation=options.impl, command=command, seed=options.seed, repeat=options.repeat, launcher=launcher
     )
     start = time.perf_counter()
+    progress = Progress(len(cases), shown=first)
 
-    def finish(progress: Progress) -> int:
+    def report(verdict: Verdict) -> None:
+        ledger.verdicts.append(verdict)
+        if verdict.failed and len(ledger.failures) <= SHOWN:
+            progress.say(ledger.explain(verdict))
+        progress.step(f"{len(ledger.failures)} failed")
+
+    def finish() -> int:
         progress.close()
         ledger.seconds = time.perf_counter() - start
-        return _print(ledger, out)
+        print(ledger.table(), "", ledger.summary(), sep="\n", flush=True)
+        with _writing(out):
+            ledger.write(out)
+        if (more := len(ledger.failures) - SHOWN) > 0:
+            print(f"{more} further failures are in the ledger")
+        print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)
+        return int(bool(ledger.failures))
 
-    if not cluster:
-        from trimtab.verify.local import run_local
-
-        with Progress(len(cases)) as progress:
-            for verdict in run_local(cases, options.impl, deadline=options.deadline, repeat=options.repeat):
-                _note(ledger, verdict, progress)
-            return finish(progress)
-    from trimtab.verify.cluster import run_cluster
-
-    with Progress(len(cases), shown=os.environ["RANK"] == "0") as progress:
-        return run_cluster(
-            cases,
-            options.impl,
-            deadline=options.deadline,
-            repeat=options.repeat,
-            report=lambda verdict: _note(ledger, verdict, progress),
-            finish=lambda: finish(progress),
-        )
+    how: dict[str, Any] = {"deadline": options.deadline, "repeat": options.repeat}
+    if cluster:
+        return run_cluster(cases, options.impl, report=report, finish=finish, **how)
+    for verdict in run_local(cases, options.impl, **how):
+        report(verdict)
+    return finish()
 
 
 @contextmanager
@@ -120,21 +118,3 @@ def _writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
-
-
-def _note(ledger: Ledger, verdict: Verdict, progress: Progress) -> None:
-    ledger.verdicts.append(verdict)
-    if verdict.failed and len(ledger.failures) <= 20:
-        progress.say(ledger.explain(verdict))
-    progress.step(f"{len(ledger.failures)} failed")
-
-
-def _print(ledger: Ledger, out: Path) -> int:
-    more = len(ledger.failures) - 20
-    print(ledger.table(), "", ledger.summary(), sep="\n", flush=True)
-    with _writing(out):
-        ledger.write(out)
-    if more > 0:
-        print(f"{more} further failures are in the ledger")
-    print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)
-    return int(bool(ledger.failures))

@@ -13,7 +13,7 @@ from trimtab.guard.place import Place
 def checkup() -> Iterator[Part]:
     """Each part's name and findings, as soon as they are known. Starts two processes for the last part."""
     yield "versions", versions.look()
-    yield "machine and environment", machine.judge(machine.look())
+    yield "machine and environment", machine.look()
     yield "process groups and transports", backends.transports()
     yield "kernels, self-tested", backends.kernels()
     yield "loopback", loopback.look()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,64 +34,44 @@ WHEN_OFF = {
 DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """cores: usable by this process. threads: torch's. devices: a line on each GPU. host_address: None if the host
-    name has none. interfaces: network interfaces. environment: the variables of `PREFIXES` that are set."""
-
-    cores: int
-    threads: int
-    instructions: str
-    devices: tuple[str, ...]
-    host: str
-    host_address: str | None
-    interfaces: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-def look() -> Machine:
-    """This machine."""
+def look() -> list[Finding]:
+    """Findings about this machine and its environment."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    found = judge_cores(cores(), torch.get_num_threads())
+    found += [Finding("ok", "gpu", _device(i)) for i in range(torch.cuda.device_count())]
+    if not torch.cuda.device_count():
+        found.append(Finding("note", "gpu", "none that torch can use: everything runs on the CPU"))
+    elif DUMPS not in os.environ:
+        found.append(_no_dumps(DUMPS))
     host = socket.gethostname()
     try:
-        address = socket.gethostbyname(host)
+        socket.gethostbyname(host)
     except OSError:
-        address = None
-    return Machine(
-        cores=cores(),
-        threads=torch.get_num_threads(),
-        instructions=torch.backends.cpu.get_cpu_capability(),
-        devices=tuple(_device(i) for i in range(torch.cuda.device_count())),
-        host=host,
-        host_address=address,
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
-    )
-
-
-def judge(m: Machine) -> list[Finding]:
-    """Findings about the machine and its environment."""
-    found = [Finding("ok", "cores", f"{m.cores} ({m.instructions}), torch uses {m.threads}")]
-    if m.threads > m.cores:
-        do = f"set OMP_NUM_THREADS to {m.cores} divided by the number of ranks on this host"
-        found = [Finding("warn", "cores", f"torch uses {m.threads} threads on {m.cores} cores", do)]
-    found += [Finding("ok", "gpu", device) for device in m.devices]
-    if not m.devices:
-        found.append(Finding("note", "gpu", "none that torch can use: everything runs on the CPU"))
-    if m.host_address is None:
-        what = f"{m.host} has no address: Gloo cannot tell peers where it is"
-        do = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of {', '.join(m.interfaces)}"
+        what = f"{host} has no address: Gloo cannot tell peers where it is"
+        do = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of {', '.join(interfaces)}"
         found.append(Finding("warn", "host name", what, do))
-    if m.devices and DUMPS not in m.environment:
-        found.append(_no_dumps(DUMPS))
-    return found + [_variable(name, value, m) for name, value in m.environment.items()]
+    return found + judge_environment(os.environ, cores(), interfaces)
 
 
-def _variable(name: str, value: str, m: Machine) -> Finding:
-    """What one environment variable does here."""
+def judge_cores(usable: int, threads: int) -> list[Finding]:
+    """The finding about torch's threads on the cores that this process may use."""
+    if threads > usable:
+        do = f"set OMP_NUM_THREADS to {usable} divided by the number of ranks on this host"
+        return [Finding("warn", "cores", f"torch uses {threads} threads on {usable} cores", do)]
+    return [Finding("ok", "cores", f"{usable} ({torch.backends.cpu.get_cpu_capability()}), torch uses {threads}")]
+
+
+def judge_environment(environment: Mapping[str, str], usable: int, interfaces: Sequence[str]) -> list[Finding]:
+    """Findings about the variables of `PREFIXES`, on a host of so many cores and these network interfaces."""
+    shown = [(name, value) for name, value in sorted(environment.items()) if name.startswith(PREFIXES)]
+    return [_variable(name, value, usable, interfaces) for name, value in shown]
+
+
+def _variable(name: str, value: str, usable: int, interfaces: Sequence[str]) -> Finding:
     on = value.strip().lower() not in ("", "0", "false", "no", "n")
     shown = f"{name}={value}"
     if name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value:
-        return _interface(name, value, m)
+        return _interface(name, value, interfaces)
     if name in WHEN_ON and on:
         return Finding("warn", shown, WHEN_ON[name], "unset it unless it is there for debugging")
     if name in WHEN_OFF and not on:
@@ -101,8 +80,8 @@ def _variable(name: str, value: str, m: Machine) -> Finding:
         return Finding("warn", shown, "collectives are checked one by one, slowly", "unset it")
     if name == DUMPS and not on:
         return _no_dumps(shown)
-    if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > m.cores:
-        return Finding("warn", shown, f"more threads than the {m.cores} cores", f"at most {m.cores}")
+    if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > usable:
+        return Finding("warn", shown, f"more threads than the {usable} cores", f"at most {usable}")
     return Finding("ok", name, value or "(empty)")
 
 
@@ -111,14 +90,14 @@ def _no_dumps(shown: str) -> Finding:
     return Finding("note", shown, what, f"set {DUMPS}=1 and TORCH_FR_BUFFER_SIZE=2000")
 
 
-def _interface(name: str, value: str, m: Machine) -> Finding:
+def _interface(name: str, value: str, interfaces: Sequence[str]) -> Finding:
     """Gloo takes names; NCCL prefixes too, `=name` for an exact one and `^name` for any other."""
     wanted = [part.strip() for part in value.lstrip("^=").split(",")]
     exact = name.startswith("GLOO") or value.startswith("=")
-    there = [i for w in wanted for i in m.interfaces if i == w or (not exact and i.startswith(w))]
+    there = [i for w in wanted for i in interfaces if i == w or (not exact and i.startswith(w))]
     if there or value.startswith("^"):
         return Finding("ok", name, value)
-    do = f"name one of {', '.join(m.interfaces)}, or unset it"
+    do = f"name one of {', '.join(interfaces)}, or unset it"
     return Finding("broken", f"{name}={value}", "no such network interface on this host", do)
 
 

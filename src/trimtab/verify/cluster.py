@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from datetime import timedelta
+from concurrent.futures import Future
+from threading import Thread
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import PrefixStore, Store
 
 from trimtab.launched import leave_group
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
 from trimtab.verify.local import START
-from trimtab.verify.on_rank import run_on_rank
+from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
 
 def run_cluster(
@@ -41,14 +39,15 @@ def run_cluster(
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=1))
-    store: Store = PrefixStore("trimtab-verify", _get_default_store())
-    mine: Store = store.clone()  # type: ignore[attr-defined]  # a client serves one thread at a time
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=COLLECTORS))
+    made = PrefixStore("ranks", store)
+    dist.init_process_group("nccl" if cuda else "gloo", store=made, rank=rank, world_size=ranks, timeout=COLLECTORS)
+    store = PrefixStore("trimtab-verify", store)
     reasons = [judged.lacks(case.topology, case.pattern) for case in cases]
-    asked = list(enumerate(case for case, reason in zip(cases, reasons, strict=True) if reason is None))
+    asked = [(index, case) for index, case in enumerate(cases) if reasons[index] is None]
     code: Future[int] = Future()
 
-    def collect_all() -> int:
+    def collect_all(mine: Store) -> int:
         for case, reason in zip(cases, reasons, strict=True):
             if reason is not None:
                 report(Verdict(case=case, status="lacking", details=[reason]))
@@ -58,27 +57,25 @@ def run_cluster(
         except Stalled as stalled:
             try:
                 said = "the cases behind it were not run"
-                report(stalled_verdict(dict(asked)[stalled.index], stalled, deadline, said))
+                report(stalled_verdict(cases[stalled.index], stalled, deadline, said))
                 finish()
             except Exception as error:
                 print(f"trimtab: {error}", file=sys.stderr, flush=True)
             os._exit(1)  # this process may itself be in the collective that hangs; torchrun then ends the others
         return finish()
 
-    first = dist.get_rank() == 0
-    if first:
-        threading.Thread(target=_settle, args=(code, collect_all), daemon=True).start()
+    def settle() -> None:
+        """An exception would end with its thread."""
+        try:
+            code.set_result(collect_all(store.clone()))  # type: ignore[attr-defined]  # a client serves one thread at a time
+        except BaseException as error:
+            code.set_exception(error)
+
+    if rank == 0:
+        Thread(target=settle, daemon=True).start()
     run_on_rank(asked, judged, store, device, repeat)
-    if first:
-        wait([code])
+    if rank == 0:
+        code.exception()  # waits
     dist.barrier()
     leave_group()
-    return code.result() if first else 0
-
-
-def _settle(code: Future[int], action: Callable[[], int]) -> None:
-    """What `action` returns or raises, for whoever waits for `code`: an exception would end with its thread."""
-    try:
-        code.set_result(action())
-    except BaseException as error:
-        code.set_exception(error)
+    return code.result() if rank == 0 else 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from trimtab.verify.cases import Case
 from trimtab.verify.on_rank import Finding, key_of, ready_key
@@ -38,7 +38,7 @@ class Stalled(Exception):
     """A case's findings did not come in time, or ranks died. `index`: the case; `silent`: those that died, if any did,
     else those that are waited for; `findings`: of the others, as far as they are there."""
 
-    def __init__(self, index: int, silent: list[int], dead: bool, findings: Sequence[Finding] = ()) -> None:
+    def __init__(self, index: int, silent: list[int], dead: bool, findings: Sequence[Finding]) -> None:
         super().__init__(index)
         self.index, self.silent, self.dead, self.findings = index, silent, dead, findings
 
@@ -74,7 +74,7 @@ def _wait_for(
     while True:
         for rank in keys.keys() - found.keys():
             if store.check([keys[rank]]):
-                found[rank] = Finding.from_json(store.get(keys[rank]).decode())
+                found[rank] = Finding.get(store, keys[rank])
         findings = [found[rank] for rank in keys if rank in found]
         if len(findings) == len(keys):
             return findings
@@ -95,12 +95,9 @@ def _faults(findings: Sequence[Finding]) -> list[str]:
 
 def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
     """One verdict: a fault outweighs a mismatch."""
-    faults = _faults(findings)
-    mismatches = [str(mismatch) for f in findings for mismatch in f.mismatches]
-    errors: dict[str, float] = {}
-    for finding in findings:
-        for column, error in finding.errors.items():
-            errors[column] = max(errors.get(column, 0.0), error)
+    faults, mismatches = _faults(findings), [said for f in findings for said in f.mismatches]
+    columns = dict.fromkeys(column for f in findings for column in f.errors)
+    errors = {column: max(f.errors.get(column, 0.0) for f in findings) for column in columns}
     status: Status = "error" if faults else "mismatch" if mismatches else "ok"
     seconds = max(f.seconds for f in findings)
     return Verdict(case=case, status=status, errors=errors, details=faults + mismatches, seconds=seconds)

@@ -112,18 +112,15 @@ class Ledger:
         write_whole(folder / "ledger.md", self.page())
 
     def page(self) -> str:
-        """The page: what ran, on what, how many, the worst error of each column, and the table."""
+        """The page: what ran, on what, how many, the worst error of each tensor, and the table."""
         facts = [f"| {name} | {value} |" for name, value in machine().items()]
-        head = ["# Ledger", "", f"Printed by `{self.command}`.", "", "| | |", "|---|---|", *facts]
-        total = f"{len(self.verdicts)} cases in {self.seconds:.0f} s, seed {self.seed}"
-        head += ["", f"**{self.implementation}: {total}: {', '.join(f'{n} {s}' for s, n in self.counts().items())}.**"]
-        columns = list(dict.fromkeys(column for found in self.worst().values() for column in found))
-        errors = [f"| dtype | bound | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
-        for dtype, found in self.worst().items():
-            values = " | ".join(f"{found[c]:.1e}" if c in found else "" for c in columns)
-            errors.append(f"| {dtype} | {BOUNDS[getattr(torch, dtype)]:.0e} | {values} |")
-        text = "Worst error of each tensor over all cases: largest difference over the largest true value."
-        parts = [*head, "", text, "", *errors, "", "```", self.table(), "```"]
+        parts = ["# Ledger", "", f"Printed by `{self.command}`.", "", "| | |", "|---|---|", *facts, ""]
+        parts += [f"**{self.implementation}, {len(self.verdicts)} cases, seed {self.seed}**", ""]
+        parts += [
+            "Errors are the largest difference over the largest true value of a tensor, the worst of all cases.",
+            "",
+        ]
+        parts += ["```", self.summary(), "", self.table(), "```"]
         if self.failures:
             parts += ["", "## Failures", "", "```", *(self.explain(v) for v in self.failures), "```"]
         return "\n".join(parts) + "\n"

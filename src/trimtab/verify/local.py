@@ -8,19 +8,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
 from trimtab.verify.forkserver import forkserver, preload
-from trimtab.verify.on_rank import run_on_rank
+from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 """Entered by each rank around its cases; picklable."""
@@ -46,10 +45,10 @@ def run_local(
         asked: list[Case] = []
         for case in group:
             reason = judged.lacks(case.topology, case.pattern)
-            if reason is None:
-                asked.append(case)
-            else:
+            if reason is not None:
                 yield Verdict(case=case, status="lacking", details=[reason])
+                continue
+            asked.append(case)
         while asked:
             with _pool(ranks, asked, implementation, repeat, around) as (store, died, last_words):
                 try:
@@ -70,10 +69,10 @@ def _pool(
     context = forkserver()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
-        logs = [os.path.join(folder, str(rank)) for rank in range(ranks)]
+        logs = [Path(folder, str(rank)) for rank in range(ranks)]
         work = (ranks, store.port, list(enumerate(cases)), implementation, repeat, around)
         processes = [
-            context.Process(target=_rank_main, args=(rank, logs[rank], *work), daemon=True) for rank in range(ranks)
+            context.Process(target=_rank_main, args=(rank, log, *work), daemon=True) for rank, log in enumerate(logs)
         ]
 
         def died() -> list[int]:
@@ -81,8 +80,8 @@ def _pool(
             return [rank for rank, process in enumerate(processes) if process.exitcode is not None]
 
         def last_words(silent: list[int]) -> str:
-            said = [_last_words(processes[rank].exitcode, Path(logs[rank])) for rank in silent]
-            return "; ".join(words for words in said if words)
+            said = [_last_words(processes[rank].exitcode, logs[rank]) for rank in silent]
+            return "; ".join(filter(None, said))
 
         patience = 0.0  # for a caller that stops early
         try:
@@ -95,7 +94,7 @@ def _pool(
                 if process.pid is None:  # a signal came before it was started
                     continue
                 broken = any(other.exitcode not in (None, 0) for other in processes)
-                process.join(patience if process.exitcode is None and not broken else 0.0)
+                process.join(0.0 if broken else patience)
                 process.kill()
                 process.join()
 
@@ -109,7 +108,7 @@ def _last_words(code: int | None, log: Path) -> str:
 
 def _rank_main(
     rank: int,
-    log: str,
+    log: Path,
     ranks: int,
     port: int,
     cases: list[tuple[int, Case]],
@@ -118,14 +117,14 @@ def _rank_main(
     around: Around,
 ) -> None:
     try:
-        with open(log, "wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
+        with log.open("wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
             os.dup2(file.fileno(), sys.stderr.fileno())
     except FileNotFoundError:  # a signal ended the run before this rank came to itself
         os._exit(1)
     torch.set_num_threads(1)
     store = TCPStore("localhost", port, is_master=False)
-    timeout = timedelta(hours=1)  # the collector's deadline comes first
-    dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=ranks, timeout=timeout)
+    made = PrefixStore("ranks", store)
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=ranks, timeout=COLLECTORS)
     with around():
         run_on_rank(cases, get_implementation(implementation), store, torch.device("cpu"), repeat)
     store.set(f"done/{rank}", "")

@@ -21,44 +21,16 @@ LEAVES = 5.0
 """Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    store: str,
-    deadline: float,
-    args: tuple[Any, ...],
-    pipe: Connection,
-) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=deadline),
-        )
-        buffer = io.BytesIO()
-        torch.save(fn(*args), buffer)
-        pipe.send((True, buffer.getvalue()))
-        pipe.poll(deadline)  # nobody leaves while a peer may still talk to it; a barrier may wait for one given up
-        dist.destroy_process_group()
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        pipe.close()
-
-
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 60.0) -> list[Any]:
     """`fn(*args)` on each of `ranks` ranks of a Gloo group; what each returned, by rank.
 
     `fn` is a module-level function. Raises AssertionError with the tracebacks if a rank fails or time runs out.
     """
+    context = forkserver()
+    pipes, processes = [], []
+    answers: list[Any] = []
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        context = forkserver()
-        pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args, theirs)
@@ -68,14 +40,11 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
             pipes.append(ours)
             processes.append(process)
         end = time.monotonic() + deadline
-        answers: list[Any] = []
-        problems: list[str] = []
         for rank, pipe in enumerate(pipes):
-            wait = max(0.0, end - time.monotonic()) if not problems else 2.0
-            if not pipe.poll(wait):
-                problems.append(f"rank {rank}: no answer within {deadline} s")
-                continue
             try:
+                if not pipe.poll(2.0 if problems else max(0.0, end - time.monotonic())):
+                    problems.append(f"rank {rank}: no answer within {deadline} s")
+                    continue
                 good, answer = pipe.recv()
             except EOFError:
                 good, answer = False, "process died"
@@ -91,3 +60,28 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
             process.join()
     assert not problems, "\n".join(problems)
     return answers
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    store: str,
+    deadline: float,
+    args: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    where, timeout = f"file://{store}", timedelta(seconds=deadline)
+    try:
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timeout)
+        buffer = io.BytesIO()
+        torch.save(fn(*args), buffer)
+        pipe.send((True, buffer.getvalue()))
+        pipe.poll(deadline)  # nobody leaves while a peer may still talk to it; a barrier may wait for one given up
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()

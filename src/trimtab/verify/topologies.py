@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimtab.errors import ConfigError
-
 Data = Literal["none", "fsdp", "hsdp", "ddp"]
 Tokens = Literal["own", "replicated", "sharded"]
 
@@ -39,14 +37,6 @@ class Topology:
     tokens: Tokens = "own"
     transport: Literal["local", "alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
-
-    def __post_init__(self) -> None:
-        if self.ranks % (self.ep * self.etp) or self.ranks % self.tp:
-            raise ConfigError(f"{self.ranks} ranks do not divide into ep {self.ep}, etp {self.etp}, tp {self.tp}")
-        if (self.tp == 1) != (self.tokens == "own") or (self.ep == 1) != (self.transport == "local"):
-            raise ConfigError(f"{self}: tokens are 'own' exactly where tp = 1, the transport 'local' where ep = 1")
-        if self.dp % self.cp or (1 < self.cp < self.dp and self.data == "none"):
-            raise ConfigError(f"{self}: cp must divide dp = {self.dp}, and be all of it with data='none'")
 
     @property
     def dp(self) -> int:

@@ -32,15 +32,10 @@ def get_implementation(name: str) -> Implementation:
     except (ImportError, AttributeError, ValueError) as error:
         kind = BackendError if name in NAMES else ConfigError
         raise kind(f"--impl {name} can't be judged here: {error}") from error
-    if not hasattr(home, attribute):
-        raise ConfigError(f"--impl {name}: {module} has no {attribute}; name a class of it")
-    found = getattr(home, attribute)
-    if not isinstance(found, type):
-        raise ConfigError(f"--impl {name}: is no class")
     try:
-        made: Implementation = found()
-    except TypeError as error:
-        raise ConfigError(f"--impl {name}: {attribute}() cannot be made ({error})") from error
+        made: Implementation = getattr(home, attribute)()
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"--impl {name}: {module}.{attribute} cannot be made ({error})") from error
     if absent := [part for part in ("name", "refusal", "lacks", "build") if not hasattr(made, part)]:
         raise ConfigError(
             f"--impl {name}: has no {', no '.join(absent)}, which trimtab.verify.adapters.base.Implementation describes"

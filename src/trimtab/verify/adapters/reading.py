@@ -5,7 +5,7 @@ Legend: E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,6 +36,15 @@ def gradients_of(
         layer, part = name.removeprefix("module.").removeprefix("layers.").split(".", 1)
         found[f"{layer}.{short[part]}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
+
+
+def residual(layers: Iterable[nn.Module], h: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    """The layers in turn, h = h + layer(h) between them; the last one's own output."""
+    y = h
+    for i, layer in enumerate(layers):
+        h = h + y if i else h
+        y = run(layer, h)
+    return y
 
 
 def over_all_ranks(loads_E: Tensor, place: Place) -> Tensor:

@@ -27,7 +27,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from trimtab.layout import shard_cuts
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.reading import averaged, over_all_ranks
+from trimtab.verify.adapters.reading import averaged, over_all_ranks, residual
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
@@ -116,11 +116,7 @@ class Stack(nn.Module):
         return scores_TK, ids_TK, scores_TE
 
     def forward(self, h: Tensor) -> Tensor:
-        y = h
-        for i, moe in enumerate(self.moes):
-            h = h + y if i else h
-            y = moe(h.flatten(0, 1)).view_as(h) if FLAT else moe(h)
-        return y
+        return residual(self.layers, h, lambda moe, h: moe(h.flatten(0, 1)).view_as(h) if FLAT else moe(h))
 
 
 class Layers:

@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.reading import gradients_of
+from trimtab.verify.adapters.reading import gradients_of, residual
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
@@ -96,11 +96,7 @@ class Stack(nn.Module):
         return logits_NE, scores_NK, ids_NK
 
     def forward(self, h: Tensor) -> Tensor:
-        y = h
-        for i, block in enumerate(self.blocks):
-            h = h + y if i else h
-            y = block(h)
-        return y
+        return residual(self.layers, h, lambda block, h: block(h))
 
 
 class _Meshes:
