@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.bf16 import PRODUCTS
+from trimtab.kernels.buffer_pool import HostBufferPool
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
-from trimtab.kernels.pages import Pages
 
 INSTRUCTIONS = PRODUCTS[1:]
 DEFINES = (
@@ -23,7 +23,7 @@ NANS = 0x7FC07FC0
 MARGIN = 64
 
 
-class PoisonedPages(Pages):
+class PoisonedPool(HostBufferPool):
     """Fresh memory as NaN, read as floats or as pairs of bfloat16."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def own(products: str) -> CompiledKernels:
 
 
 def _poisoned(kernels: CompiledKernels) -> CompiledKernels:
-    kernels.pages = PoisonedPages()
+    kernels.pool = PoisonedPool()
     return kernels
 
 

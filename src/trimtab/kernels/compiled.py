@@ -96,7 +96,7 @@ class CompiledKernels(LoopKernels):
         return partial(CompiledKernels, products=self._made_of[0], defines=self._made_of[1]), ()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return self.pages.empty(*shape, dtype=dtype)
+        return self.pool.empty(*shape, dtype=dtype)
 
     def forward(self, fields: Mapping[str, Any]) -> None:
         """Run cpu/forward.h on the fields of cpu/call.h that it reads: numbers, and contiguous tensors or None."""
@@ -220,8 +220,8 @@ class CompiledKernels(LoopKernels):
             setattr(call, field, value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
-        sums = self.pages.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)
-        scratch = self.pages.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
+        sums = self.pool.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)
+        scratch = self.pool.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
         _count(name, call)
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))

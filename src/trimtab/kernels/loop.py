@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trimtab.kernels import processor
 from trimtab.kernels.block import Block, as_it_lies, put
+from trimtab.kernels.buffer_pool import shared_pool
 from trimtab.kernels.hidden import HiddenKernels
-from trimtab.kernels.pages import shared_pages
 from trimtab.kernels.rows import gather_rows
 
 
@@ -28,13 +28,13 @@ class LoopKernels(HiddenKernels):
     shares = True  # a block is small
 
     def __init__(self) -> None:
-        self.pages = shared_pages()
+        self.pool = shared_pool()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a copy has the pages of its process
+        return type(self), ()  # a copy has the pool of its process
 
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return self.pages.empty_like(like, dtype)
+        return self.pool.empty_like(like, dtype)
 
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
@@ -54,17 +54,17 @@ class LoopKernels(HiddenKernels):
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        out = self.pages.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
+        out = self.pool.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
         return gather_rows(x, index_R, out)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        result = self.pages.empty(rows, width, dtype=dtype)
+        result = self.pool.empty(rows, width, dtype=dtype)
         result[int(offsets_e[-1]) :] = 0
         return result
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = self.pages.empty(x_RA.shape[0], w_eAB.shape[2], dtype=x_RA.dtype)
+            out = self.pool.empty(x_RA.shape[0], w_eAB.shape[2], dtype=x_RA.dtype)
         for x, w, y in zip(_cut(x_RA, block), w_eAB.unbind(), _cut(out, block), strict=True):
             torch.mm(x, w.to(x.dtype), out=y)
         return out

@@ -1,4 +1,4 @@
-"""Pages are handed out again, never twice at a time, and little more than was once in use."""
+"""Buffers are handed out again, never twice at a time, and little more than was once in use."""
 
 from __future__ import annotations
 
@@ -6,51 +6,52 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from trimtab.kernels import pages as pages_module
-from trimtab.kernels.pages import SLACK, Pages, shared_pages
+from trimtab.kernels import buffer_pool
+from trimtab.kernels.buffer_pool import SLACK, HostBufferPool, shared_pool
 
 BIG = 1 << 20
 
 
 def test_what_is_freed_is_handed_out_again() -> None:
-    pages = Pages()
-    a, b = (pages.empty(BIG, dtype=torch.float32) for _ in range(2))
+    pool = HostBufferPool()
+    a, b = (pool.empty(BIG, dtype=torch.float32) for _ in range(2))
     where = {a.data_ptr(), b.data_ptr()}
     assert len(where) == 2
     part = a[10:20]
     del a
-    c = pages.empty(BIG, dtype=torch.float32)
+    c = pool.empty(BIG, dtype=torch.float32)
     assert c.data_ptr() not in where  # `part` still holds a's memory
     del part, b
-    d, e = (pages.empty(BIG // 2, 2, dtype=torch.float32) for _ in range(2))
+    d, e = (pool.empty(BIG // 2, 2, dtype=torch.float32) for _ in range(2))
     assert {d.data_ptr(), e.data_ptr()} == where
     assert d.untyped_storage().nbytes() == 4 * BIG
     assert not d._is_view()  # autograd may change it in place
 
 
 def test_little_more_is_kept_than_was_once_used() -> None:
-    pages = Pages()
+    pool = HostBufferPool()
     for n in (3, 5, 2, 7, 1, 4):
-        a = pages.empty(n * BIG, dtype=torch.float32)
-        assert pages.used + pages.idle <= pages.most * SLACK
+        a = pool.empty(n * BIG, dtype=torch.float32)
+        assert pool.used + pool.idle <= pool.most * SLACK
         del a
-        assert pages.used == 0
-        assert pages.idle <= pages.most * SLACK
-    assert pages.most < 1.13 * 7 * BIG * 4
+        pool.count()
+        assert pool.used == 0
+        assert pool.idle <= pool.most * SLACK
+    assert pool.most < 1.13 * 7 * BIG * 4
 
 
 def test_threads_may_share_them() -> None:
-    pages, bad = Pages(), []
+    pool, bad = HostBufferPool(), []
 
     def work(number: int) -> None:
         for i in range(200):
-            t = pages.empty(1 << 18, dtype=torch.float32)
+            t = pool.empty(1 << 18, dtype=torch.float32)
             t.fill_(number)
             if not bool((t == number).all()):
                 bad.append((number, i))
@@ -61,7 +62,8 @@ def test_threads_may_share_them() -> None:
     for thread in threads:
         thread.join()
     assert not bad
-    assert pages.used == 0
+    pool.count()
+    assert pool.used == 0
 
 
 class Restless(deque[Any]):
@@ -80,13 +82,13 @@ class Restless(deque[Any]):
         self.step()
         return super().__len__()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         self.step()
-        return super().__getitem__(index)
+        return super().__iter__()
 
-    def __delitem__(self, index: Any) -> None:
+    def remove(self, x: Any) -> None:
         self.step()
-        super().__delitem__(index)
+        super().remove(x)
 
     def append(self, x: Any) -> None:
         self.step()
@@ -97,35 +99,37 @@ def test_a_finalizer_may_run_at_every_step_and_take_memory_itself() -> None:
     unit, steps = 1 << 17, 0
 
     class Garbage:
-        def __init__(self, pages: Pages, taken: list[torch.Tensor]) -> None:
-            self.pages, self.taken, self.me = pages, taken, self
-            self.tensor = pages.empty(unit, dtype=torch.float32)
+        def __init__(self, pool: HostBufferPool, taken: list[torch.Tensor]) -> None:
+            self.pool, self.taken, self.me = pool, taken, self
+            self.tensor = pool.empty(unit, dtype=torch.float32)
 
         def __del__(self) -> None:
-            self.taken.append(self.pages.empty(unit, dtype=torch.float32))
+            self.taken.append(self.pool.empty(unit, dtype=torch.float32))
 
     gc.collect()
     gc.freeze()  # what was there before is not looked at again each time
     gc.disable()
     try:
         for when in range(100):
-            pages, taken = Pages(), []
-            before = [pages.empty(n * unit, dtype=torch.float32) for n in (1, 2, 1, 3)]
-            Garbage(pages, taken)
+            pool, taken = HostBufferPool(), []
+            before = [pool.empty(n * unit, dtype=torch.float32) for n in (1, 2, 1, 3)]
+            Garbage(pool, taken)
             before.clear()
-            pages._free = Restless(pages._free, when)
-            alive = [pages.empty(n * unit, dtype=torch.float32) for n in (3, 1, 2)]
+            pool._free = Restless(pool._free, when)
+            alive = [pool.empty(n * unit, dtype=torch.float32) for n in (3, 1, 2)]
             if not taken:
                 break
             steps += 1
             assert [t.untyped_storage().nbytes() // 4 // unit for t in alive + taken] == [3, 1, 2, 1], when
             assert len({t.data_ptr() for t in alive + taken}) == 4, "nobody has what another has"
-            assert pages.used == 7 * unit * 4
-            assert pages.used + pages.idle <= pages.most * SLACK
-            assert pages.idle == sum(map(len, list(pages._free)))
+            pool.count()
+            assert pool.used == 7 * unit * 4
+            assert pool.used + pool.idle <= pool.most * SLACK
+            assert pool.idle == sum(map(len, list(pool._free)))
             alive.clear()
             taken.clear()
-            assert pages.used == 0
+            pool.count()
+            assert pool.used == 0
     finally:
         gc.enable()
         gc.unfreeze()
@@ -134,17 +138,17 @@ def test_a_finalizer_may_run_at_every_step_and_take_memory_itself() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 def test_they_are_poisoned_where_fresh_memory_is() -> None:
-    pages = Pages()
+    pool = HostBufferPool()
     for _ in range(2):
-        a = pages.empty(BIG, dtype=torch.bfloat16)
+        a = pool.empty(BIG, dtype=torch.bfloat16)
         assert a.isnan().all()
         a.zero_()
         del a
 
 
 def test_they_go_with_the_last_who_shares_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages_module, "_shared", weakref.WeakValueDictionary())
-    first, second = shared_pages(), shared_pages()
+    monkeypatch.setattr(buffer_pool, "_shared", weakref.WeakValueDictionary())
+    first, second = shared_pool(), shared_pool()
     assert first is second
     gone = weakref.ref(first)
     del first, second

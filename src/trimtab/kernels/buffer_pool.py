@@ -1,0 +1,123 @@
+"""Host memory that is used again: the first touch of fresh memory costs more than most kernels cost to run."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 18
+"""Bytes below which the allocator's own reuse is good enough."""
+HUGE = 1 << 21
+SLACK = 1.5
+"""Bytes in use and idle together, of the most that were in use at once: forward and backward take sizes in turn."""
+
+
+class HostBufferPool:
+    """CPU tensors in memory that earlier tensors of the pool have left. Threads may share a pool.
+
+    Memory comes back when nothing refers to its tensor any more. The finalizer that says so may run between any two
+    steps of a thread, also inside this class: it takes no lock, but appends to `_news`, which the next caller counts.
+
+    used, idle, most: bytes in use, bytes that wait, and the most that were in use at once, at the last call.
+    """
+
+    def __init__(self) -> None:
+        self.used = self.idle = self.most = 0
+        self._free: deque[mmap.mmap] = deque()  # the oldest first
+        self._news: deque[mmap.mmap | int] = deque()  # buffers that came back, bytes that were taken
+        self._lock, self._inside = threading.RLock(), False
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of this shape. Not initialized, but NaN under deterministic algorithms, as torch's."""
+        if torch.compiler.is_compiling():  # in a frame of ours, where one around it has left the graph
+            from trimtab.eager import eagerly
+
+            return cast(Tensor, eagerly(self.empty, *shape, dtype=dtype))
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        if size < SMALL:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        buffer = self._take(_rounded(size))
+        block = memoryview(buffer)
+        weakref.finalize(block, self._news.append, buffer).atexit = False
+        flat = torch.frombuffer(block, dtype=dtype, count=count)
+        values = torch.empty(0, dtype=dtype, device="cpu")
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        # No view of another; and as the result of an operator, so that what counts memory by operators sees it.
+        values.set_(flat.untyped_storage(), 0, shape, strides)
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+            values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+        return values
+
+    def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The same for a tensor like another on the CPU."""
+        if not like.is_contiguous() or like.device.type != "cpu":
+            return torch.empty_like(like, dtype=dtype)
+        return self.empty(*like.shape, dtype=dtype or like.dtype)
+
+    def count(self) -> None:
+        """Bring `used`, `idle` and `most` up to date."""
+        self._enter(0)
+
+    def _take(self, size: int) -> mmap.mmap:
+        self._news.append(size)
+        buffer = self._enter(size)
+        if buffer is None:
+            buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE:
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
+
+    def _enter(self, size: int) -> mmap.mmap | None:
+        """An idle buffer of this size. None if there is none, or where a finalizer takes memory inside a call."""
+        with self._lock:
+            if self._inside:
+                return None
+            self._inside = True
+            try:
+                self._count_news()
+                found = next((buffer for buffer in reversed(list(self._free)) if len(buffer) == size), None)
+                if found is not None:
+                    self._free.remove(found)
+                    self.idle -= size
+                while self.idle + self.used > self.most * SLACK and self._free:
+                    self.idle -= len(self._free.popleft())
+                return found
+            finally:
+                self._inside = False
+
+    def _count_news(self) -> None:
+        while self._news:
+            new = self._news.popleft()
+            if isinstance(new, int):
+                self.used += new
+                self.most = max(self.most, self.used)
+            else:
+                self.used -= len(new)
+                self.idle += len(new)
+                self._free.append(new)
+
+
+def _rounded(size: int) -> int:
+    """Up by an eighth at most, so that numbers of rows that differ a little share buffers."""
+    step = max(mmap.PAGESIZE, 1 << (size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+_shared: WeakValueDictionary[str, HostBufferPool] = WeakValueDictionary()
+
+
+def shared_pool() -> HostBufferPool:
+    """The pool that all backends of this process share, for as long as one of them lives."""
+    pool = _shared.get("cpu")
+    if pool is None:
+        pool = _shared.setdefault("cpu", HostBufferPool())
+    return pool
