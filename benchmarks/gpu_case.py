@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_race import Replay, Run, T
 from trimtab.dispatch.plan import plan_experts
@@ -72,7 +72,7 @@ def our_layer(case: GpuCase, kernels: str, first: ExpertMLP | None = None) -> Ex
         case.experts, case.dim, case.hidden, dtype=case.dtype, device=device, kernels=KernelChoice(kernels)
     )
     if first is not None:
-        made.up, made.down = first.up, first.down
+        made.gate_up, made.down = first.gate_up, first.down
     return made
 
 
@@ -85,7 +85,8 @@ def their_layer(case: GpuCase, ours: ExpertMLP) -> Any:
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts: Any = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = ours.up, ours.down
+    gate_up = nn.Parameter(ours.gate_up.detach().flatten(1, 2))
+    experts.gate_up_proj, experts.down_proj = gate_up, ours.down
     return experts
 
 
@@ -111,7 +112,7 @@ def agree(ours: list[Tensor], theirs: list[Tensor], who: str) -> None:
     """Raises InputError if two contestants do not compute the same: what is wrong is not worth timing."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         largest = float(b.detach().float().abs().max())
-        error = float((a.detach().float() - b.detach().float()).abs().max())
+        error = float((a.detach().float() - b.detach().float().view_as(a)).abs().max())
         if not error <= 5e-2 * largest:
             raise InputError(f"{who}: result {i} differs by {error:.3g} where the largest value is {largest:.3g}")
 

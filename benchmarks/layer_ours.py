@@ -17,6 +17,20 @@ from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 
 
+def _apart(up: Tensor, case: LayerCase) -> Tensor:
+    """The case's [E, 2F, …] as [E, 2, F, …]. gpt-oss's gate and up alternate."""
+    if FAMILIES[case.family] == "clamped_swiglu":
+        return up.unflatten(1, (-1, 2)).transpose(1, 2)
+    return up.unflatten(1, (2, -1))
+
+
+def _together(gate_up: Tensor, case: LayerCase) -> Tensor:
+    """The way back."""
+    if FAMILIES[case.family] == "clamped_swiglu":
+        gate_up = gate_up.transpose(1, 2)
+    return gate_up.flatten(1, 2)
+
+
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: the case, `kernels`, and `transport` where there are ranks."""
     case = LayerCase.of(args)
@@ -27,18 +41,21 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         main_grad="accumulate" if case.in_place else "off",
     )  # fmt: skip
     with torch.no_grad():
-        experts.up.copy_(up)
+        experts.gate_up.copy_(_apart(up, case))
         experts.down.copy_(down)
-        for own, bias in zip((experts.up_bias, experts.down_bias), biases or (), strict=False):
-            own.copy_(bias)  # type: ignore[union-attr]
+        if biases is not None:
+            experts.gate_up_bias.copy_(_apart(biases[0], case))
+            experts.down_bias.copy_(biases[1])
     if case.in_place:
-        for param in (experts.up, experts.down):
+        for param in (experts.gate_up, experts.down):
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
     facts = {"kernels": experts.kernels.on(torch.device("cpu"), DTYPES[case.products]).name}
 
     def gradients() -> list[Any]:
-        weights = [getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.up, experts.down)]
-        return weights + [bias.grad for bias in (experts.up_bias, experts.down_bias) if bias is not None]
+        up, down = (getattr(p, "main_grad" if case.in_place else "grad") for p in (experts.gate_up, experts.down))
+        if biases is None:
+            return [_together(up, case), down]
+        return [_together(up, case), down, _together(experts.gate_up_bias.grad, case), experts.down_bias.grad]
 
     def alone(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         y: Tensor = experts(x, ids, w)

@@ -184,7 +184,7 @@ def test_every_token_masked_and_an_expert_without_rows() -> None:
         eager, ours = results(moe, moe, given), results(run, moe, given)
         assert_same(ours, eager, 2e-6)
         assert ours["loads"][-1] == 0
-        assert (ours["experts.up"][-1] == 0).all()
+        assert (ours["experts.gate_up"][-1] == 0).all()
     assert counter.frame_count == 1
 
 
@@ -219,7 +219,7 @@ def test_bad_numbers_still_raise() -> None:
 
 def test_frozen_parameters_and_no_gradients_at_all() -> None:
     moe = build(bias=True, shared_hidden=6)
-    for name in ("up", "down_bias"):
+    for name in ("gate_up", "down_bias"):
         getattr(moe.experts, name).requires_grad_(False)
     run, _ = compiled(moe)
     x = inputs((4,), FP32)[0]
@@ -228,7 +228,7 @@ def test_frozen_parameters_and_no_gradients_at_all() -> None:
         moe.zero_grad()
         loss_of(forward(x)).backward()  # not even the tokens'
         grads.append({name: None if p.grad is None else p.grad.clone() for name, p in moe.named_parameters()})
-    assert {name for name, grad in grads[1].items() if grad is None} == {"experts.up", "experts.down_bias"}
+    assert {name for name, grad in grads[1].items() if grad is None} == {"experts.gate_up", "experts.down_bias"}
     assert_same(*({n: g for n, g in each.items() if g is not None} for each in reversed(grads)), 2e-6)
     moe.eval()
     with torch.no_grad():
@@ -294,7 +294,7 @@ def _own_kernels() -> MoE:
 
 def _main_grad() -> MoE:
     moe = build(main_grad="accumulate")
-    for p in (moe.experts.up, moe.experts.down):
+    for p in (moe.experts.gate_up, moe.experts.down):
         p.main_grad = torch.zeros_like(p)
     return moe
 

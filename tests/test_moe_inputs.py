@@ -137,8 +137,8 @@ def test_a_flag_is_true_or_false() -> None:
         for name, wrong in product(names, ("false", "no", None, 1, np.array([True]), torch.tensor(True))):
             with pytest.raises(ConfigError, match=rf"{name}={re.escape(repr(wrong))} must be True or False"):
                 make(**{name: wrong})
-    assert ExpertMLP(2, D, 8, bias=np.True_).up_bias is not None
-    assert ExpertMLP(2, D, 8, bias=np.False_).up_bias is None
+    assert ExpertMLP(2, D, 8, bias=np.True_).gate_up_bias is not None
+    assert ExpertMLP(2, D, 8, bias=np.False_).gate_up_bias is None
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
@@ -327,7 +327,7 @@ def on_ranks() -> dict[str, float]:
     ):  # fmt: skip
         whole = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
         parted = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
-        for name in ("up", "down"):
+        for name in ("gate_up", "down"):
             mine = getattr(parted.experts, name).detach()[rank * e : rank * e + e].clone()
             setattr(parted.experts, name, torch.nn.Parameter(mine))
         parted.experts.num_experts = e

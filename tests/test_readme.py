@@ -72,7 +72,7 @@ print("well")
 """
 LAYER = """
 grads = {name: p.grad for name, p in model.named_parameters()}
-assert set(grads) == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
+assert set(grads) == {"moe.router.weight", "moe.experts.gate_up", "moe.experts.down"}
 assert all(g.full_tensor().isfinite().all() and g.full_tensor().any() for g in grads.values())
 print("well")
 """

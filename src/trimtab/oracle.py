@@ -32,8 +32,12 @@ def moe(
     post_norm: Callable[[Tensor], Tensor] | None = None,
     token_mask_T: Tensor | None = None,
 ) -> Tensor:
-    """Dense MoE [T, D] in float64, differentiable in every floating input. Slow on purpose."""
-    x, w, up, down = (t.double() for t in (x_TD, w_TK, up_EID, down_EDF))
+    """Dense MoE [T, D] in float64, differentiable in every floating input. Slow on purpose.
+
+    up_EID, up_bias_EI: also [E, 2, F, D] and [E, 2, F], as `ExpertMLP` has them.
+    """
+    x, w, up, down = (t.double() for t in (x_TD, w_TK, up_EID.flatten(1, -2), down_EDF))
+    up_bias_EI = None if up_bias_EI is None else up_bias_EI.flatten(1)
     outputs = []
     for t in range(x.shape[0]):
         total = x.new_zeros(down.shape[1])

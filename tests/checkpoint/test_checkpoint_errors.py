@@ -54,7 +54,7 @@ def test_other_models_are_refused_and_stay_as_they_are(folder: Path) -> None:
     renamed = nn.Module()
     renamed.layer = Model().layers[0]["moe"]
     cases = [
-        ((other, optimizer), ["(4, 16, 8)", "(6, 16, 8) here (4 experts there, 6 here)", "experts.up"]),
+        ((other, optimizer), ["(4, 2, 8, 8)", "(6, 2, 8, 8) here (4 experts there, 6 here)", "experts.gate_up"]),
         ((Model(4).double(),), ["float32", "float64 here"]),
         ((renamed,), ["lacks layer.", "has, and the model has not, layers.0", "more"]),
         ((Model(), torch.optim.SGD([nn.Parameter(torch.ones(2))])), ["a parameter (2,) that is not of the model"]),
@@ -100,7 +100,7 @@ def test_folders_that_are_no_whole_checkpoint(folder: Path, tmp_path: Path) -> N
     before = read_index(folder).format
     for other, do in ((99, "update it"), (1, "load it with the trimtab that wrote it")):
         edit(folder, format=other, trimtab="9.9")
-        with pytest.raises(InputError, match=rf"format {other}, written by trimtab 9\.9; .* reads format 2: {do}"):
+        with pytest.raises(InputError, match=rf"format {other}, written by trimtab 9\.9; .* reads format 3: {do}"):
             load(folder, model)
     edit(folder, format=before)
     data = folder / "__0_0.distcp"

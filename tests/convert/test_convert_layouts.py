@@ -85,15 +85,14 @@ def changed(layout: BlockLayout, ours: str, **more: Any) -> BlockLayout:
 def halves_swapped(part: Part) -> Part:
     class Swapped(Part):
         def to_ours(self, prefix: str, dtypes: Any, tensors: Any) -> dict[str, Tensor]:
-            by = tensors[prefix + self.theirs[0]].shape[1] // 2
-            return {n: t.roll(by, 1) for n, t in super().to_ours(prefix, dtypes, tensors).items()}
+            return {n: t.roll(t.shape[1] // 2, 1) for n, t in super().to_ours(prefix, dtypes, tensors).items()}
 
     return Swapped(**{f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
 
 
 WRONG: dict[str, tuple[str, Any]] = {
     "down transposed": ("qwen3_moe", lambda x: changed(x, "experts.down", their_axes=("E", "F", "D"))),
-    "up transposed": ("mixtral", lambda x: changed(x, "experts.up", their_axes=("E", "D", "I"))),
+    "up transposed": ("mixtral", lambda x: changed(x, "experts.gate_up", their_axes=("E", "D", "I"))),
     "router transposed": ("qwen3_moe", lambda x: changed(x, "router.weight", their_axes=("D", "E"))),
     "shared gate and up swapped": (
         "deepseek_v3",

@@ -48,9 +48,9 @@ def tanh_geglu(pre: Tensor) -> Tensor:
 
 BUILT_IN = {
     "swiglu": grid.Variant(BY_NAME["swiglu"], oracle.swiglu, 2),
-    "clamped_swiglu": grid.Variant(BY_NAME["clamped_swiglu"], clamped, 2),
+    "clamped_swiglu": grid.Variant(lambda: ClampedSwiGLU(interleaved=True), clamped, 2),
     "clamped_halves": grid.Variant(
-        lambda: ClampedSwiGLU(1.3, 1.5, 0.5, interleaved=False), clamped_halves, 2
+        lambda: ClampedSwiGLU(1.3, 1.5, 0.5), clamped_halves, 2
     ),
     "relu_squared": grid.Variant(BY_NAME["relu_squared"], grid.relu_squared, 1),
     "gelu": grid.Variant(GELU, torch.nn.functional.gelu, 1),
@@ -366,10 +366,10 @@ def test_results_may_be_changed_in_place_and_gradients_are_not_copied() -> None:
     y = module(x, ids, w)
     y += 1
     y.sum().backward()
-    where = module.up.grad.data_ptr()
+    where = module.gate_up.grad.data_ptr()
     module.zero_grad(set_to_none=True)
     module(x, ids, w).sum().backward()
-    assert module.up.grad.data_ptr() == where  # the same pages, handed out again
+    assert module.gate_up.grad.data_ptr() == where  # the same pages, handed out again
 
 
 def test_copies_share_the_kernels() -> None:

@@ -31,7 +31,7 @@ def case(
     torch.manual_seed(0)
     recipe = None if name is None else RECIPES[name]
     mlp = ExpertMLP(E, D, F, dtype=dtype, recipe=recipe, **options)
-    for param in (mlp.up, mlp.down):
+    for param in (mlp.get_parameter(name) for name in mlp.parameter_names[:2]):
         param.main_grad = torch.full_like(param, stale, dtype=torch.float32)
     g = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(M, D, generator=g, dtype=torch.float64).mul(scale).to(dtype) for _ in range(2))
@@ -52,7 +52,7 @@ def run(mlp: ExpertMLP, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, param in mlp.named_parameters():
         assert param.grad.shape == param.shape
         assert param.grad.dtype == param.dtype
-        fused = mlp.main_grad != "off" and name in ("up", "down")
+        fused = mlp.main_grad != "off" and name in mlp.parameter_names[:2]
         found[name] = param.main_grad if fused else param.grad
     return found
 
@@ -72,7 +72,7 @@ def test_values_of_every_variant(name: str, kernels: str) -> None:
         )  # fmt: skip
         wanted = truth(mlp, before, inputs["x"], inputs["ids"], inputs["w"], inputs["dy"])
         for key, value in run(mlp, inputs).items():
-            stale = 3.0 if mode == "accumulate" and key in ("up", "down") else 0.0
+            stale = 3.0 if mode == "accumulate" and key in mlp.parameter_names[:2] else 0.0
             where = f"{activation}, bias {bias}, {weights}, {routing}, {mode}, delayed {delayed}: {key}"
             assert_close(value, wanted[key] + stale, BOUNDS[dtype], where)
 
@@ -102,11 +102,11 @@ def test_delayed_gradients_wait_for_their_turn_and_come_once(name: str | None) -
     for i, y in enumerate(outputs):
         y.backward(inputs["dy"] * (i + 1))
     assert all(p.grad is None for p in mlp.parameters())
-    assert not mlp.up.main_grad.any()
+    assert not mlp.gate_up.main_grad.any()
     mlp.backward_dw()
-    first = mlp.up.main_grad.clone()
+    first = mlp.gate_up.main_grad.clone()
     mlp.backward_dw()
-    torch.testing.assert_close(mlp.up.main_grad, 3 * first, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mlp.gate_up.main_grad, 3 * first, rtol=1e-5, atol=1e-6)
     with pytest.raises(InputError, match="without a backward before it"):
         mlp.backward_dw()
 
@@ -116,7 +116,7 @@ def test_delayed_gradients_wait_for_their_turn_and_come_once(name: str | None) -
 def test_frozen_parts_get_nothing_and_the_others_keep_theirs(name: str | None, delayed: bool) -> None:
     mlp, inputs, _ = case(name, bias=True, delay_wgrad=delayed)
     wanted = run(mlp, inputs)
-    for frozen in ("up", "down", "up_bias", "down_bias", "x", "w"):
+    for frozen in ("gate_up", "down", "gate_up_bias", "down_bias", "x", "w"):
         mlp, inputs, _ = case(name, bias=True, delay_wgrad=delayed)
         leaves = {"x": inputs["x"], "w": inputs["w"], **dict(mlp.named_parameters())}
         leaves[frozen].requires_grad_(False)
@@ -147,7 +147,7 @@ def test_no_rows_at_all(name: str | None, kernels: str) -> None:
         mlp, _, _ = case(
             name, torch.bfloat16, bias=True, delay_wgrad=delayed, main_grad=mode, stale=7.0, kernels=KERNELS[kernels]
         )
-        mlp.up.zero_out_wgrad = mlp.down.zero_out_wgrad = True
+        mlp.gate_up.zero_out_wgrad = mlp.down.zero_out_wgrad = True
         x = torch.empty(0, D, dtype=torch.bfloat16, requires_grad=True)
         y = mlp(x, torch.empty(0, K, dtype=torch.int64), torch.empty(0, K))
         y.sum().backward()
@@ -157,7 +157,10 @@ def test_no_rows_at_all(name: str | None, kernels: str) -> None:
             assert param.grad.dtype == torch.bfloat16
             assert torch.equal(param.grad, torch.zeros_like(param))
         left = {"off": 7.0, "accumulate": 7.0, "overwrite": 0.0}[mode]
-        assert all(torch.equal(p.main_grad, torch.full_like(p.main_grad, left)) for p in (mlp.up, mlp.down))
+        assert all(
+            torch.equal(p.main_grad, torch.full_like(p.main_grad, left))
+            for p in (mlp.get_parameter(name) for name in mlp.parameter_names[:2])
+        )
 
 
 @pytest.mark.parametrize("name", RECIPES)

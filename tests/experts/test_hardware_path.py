@@ -68,7 +68,7 @@ def test_grouped_linear(name: str, dtype: torch.dtype) -> None:
 def run_mlp(recipe: Recipe, dtype: torch.dtype, routing: str, **options: object) -> dict[str, Tensor]:
     torch.manual_seed(0)
     mlp = ExpertMLP(G, A, A, dtype=dtype, recipe=recipe, **options)
-    for param in (mlp.up, mlp.down):
+    for param in (mlp.get_parameter(name) for name in mlp.parameter_names[:2]):
         param.main_grad = torch.full_like(param, 3.0, dtype=torch.float32)
     g = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(9, A, generator=g).to(dtype) for _ in range(2))
@@ -83,7 +83,7 @@ def run_mlp(recipe: Recipe, dtype: torch.dtype, routing: str, **options: object)
     found = {"y": y.detach(), "dx": x.grad, "dw": w.grad}
     for key, param in mlp.named_parameters():
         assert param.grad.dtype == dtype
-        found[key] = param.main_grad if mode != "off" and key in ("up", "down") else param.grad
+        found[key] = param.main_grad if mode != "off" and key in mlp.parameter_names[:2] else param.grad
     return found
 
 

@@ -95,7 +95,7 @@ def test_what_is_missing_is_said() -> None:
 )  # fmt: skip
 def test_one_that_cannot_be_written_leaves_the_others_alone(kernels: str, wrong: dict[str, Any], says: str) -> None:
     mlp = ExpertMLP(4, 8, 8, activation="swiglu", main_grad="accumulate", kernels=kernels)
-    for bad, good, shape in ((mlp.up, mlp.down, r"\(4, 16, 8\)"), (mlp.down, mlp.up, r"\(4, 8, 8\)")):
+    for bad, good, shape in ((mlp.gate_up, mlp.down, r"\(4, 2, 8, 8\)"), (mlp.down, mlp.gate_up, r"\(4, 8, 8\)")):
         bad.main_grad = torch.empty_like(bad, **wrong)  # type: ignore[attr-defined]
         good.main_grad = torch.zeros_like(good)  # type: ignore[attr-defined]
         y = mlp(torch.randn(3, 8), torch.tensor([[0], [2], [3]]), torch.ones(3, 1))

@@ -85,7 +85,7 @@ def test_a_grouped_linear_likewise(bias: bool) -> None:
 def test_frozen_and_inner_weights() -> None:
     """Nodes are those of the inputs that need a gradient, whichever these are; a weight need not be a leaf."""
     layer, (x, ids, w, dy) = experts(bias=True), inputs()
-    layer.up.requires_grad_(False)
+    layer.gate_up.requires_grad_(False)
     layer.down_bias.requires_grad_(False)  # type: ignore[union-attr]
     nn.utils.parametrizations.weight_norm(layer, "down")
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from helpers.wrapped import Outside, Quantised
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.expert_call import ExpertMath, ExpertWeights
+from trimtab.experts.expert_call import ExpertMath
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
@@ -119,7 +119,7 @@ def test_rows_in_other_tensors_are_refused_and_weights_there_are_read_as_torch_r
     truth = mlp(x, ids, w).detach()
     with pytest.raises(InputError, match="x is a Outside whose values do not lie at its address"):
         mlp(Outside(x), ids, w)
-    for name in ("up", "down"):
+    for name in ("gate_up", "down"):
         setattr(mlp, name, torch.nn.Parameter(Outside(getattr(mlp, name).detach()), requires_grad=False))
     found = mlp(x, ids, w)
     assert (found - truth).norm() <= (1e-6 if dtype == torch.float32 else 0.02) * truth.norm()
@@ -127,7 +127,7 @@ def test_rows_in_other_tensors_are_refused_and_weights_there_are_read_as_torch_r
 
 @pytest.mark.usefixtures("no_graph_stays")
 @DTYPES
-@pytest.mark.parametrize("name", ["up", "down", "up_bias", "down_bias"])
+@pytest.mark.parametrize("name", ["gate_up", "down", "gate_up_bias", "down_bias"])
 def test_quantised_parameters_are_refused_by_name_and_those_on_their_way_are_awaited(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_plan_of_other_rows_is_refused() -> None:
     kernels = mlp.kernels.on(x.device, x.dtype)
     plan = plan_experts(ids.repeat(5, 1), E, kernels=kernels)
     with pytest.raises(InputError, match="do not fit together"):
-        expert_mlp(x, w, plan, ExpertWeights(up=mlp.up, down=mlp.down), ExpertMath(), kernels)
+        expert_mlp(x, w, plan, mlp.expert_weights(), ExpertMath(), kernels)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -53,7 +53,7 @@ def test_a_parametrized_weight(make: Callable[..., Any]) -> None:
     layer, run = make()
     x = torch.randn(8, 8)
     plain = run(layer, x)
-    torch.nn.utils.parametrizations.weight_norm(layer, "weight" if make is linear else "up")
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight" if make is linear else "gate_up")
     y = run(layer, x)
     torch.testing.assert_close(y, plain)
     y.sum().backward()
@@ -108,7 +108,7 @@ def test_what_delayed_work_does_not_read_may_be_used_again(make: Callable[..., A
     for param in [first, *others] if make is linear else [first]:  # of experts the bias of down needs no x
         param.requires_grad_(False)
     if make is experts:
-        layer.up_bias.requires_grad_(False)
+        layer.gate_up_bias.requires_grad_(False)
     x, dy = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     run(layer, x).backward(dy)
     with torch.no_grad():

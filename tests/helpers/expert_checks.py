@@ -155,7 +155,13 @@ def mlp_is_true(device: str, tokens: int, weights: str) -> None:
     host, leaves = copy.deepcopy(module).cpu(), [t.detach().cpu().requires_grad_() for t in (x, w)]
     host.zero_grad()
     true = oracle.moe(
-        leaves[0], ids.cpu(), leaves[1], host.up, host.down, up_bias_EI=host.up_bias, down_bias_ED=host.down_bias
+        leaves[0],
+        ids.cpu(),
+        leaves[1],
+        host.gate_up,
+        host.down,
+        up_bias_EI=host.gate_up_bias,
+        down_bias_ED=host.down_bias,
     )
     names = ["x", "w", *(name for name, _ in host.named_parameters())]
     inputs = [*leaves, *host.parameters()]

@@ -22,7 +22,8 @@ SHAPES = [(b, n) for b in (1, 3) for n in (1, 3, 8, 17)] + [(17,), (0,), (3, 0),
 
 
 def clamped_swiglu(pre: Tensor) -> Tensor:
-    gate, up = cut(pre[..., ::2], 7.0), cut(pre[..., 1::2], 7.0, -7.0)
+    gate, up = pre.chunk(2, -1)
+    gate, up = cut(gate, 7.0), cut(up, 7.0, -7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
@@ -52,9 +53,10 @@ def truth(moe: MoE, p: dict[str, Tensor], x: Tensor, ids: Tensor, mask: Tensor |
     activation = ACTIVATIONS[moe.config.activation]
     w = truth_weights(x @ p["router.weight"].T, ids, moe.config.router)
     sent = x @ p["to_latent.weight"].T if moe.config.latent_dim else x
+    up = moe.experts.parameter_names[0]
     y = oracle.moe(
-        sent, ids, w, p["experts.up"], p["experts.down"],
-        up_bias_EI=p.get("experts.up_bias"), down_bias_ED=p.get("experts.down_bias"),
+        sent, ids, w, p[f"experts.{up}"], p["experts.down"],
+        up_bias_EI=p.get(f"experts.{up}_bias"), down_bias_ED=p.get("experts.down_bias"),
         activation=activation, token_mask_T=mask,
     )  # fmt: skip
     y = y @ p["from_latent.weight"].T if moe.config.latent_dim else y

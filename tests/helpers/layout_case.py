@@ -136,7 +136,7 @@ class Ranks:
             join_data_parallel(model, flat, self.experts["edp"])
         self.flat = flat
         experts = [layer["moe"].experts for layer in model.layers if o.main_grad != "off"]
-        self.fused = [param for module in experts for param in (module.up, module.down)]
+        self.fused = [param for module in experts for param in (module.gate_up, module.down)]
 
     def mine(self, length: int) -> list[int]:
         """The positions that this rank is given, of any sequence."""

@@ -162,7 +162,7 @@ def _forward(model: Model, x: Tensor, b: Batch) -> _Run:
         w = w / total.masked_fill(total == 0, 1)
         e, act = moe.experts, ACTIVATIONS[moe.config.activation]
         y = oracle.moe(
-            h, ids, w, e.up, e.down, up_bias_EI=e.up_bias, down_bias_ED=e.down_bias, activation=act,
+            h, ids, w, e.gate_up, e.down, up_bias_EI=e.gate_up_bias, down_bias_ED=e.down_bias, activation=act,
             token_mask_T=real.reshape(-1),
         )  # fmt: skip
         if moe.shared is not None:
@@ -199,8 +199,9 @@ def _balance(step: list[_Run], i: int, counts: Tensor, of_step: Tensor, tokens: 
 
 
 def clamped(pre: Tensor) -> Tensor:
-    """gpt-oss: interleaved, clamped at 7, alpha 1.702."""
-    gate, up = cut(pre[..., ::2], 7), cut(pre[..., 1::2], 7, -7)
+    """gpt-oss's numbers: clamped at 7, alpha 1.702."""
+    gate, up = pre.chunk(2, -1)
+    gate, up = cut(gate, 7), cut(up, 7, -7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

@@ -25,7 +25,10 @@ def truth(
 ) -> dict[str, Tensor]:
     """Output and every gradient. `states` are as the module's were before the call, and are moved on."""
     alignment, activation = mlp.recipe.alignment, mlp.math.activation
-    x, w, up, down = x.detach(), w.detach(), mlp.up.detach().transpose(1, 2), mlp.down.detach().transpose(1, 2)
+    own = mlp.expert_weights()
+    x, w, up, down = x.detach(), w.detach(), own.up.detach().flatten(1, -2).mT, own.down.detach().mT
+    up_bias = None if own.up_bias is None else own.up_bias.flatten(1)
+    up_name = mlp.parameter_names[0]
     groups, starts, place = slots_of(ids, mlp.num_experts), [0], []
     for group in groups:
         place += [starts[-1] + i for i in range(len(group))]
@@ -56,7 +59,7 @@ def truth(
         return torch.stack([values[s].double().sum(0) for _, s in segments()])
 
     X, G, W = laid_out(x[rows]), laid_out(dy[rows]), laid_out(w[rows, slot_k])[:, None].to(x.dtype)
-    pre = (product(u.activation(X, cuts, "row"), u.weight(up, "in")) + biases(mlp.up_bias)).to(x.dtype)
+    pre = (product(u.activation(X, cuts, "row"), u.weight(up, "in")) + biases(up_bias)).to(x.dtype)
     h = activation.forward(pre)
     folded = mlp.weights == "experts"
     out = product(d.activation(h * W if folded else h, cuts, "row"), d.weight(down, "in"))
@@ -71,9 +74,9 @@ def truth(
         "x": torch.zeros(x.shape, dtype=torch.float64).index_add(0, torch.tensor(rows, dtype=torch.int64), dX[place]),
         "w": torch.zeros(w.shape, dtype=torch.float64),
         "down": weight_gradient(d.activation(h * W, cuts, "column"), d.gradient(G, cuts, "column")),
-        "up": weight_gradient(u.activation(X, cuts, "column"), u.gradient(d_pre, cuts, "column")),
+        up_name: weight_gradient(u.activation(X, cuts, "column"), u.gradient(d_pre, cuts, "column")).view(own.up.shape),
     }
     found["w"][rows, slot_k] = ((h.double() * dh.double()).sum(1) + (biases(mlp.down_bias) * G.double()).sum(1))[place]
-    if mlp.up_bias is not None:
-        found |= {"up_bias": summed(d_pre), "down_bias": summed(G * W)}
+    if own.up_bias is not None:
+        found |= {f"{up_name}_bias": summed(d_pre).view(own.up_bias.shape), "down_bias": summed(G * W)}
     return found

@@ -47,10 +47,9 @@ def plain(recipe: Any, share: int | None, ranks: int) -> MoE:
     if share is None:
         return whole
     part = config(recipe=recipe, hidden=F // ranks).build()
-    rows = [half.chunk(ranks, 1)[share] for half in whole.experts.up.chunk(2, 1)]
     with torch.no_grad():
         part.router.weight.copy_(whole.router.weight)
-        part.experts.up.copy_(torch.cat(rows, 1))
+        part.experts.gate_up.copy_(whole.experts.gate_up.chunk(ranks, 2)[share])
         part.experts.down.copy_(whole.experts.down.chunk(ranks, 2)[share])
     return part
 
@@ -66,9 +65,8 @@ def truth(recipe: Any, split: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         y.backward(dy)
         ys.append(y.detach())
     grads = [{name: p.grad for name, p in part.named_parameters()} for part in parts]
-    up = [torch.cat(halves, 1) for halves in zip(*(g["experts.up"].chunk(2, 1) for g in grads), strict=True)]
     return ys, {
-        "experts.up": torch.cat(up, 1),
+        "experts.gate_up": torch.cat([g["experts.gate_up"] for g in grads], 2),
         "experts.down": torch.cat([g["experts.down"] for g in grads], 2),
         "router.weight": torch.stack([g["router.weight"] for g in grads]).sum(0),
     }

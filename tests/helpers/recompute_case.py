@@ -92,7 +92,7 @@ def on_ranks() -> dict[str, float]:
         for use_reentrant in (None, mode):
             block = Block(twins())
             moe, e = block.moe, E // ranks
-            for name in ("up", "down"):
+            for name in ("gate_up", "down"):
                 setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name)[rank * e : rank * e + e].detach()))
             moe.experts.num_experts = e
             moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="twins")

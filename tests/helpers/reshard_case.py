@@ -178,7 +178,7 @@ def refuse_together(root: Path) -> str:
     run = Run(Layout(data="ddp", ep=2), seed=1)
     run.step(1)
     if dist.get_rank() == 1:
-        state = run.optimizer.state[run.model.layers[0]["moe"].experts.up]
+        state = run.optimizer.state[run.model.layers[0]["moe"].experts.gate_up]
         state["exp_avg"] = state["exp_avg"].to_local()
     try:
         save(root, run.model, run.optimizer, step=1)
@@ -200,7 +200,7 @@ def compare(run: Run, folder: Path, go_on: bool) -> list[str]:
     saved = torch.load(folder / "rank-0.pt")
     wrong = differing(saved["whole"], run.whole())
     assert loaded.index.extra == {"a": [1]}
-    assert loaded.index.experts["layers.0.moe.experts"]["up"] == [E, 2 * F, D]
+    assert loaded.index.experts["layers.0.moe.experts"]["gate_up"] == [E, 2, F, D]
     if loaded.own is not None:
         assert loaded.own["extra"] == dist.get_rank()
         before = torch.load(folder / f"rank-{dist.get_rank()}.pt")["noise"]

@@ -98,14 +98,14 @@ def experts_are_true(case: Case, device: str) -> None:
     made = y.grad_fn if case.autocast is None else y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert type(made).__name__ == "TritonMLPBackward"
     y.backward(dy)
-    up, down, true_x, true_w = (t.detach().cpu().double().requires_grad_() for t in (module.up, module.down, x, w))
+    up, down, true_x, true_w = (t.detach().cpu().double().requires_grad_() for t in (module.gate_up, module.down, x, w))
     leaves = [true_x, true_w, up, down]
     true = oracle.moe(true_x, ids.cpu(), true_w, up, down)
     grads = [torch.zeros_like(t) for t in leaves]
     if true.requires_grad and bool((ids >= 0).any()):
         grads = list(torch.autograd.grad(true, leaves, dy.cpu().double(), allow_unused=True, materialize_grads=True))
     stale = 3.0 if case.main_grad == "accumulate" else 0.0
-    weights = [p.grad if case.main_grad == "off" else p.main_grad for p in (module.up, module.down)]
+    weights = [p.grad if case.main_grad == "off" else p.main_grad for p in (module.gate_up, module.down)]
     wanted = (true, *grads[:2], *(g + stale for g in grads[2:]))
     for name, got, truth in zip(("y", "dx", "dw", "dup", "ddown"), (y, x.grad, w.grad, *weights), wanted, strict=True):
         bound = BOUNDS[case.autocast or case.dtype]
@@ -119,5 +119,5 @@ def cancelled(x: Tensor, ids: Tensor, dy: Tensor, up: Tensor, down: Tensor, dw: 
     """How much smaller the largest routing weight gradient of one row is than such a sum of its terms h * dh would be
     on average, had they random signs: terms are rounded for what they are, not for what is left of them. 1 or more.
     """
-    terms = [(oracle.swiglu(up[e] @ x[0]) * (dy[0].double() @ down[e])).norm() for e in ids[0] if e >= 0]
+    terms = [(oracle.swiglu(up[e].flatten(0, 1) @ x[0]) * (dy[0].double() @ down[e])).norm() for e in ids[0] if e >= 0]
     return max(1.0, float(max(terms)) / float(dw.abs().max())) if terms else 1.0

@@ -11,7 +11,7 @@ from helpers.emulated import emulated
 from helpers.threads import torch_threads
 from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
-from trimtab.experts.activations import BY_NAME
+from trimtab.experts.activations import ClampedSwiGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
@@ -55,7 +55,7 @@ def bits(
         given += [leaf(len(COUNTS), width, scale=1.0) for width in (2 * hidden, dim)]
     names = ("up", "down", "up_bias", "down_bias")
     weights = ExpertWeights(**dict(zip(names, given, strict=False)), transposed=transposed)
-    math = ExpertMath(activation=BY_NAME["swiglu" if plain else "clamped_swiglu"]())
+    math = ExpertMath(activation=SwiGLU() if plain else ClampedSwiGLU(interleaved=True))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, math, kernels)
     assert isinstance(y.grad_fn, FusedMLP._backward_cls)

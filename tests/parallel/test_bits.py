@@ -79,7 +79,7 @@ def test_where_rows_are_few_the_products_alone_decide(dim: int, hidden: int) -> 
     torch.manual_seed(2)
     experts = ExpertMLP(1, dim, hidden, weights="combine", kernels="loop")
     x, ids, w = torch.randn(64, dim), torch.zeros(64, 1, dtype=torch.int32), torch.ones(64, 1)
-    up, down = experts.up[0].T, experts.down[0].T
+    up, down = experts.gate_up[0].flatten(0, 1).T, experts.down[0].T
     whole, pre = experts(x, ids, w), x @ up
     h = swiglu(pre)
     for rows in range(1, ENOUGH):

@@ -165,7 +165,7 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     model = wrapped()
     with model.no_sync():
         alone = gradients(model, rank)
-    assert relative_error(alone["moe.experts.up"], true["moe.experts.up"]) > 0.01
+    assert relative_error(alone["moe.experts.gate_up"], true["moe.experts.gate_up"]) > 0.01
     gaps["as it is"] = gap(model)
     gaps["copy"] = gap(copy.deepcopy(model))
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5))
@@ -173,7 +173,7 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     gaps["average"] = gap(average.module)
     with model.no_sync():
         alone = gradients(model, rank)
-    assert relative_error(alone["moe.experts.up"], true["moe.experts.up"]) > 0.01
+    assert relative_error(alone["moe.experts.gate_up"], true["moe.experts.gate_up"]) > 0.01
     loss = model(tokens(rank))
     with torch.no_grad(), model.no_sync():
         model(tokens(5))
@@ -235,8 +235,8 @@ def on_rank() -> dict[str, float | list[Tensor]]:
         for name in experts.fused:
             experts.get_parameter(name).main_grad = torch.zeros_like(experts.get_parameter(name))
         fused(torch.randn(5, D)).backward()
-        assert experts.up.main_grad.any()
-        assert experts.up.grad is None, "a dummy"
+        assert experts.gate_up.main_grad.any()
+        assert experts.gate_up.grad is None, "a dummy"
 
     update_bias(model)
     model(torch.randn(3 + 40 * rank, D))

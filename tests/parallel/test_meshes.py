@@ -81,7 +81,7 @@ def refused_main_grad(whole: DeviceMesh, edp: DeviceMesh) -> str:
     parallelize(model, whole, {"layers.*.moe": ExpertParallel()})
     with pytest.raises(ConfigError) as caught:
         fully_shard_moe(model, whole, edp)
-    with pytest.raises(InputError, match=r"^layers\.0\.moe\.experts\.up, .*: no main_grad to reduce") as absent:
+    with pytest.raises(InputError, match=r"^layers\.0\.moe\.experts\.gate_up, .*: no main_grad to reduce") as absent:
         reduce_main_grads(model, whole, edp)
     assert "layers.1.moe.experts.down" in str(absent.value)
     return str(caught.value)
@@ -176,8 +176,8 @@ def copies_on_rank() -> list[float]:
                 one, two = (g.to_local() if isinstance(g, DTensor) else g for g in (p.grad, q.grad))
                 gaps.append(float((one - two).abs().max()))
                 assert one.data_ptr() != two.data_ptr()
-    torch.nn.utils.parametrize.register_parametrization(twin.layers[0]["moe"].experts, "up", torch.nn.Identity())
-    with pytest.raises(ConfigError, match=r"experts\.up is parametrized"):
+    torch.nn.utils.parametrize.register_parametrization(twin.layers[0]["moe"].experts, "gate_up", torch.nn.Identity())
+    with pytest.raises(ConfigError, match=r"experts\.gate_up is parametrized"):
         twin(x)
     return gaps
 

@@ -54,7 +54,7 @@ def pairs(theirs: Any, ours: Any) -> list[tuple[str, Tensor, list[Tensor]]]:
     """(name, our parameter, theirs, put together along dim 0)."""
     found = [
         ("router", ours.router.weight, [theirs.gate.weight]),
-        ("up", ours.experts.up, [theirs.experts.gate_up_proj]),
+        ("up", ours.experts.gate_up, [theirs.experts.gate_up_proj]),
         ("down", ours.experts.down, [theirs.experts.down_proj]),
     ]
     shared = getattr(theirs, "shared_experts", None) or getattr(theirs, "shared_expert", None)
@@ -72,10 +72,10 @@ def test_blocks(family: Any) -> None:
     ours = config.build()
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, mine, parts in pairs(theirs, ours):
+        for _, mine, parts in pairs(theirs, ours):
             for part in parts:
                 part.copy_(torch.randn(part.shape, generator=g) / part.shape[-1] ** 0.5)
-            mine.copy_(torch.cat(parts) if name.startswith("shared") else parts[0])
+            mine.copy_(torch.cat(parts).view_as(mine))
         if ours.router.expert_bias is not None:
             ours.router.expert_bias.copy_(torch.randn(E, generator=g) / 4)
             theirs.gate.e_score_correction_bias.copy_(ours.router.expert_bias)
@@ -88,7 +88,7 @@ def test_blocks(family: Any) -> None:
     assert_close(y, true, 5e-6, "y")
     assert_close(a.grad, b.grad, 5e-6, "dx")
     for name, mine, parts in pairs(theirs, ours):
-        assert_close(mine.grad, torch.cat([part.grad for part in parts]), 5e-6, name)
+        assert_close(mine.grad, torch.cat([part.grad for part in parts]).view_as(mine), 5e-6, name)
 
 
 def test_sqrtsoftplus_is_deepseek_v4s() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, InputError
 
-FORMAT = 2
+FORMAT = 3
 INDEX, CONFIG, UNFINISHED = "trimtab.json", "config.json", ".unfinished"
 MODEL, OPTIM = "model.", "optim."
 CARRIED = (

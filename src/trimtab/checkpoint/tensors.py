@@ -101,7 +101,7 @@ def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[
 
     Args:
         folder: a whole checkpoint.
-        keys: such as "model.layers.0.moe.experts.up"; see `trimtab.checkpoint.folder`.
+        keys: such as "model.layers.0.moe.experts.gate_up"; see `trimtab.checkpoint.folder`.
 
     Raises:
         InputError: the folder is not a whole checkpoint, is damaged, or lacks a key.

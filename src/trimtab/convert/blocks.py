@@ -36,7 +36,7 @@ class Part:
     """One tensor of `trimtab.MoE`: its name and axes, the block's tensors that it is made of, and their axes.
 
     Several of theirs are joined, in this order, along our first axis. wide: ours is float32 at least, which holds
-    what theirs holds.
+    what theirs holds. split: the axis that is two in ours, gate and up apart: [E, 2, F, D] of [E, I, D].
     """
 
     ours: str
@@ -44,6 +44,7 @@ class Part:
     theirs: tuple[str, ...]
     their_axes: Axes
     wide: bool = False
+    split: str | None = None
 
     def to_ours(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of the block's tensors; all under their full names, as below."""
@@ -53,12 +54,18 @@ class Part:
         order = [self.their_axes.index(axis) for axis in self.axes]
         turned = [tensors[name].permute(order) for name in named]
         made = turned[0] if len(turned) == 1 else torch.cat(turned, 0)
+        if self.split is not None:
+            first = self.axes.index(self.split)
+            made = made.reshape(*made.shape[:first], 2, -1, *made.shape[first + 1 :])
         wide = torch.promote_types(made.dtype, torch.float32) if self.wide else made.dtype
         return {prefix + self.ours: made.to(dtypes.get(prefix + self.ours, wide))}
 
     def to_theirs(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block's tensors."""
         tensor = tensors[prefix + self.ours]
+        if self.split is not None and tensor.dim() == len(self.axes) + 1:
+            first = self.axes.index(self.split)
+            tensor = tensor.flatten(first, first + 1)
         if tensor.dim() != len(self.axes) or tensor.shape[0] % len(self.theirs):
             raise InputError(f"{prefix}{self.ours} is {list(tensor.shape)}, expected [{', '.join(self.axes)}]")
         order = [self.axes.index(axis) for axis in self.their_axes]
@@ -193,7 +200,13 @@ class Blocks:
 
 ROUTED = (
     Part(ours="router.weight", axes=("E", "D"), theirs=("gate.weight",), their_axes=("E", "D"), wide=True),
-    Part(ours="experts.up", axes=("E", "I", "D"), theirs=("experts.gate_up_proj",), their_axes=("E", "I", "D")),
+    Part(
+        ours="experts.gate_up",
+        axes=("E", "I", "D"),
+        theirs=("experts.gate_up_proj",),
+        their_axes=("E", "I", "D"),
+        split="I",
+    ),
     Part(ours="experts.down", axes=("E", "D", "F"), theirs=("experts.down_proj",), their_axes=("E", "D", "F")),
 )
 BIAS = Part(

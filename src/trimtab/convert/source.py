@@ -62,7 +62,7 @@ def open_source(src: Path, *, to: str, layout: str | None) -> Source:
     blocks = _blocks(model, layout or (TRANSFORMERS if record is None else record.layout))
     dcp = DcpFolder(folder)
     _check_index(dcp)
-    ours = next((name for name in dcp.infos if name.endswith("experts.up")), None)
+    ours = next((name for name in dcp.infos if name.endswith(("experts.gate_up", "experts.up"))), None)
     if ours is not None and blocks.layout is None:
         raise ConfigError(f"{folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(BLOCKS)}")
     return Source(

@@ -129,13 +129,14 @@ def _error(transport: Transport) -> float:
     held = slice(transport.rank * e, (transport.rank + 1) * e)
     experts = ExpertMLP(e, D, F, dtype=torch.float64)
     with torch.no_grad():
-        experts.up.copy_(up[held])
+        experts.gate_up.copy_(up[held].view(e, 2, F, D))
         experts.down.copy_(down[held])
     local_x, local_w = (t[mine].detach().requires_grad_() for t in (x, w))
     dispatcher = Dispatcher(E, transport, layer="doctor")
     rows = dispatcher.dispatch(local_x, ids[mine], local_w)
     out = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots), rows)
-    ours = [out.detach(), *torch.autograd.grad(out, (local_x, local_w, experts.up, experts.down), dy[mine])]
+    grads = torch.autograd.grad(out, (local_x, local_w, experts.gate_up, experts.down), dy[mine])
+    ours = [out.detach(), grads[0], grads[1], grads[2].flatten(1, 2), grads[3]]
     parts = [truth[0][mine].detach(), truth[1][mine], truth[2][mine], truth[3][held], truth[4][held]]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, parts, strict=True))
 

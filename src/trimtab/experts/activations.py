@@ -108,14 +108,15 @@ class GeGLU(_Gated):
 class ClampedSwiGLU(Activation):
     """(up + shift) * gate * sigmoid(alpha * gate), both cut at `limit` first, the gate from above only.
 
-    By default gpt-oss's, whose gate and up are interleaved. alpha 1 and shift 0 make it SwiGLU between limits.
+    By default with gpt-oss's numbers. alpha 1 and shift 0 make it SwiGLU between limits. interleaved: gate and up
+    alternate, as in transformers' gpt-oss.
     """
 
     gated: ClassVar[bool] = True
     params: tuple[Tensor, ...] = ()
 
     def __init__(
-        self, alpha: float = 1.702, limit: float = 7.0, shift: float = 1.0, *, interleaved: bool = True
+        self, alpha: float = 1.702, limit: float = 7.0, shift: float = 1.0, *, interleaved: bool = False
     ) -> None:
         self.alpha, self.limit, self.shift, self.interleaved = alpha, limit, shift, interleaved
 

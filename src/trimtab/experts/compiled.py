@@ -52,8 +52,9 @@ def compiled_experts(
     if not plain or not operable(module.kernels):
         y: Tensor = eagerly(module.forward, x_MD, ids_MK, w_MK, num_slots=num_slots)
         return y
-    weights = ExpertWeights(up=module.up, down=module.down, up_bias=module.up_bias, down_bias=module.down_bias)
-    return as_operator(x_MD, ids_MK, w_MK, weights, module.activation, module.weights, module.kernels, num_slots)
+    return as_operator(
+        x_MD, ids_MK, w_MK, module.expert_weights(), module.activation, module.weights, module.kernels, num_slots
+    )
 
 
 def operable(kernels: KernelChoice) -> bool:
@@ -131,7 +132,7 @@ def expert_mlp_op(
         keep: whether a backward may come.
     """
     weights = ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
-    pre = x.new_empty(_pre_rows(ids, num_slots, keep), up.shape[2 if transposed else 1])
+    pre = x.new_empty(_pre_rows(ids, num_slots, keep), weights.width)
     call = _call(x, ids, weights, activation, side, kernels, num_slots, keep, pre if keep else None)
     pre[call.plan.row_R.shape[0] :] = 0
     with torch.no_grad(), without_autocast():
@@ -145,8 +146,8 @@ def _(
     activation: str, side: str, transposed: bool, kernels: str, num_slots: int | None, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = _pre_rows(ids, num_slots, keep)
-    out = 2 if transposed else 1
-    return x.new_empty(x.shape[0], down.shape[out]), x.new_empty(rows, up.shape[out])
+    weights = ExpertWeights(up=up, down=down, transposed=transposed)
+    return x.new_empty(x.shape[0], weights.shape[0]), x.new_empty(rows, weights.width)
 
 
 @torch.library.custom_op("trimtab::expert_mlp_backward", mutates_args=())

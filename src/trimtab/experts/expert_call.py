@@ -17,7 +17,7 @@ from trimtab.experts.activations import Activation, SwiGLU
 from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.per_group import Gradients
+from trimtab.experts.per_group import Gradients, joined
 from trimtab.experts.products import Products
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, Kernels
@@ -31,7 +31,8 @@ second where one call multiplies all of them."""
 class ExpertWeights:
     """The parameters of all local experts.
 
-    up: [e, I, D] and down: [e, D, F]; with `transposed` [e, D, I] and [e, F, D]. Biases: [e, I] and [e, D].
+    up: [e, 2, F, D] with a gate (gate 0, up 1) or [e, I, D], and down: [e, D, F]; with `transposed` [e, D, I] and
+    [e, F, D]. Biases: as up without D, and [e, D].
     """
 
     up: Tensor
@@ -47,8 +48,12 @@ class ExpertWeights:
     @property
     def shape(self) -> tuple[int, int]:
         """(D, F)."""
-        axis = 1 if self.transposed else 2
-        return self.up.shape[axis], self.down.shape[axis]
+        return self.up.shape[1 if self.transposed else -1], self.down.shape[1 if self.transposed else 2]
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return self.up.shape[2] if self.transposed else self.up.shape[1:-1].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,7 @@ class ExpertCall:
 
     def blocks(self) -> Iterator[Block]:
         up, down, plan = self.weights.up, self.weights.down, self.plan
-        most = AT_ONCE if at_once(self.kernels, up, down, dtype=self.dtype) else TOGETHER
+        most = AT_ONCE if at_once(self.kernels, joined(up), down, dtype=self.dtype) else TOGETHER
         return self.kernels.blocks(plan.offsets_e, plan.row_R.shape[0], most, self.dtype)
 
     def by_row(self, weight: Tensor) -> Tensor:
@@ -118,10 +123,12 @@ class ExpertCall:
     def cast(
         self, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, *, reads_up: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The parameters as they are multiplied: themselves, or copies in autocast's dtype for one pass.
+        """The parameters as they are multiplied, up [e, I, D]: themselves, or copies in autocast's dtype for one pass.
 
         reads_up: whether the pass multiplies by `up`.
         """
+        up = joined(up)
+        up_bias = None if up_bias is None else up_bias.flatten(1)
         if up.dtype == down.dtype == self.dtype:
             return up, down, up_bias, down_bias
         runs = with_rows(self.plan.offsets_e) if self.products is None else None  # a recipe's scales want them all
@@ -168,8 +175,8 @@ class ExpertGradients:
     def bias(self, into: Gradients | None, rows_RA: Tensor, block: Block) -> None:
         """The sum of one block's rows."""
         if into is not None:
-            with into.block(block.experts) as (out_eA, _):
-                out_eA.copy_(self._call.kernels.grouped_sum(rows_RA, block))
+            with into.block(block.experts) as (out, _):
+                out.copy_(self._call.kernels.grouped_sum(rows_RA, block).view_as(out))
 
     def close(self) -> list[Tensor | None]:
         """What autograd gets for up, down and their biases."""

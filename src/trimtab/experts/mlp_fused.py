@@ -26,7 +26,7 @@ from trimtab.backward import eager_backward, needed
 from trimtab.errors import InputError
 from trimtab.experts.activations import GELU, Activation, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
-from trimtab.experts.per_group import Gradients
+from trimtab.experts.per_group import Gradients, joined
 from trimtab.kernels.abi import ACTIVATIONS, TYPES
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import put
@@ -129,15 +129,16 @@ def _kernels(call: ExpertCall) -> CompiledKernels:
 
 
 def _width(call: ExpertCall) -> int:
-    return call.weights.up.shape[2 if call.weights.transposed else 1]
+    return call.weights.width
 
 
 def _operands(
     call: ExpertCall, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The parameters as the kernels read them: beside rows in bfloat16 they round a weight in float32 themselves."""
-    rounding = (up.dtype, call.dtype) == (torch.float32, torch.bfloat16)
-    return (up, down, up_bias, down_bias) if rounding else call.cast(up, down, up_bias, down_bias)
+    if (up.dtype, call.dtype) == (torch.float32, torch.bfloat16):
+        return joined(up), down, None if up_bias is None else up_bias.flatten(1), down_bias
+    return call.cast(up, down, up_bias, down_bias)
 
 
 def _fields(

@@ -7,8 +7,9 @@ I = 2F with a gate, else F.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class ExpertMLP(GroupedModule):
     Args:
         num_experts: E.
         dim, hidden: D and F; on a GPU, and with kernels "stock", multiples of 16 bytes in what is computed in.
-        activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (gpt-oss: interleaved) with a gate;
+        activation: "swiglu", "geglu" (gate first, then up), "clamped_swiglu" (as in gpt-oss) with a gate;
             "relu_squared", "gelu" without. GELU is the one of the error function.
         bias: whether up and down have biases.
         weights: where routing weights are applied, "experts" (to the hidden rows) or "combine" (to the outputs, as
@@ -97,13 +98,17 @@ class ExpertMLP(GroupedModule):
             of a product is quantised, nothing else: pre-activations are saved and gradients come as without.
         kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
 
-    Parameters: up [E, I, D], down [E, D, F], with biases up_bias [E, I] and down_bias [E, D]. A recipe's states are
-    `up_state` and `down_state`, saved with them.
+    Parameters: gate_up [E, 2, F, D] (gate 0, up 1) or, without a gate, up [E, F, D]; down [E, D, F]; with biases
+    gate_up_bias [E, 2, F] or up_bias [E, F], and down_bias [E, D]. A recipe's states are `up_state` and `down_state`,
+    saved with them.
 
     Raises:
         ConfigError: sizes, names or flags that do not fit.
         BackendError: the recipe cannot run on the device.
     """
+
+    down: nn.Parameter
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -129,25 +134,42 @@ class ExpertMLP(GroupedModule):
         self.activation, self.weights = activation, weights
         made = BY_NAME[activation]()
         self.math = ExpertMath(activation=made, weights=weights)
-        width = 2 * hidden if made.gated else hidden
-
-        def param(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
-
-        self.up, self.down = param(width, dim), param(dim, hidden)
-        self.up_bias = param(width) if bias else None
-        self.down_bias = param(dim) if bias else None
+        rows = (2, hidden) if made.gated else (hidden,)
+        self._up = "gate_up" if made.gated else "up"
+        shapes = {self._up: (*rows, dim), "down": (dim, hidden), f"{self._up}_bias": rows, "down_bias": (dim,)}
+        for name, shape in shapes.items():
+            new = torch.empty(num_experts, *shape, dtype=dtype, device=device) if bias or "bias" not in name else None
+            self.register_parameter(name, None if new is None else nn.Parameter(new))
         self.up_state, self.down_state = self._new_state(num_experts), self._new_state(num_experts)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Each expert drawn as two `nn.Linear` draw themselves."""
-        for weight, bias, fan_in in ((self.up, self.up_bias, self.dim), (self.down, self.down_bias, self.hidden)):
+        for name, fan_in in ((self._up, self.dim), ("down", self.hidden)):
             bound = 1 / math.sqrt(fan_in)
-            weight.uniform_(-bound, bound)
+            getattr(self, name).uniform_(-bound, bound)
+            bias = getattr(self, f"{name}_bias")
             if bias is not None:
                 bias.uniform_(-bound, bound)
+
+    def expert_weights(self) -> ExpertWeights:
+        """The parameters as they are now."""
+        up, up_bias = getattr(self, self._up), getattr(self, f"{self._up}_bias")
+        return ExpertWeights(up=up, down=self.down, up_bias=up_bias, down_bias=self.down_bias)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """("gate_up", "down"), or ("up", "down") without a gate; then their biases, if there are any."""
+        names = (self._up, "down")
+        return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("up", "up_bias") and self.__dict__.get("_up") == "gate_up":
+            warnings.warn(f"experts.{name} is experts.gate_{name} [E, 2, F, …] now", DeprecationWarning, stacklevel=2)
+            value: Any = super().__getattr__(f"gate_{name}")
+            return None if value is None else value.flatten(1, 2)
+        return super().__getattr__(name)
 
     @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
@@ -177,7 +199,7 @@ class ExpertMLP(GroupedModule):
                 f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
-        weights = ExpertWeights(up=self.up, down=self.down, up_bias=self.up_bias, down_bias=self.down_bias)
+        weights = self.expert_weights()
         self._refuse_codes(weights.each)
         if torch.compiler.is_compiling():
             from trimtab.experts.compiled import compiled_experts
@@ -206,13 +228,13 @@ class ExpertMLP(GroupedModule):
         )
 
     def _widths(self) -> Sequence[tuple[int, int]]:
-        return [(self.dim, self.up.shape[1]), (self.hidden, self.dim)]
+        return [(self.dim, self.expert_weights().width), (self.hidden, self.dim)]
 
     def _device(self) -> torch.device:
-        return self.up.device
+        return self.down.device
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"
-        shown += f", bias={self.up_bias is not None}, weights={self.weights!r}"
+        shown += f", bias={self.down_bias is not None}, weights={self.weights!r}"
         return shown + self._options()

@@ -21,6 +21,11 @@ from trimtab.experts.main_grad import MainGradMode, WeightGradient
 from trimtab.kernels.grouped import put
 
 
+def joined(weight: Tensor) -> Tensor:
+    """A weight [e, 2, F, A] of a gate and up as [e, 2F, A]; others as they are."""
+    return weight.flatten(1, 2) if weight.ndim == 4 else weight
+
+
 def take(tensors: Sequence[Tensor], stacked: bool, e: slice) -> Tensor:
     """The tensors of the groups `e`, stacked. A copy only where several separate ones are asked for."""
     if stacked:
@@ -61,13 +66,20 @@ class Gradients:
     @property
     def stack(self) -> Tensor | None:
         """Where all groups are written, [e, ...], if their parameter is one."""
-        return self._each[0].buffer if self._stacked else None
+        return joined(self._each[0].buffer) if self._stacked else None
 
     @contextmanager
     def block(self, e: slice) -> Iterator[tuple[Tensor, bool]]:
-        """Where to write the groups `e`, [e, ...] of a parameter's shape, and whether to add to what is there."""
+        """Where to write the groups `e`, [e, ...] of a parameter's shape, `joined`, and whether to add to what is
+        there."""
         if self._stacked:
-            yield self._each[0].buffer[e], self._each[0].adds
+            buffer, adds = self._each[0].buffer[e], self._each[0].adds
+            if buffer.ndim < 4 or buffer.is_contiguous():
+                yield joined(buffer), adds
+            else:
+                fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+                yield joined(fresh), False
+                put(buffer, fresh, adds)
         elif e.stop - e.start == 1:
             yield self._each[e.start].buffer[None], self._each[e.start].adds
         else:

@@ -188,5 +188,5 @@ def bias_gradients(kernels: Kernels, offsets_e: Tensor, dy_SB: Tensor, into: Gra
     """The sum of each segment's rows."""
     dtype = kernels.compute_dtype(dy_SB.dtype)
     for block in kernels.blocks(offsets_e, dy_SB.shape[0]):
-        with into.block(block.experts) as (out_eB, _):
-            out_eB.copy_(kernels.grouped_sum(dy_SB[block.rows].to(dtype), block))
+        with into.block(block.experts) as (out, _):
+            out.copy_(kernels.grouped_sum(dy_SB[block.rows].to(dtype), block).view_as(out))

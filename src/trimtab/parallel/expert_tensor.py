@@ -7,7 +7,7 @@ Each is the transpose of the other, so they are a route between `Dispatch` and `
 of rows may differ and be zero. Sums are taken in the order of ranks, in float32 at least, so they are the same from
 run to run.
 
-Legend: M' rows of this rank, P ranks of the group, e experts, I width of the pre-activations.
+Legend: M' rows of this rank, P ranks of the group, e experts, F hidden dim.
 """
 
 from __future__ import annotations
@@ -116,19 +116,18 @@ def _summed(parts: Tensor, ranks: int, rows: int) -> Tensor:
 
 
 class SplitBias(Function):
-    """A bias [e, I] that all ranks hold -> the part [e, I / P] of this rank. Backward: the parts, put together."""
+    """A bias [e, …, F] that all ranks hold -> the part [e, …, F / P] of this rank. Backward: the parts, joined."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, parts: int, ranks: ExpertTensorGroup) -> Tensor:
-        ctx.parts, ctx.ranks, ctx.call = parts, ranks, ranks.calls
-        return bias.view(bias.shape[0], parts, ranks.size, -1)[:, :, ranks.rank].reshape(bias.shape[0], -1)
+    def forward(ctx: Any, bias: Tensor, ranks: ExpertTensorGroup) -> Tensor:
+        ctx.ranks, ctx.call = ranks, ranks.calls
+        return bias.chunk(ranks.size, -1)[ranks.rank].contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        every = ctx.ranks.gather(d, d.shape[0], "backward", ctx.call)
-        cut = every.view(-1, d.shape[0], ctx.parts, d.shape[1] // ctx.parts)
-        return cut.permute(1, 2, 0, 3).reshape(d.shape[0], -1), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        every = ctx.ranks.gather(d.flatten(1), d.shape[0], "backward", ctx.call)
+        return torch.cat(every.view(-1, *d.shape).unbind(), -1), None
 
 
 class FirstRankBias(Function):

@@ -1,15 +1,10 @@
 """Expert parameters as DTensors of global shape [E, …]; each rank computes with what is its own.
 
-    mesh dim    up [E, I, D]       down [E, D, F]    biases [E, …]
-    ep          Shard(0)           Shard(0)          Shard(0)          rank r owns experts r * e .. r * e + e - 1
-    etp         rows, gate and     Shard(2)          Replicate()       each rank a share of F
-                up cut alike
+    mesh dim    gate_up [E, 2, F, D]    up [E, F, D]    down [E, D, F]    biases [E, …]
+    ep          Shard(0)                Shard(0)        Shard(0)          Shard(0)       r owns r * e .. r * e + e - 1
+    etp         Shard(2)                Shard(1)        Shard(2)          Replicate()    each rank a share of F
 
-Gate rows first and up rows after them are one dim of `up`: `_StridedShard(1, split_factor=2)` is torch's name for
-cutting both halves alike, so `full_tensor()` gives the rows back in their own order (not on torch 2.11, which refuses
-it with a ValueError).
-
-Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim, I = 2F with a gate, else F.
+Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.autograd import Combine, Dispatch, wants_gradient, with_others
@@ -40,7 +35,7 @@ from trimtab.parallel.recipe_state import share_state_dicts
 from trimtab.parallel.token_meshes import check_ascending, check_meshes
 from trimtab.routing.recompute import always_recomputed
 
-NAMES = ("up", "down", "up_bias", "down_bias")
+SPLIT = {"gate_up": Shard(2), "up": Shard(1), "down": Shard(2)}
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
 
 
@@ -96,7 +91,7 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
         raise ConfigError(f"F = {experts.hidden} does not divide over {ranks} expert-tensor-parallel ranks")
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
     if experts.recipe is not None:
-        lower(experts.recipe, experts.up.device, _widths(experts, ranks))
+        lower(experts.recipe, experts.down.device, _widths(experts, ranks))
 
 
 def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
@@ -125,7 +120,7 @@ class ParallelExperts(ExpertMLP):
     @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
-        names = [name for name in NAMES if getattr(self, name) is not None]
+        names = self.parameter_names
         if other := [name for name in names if name not in self._parameters]:
             raise ConfigError(f"experts.{other[0]} is parametrized: parameters that are spread over ranks cannot be")
         with standing_in([(self, name) for name in names], [self._local(name) for name in names]):
@@ -147,15 +142,9 @@ class ParallelExperts(ExpertMLP):
             self.reduce_delayed()
 
     @property
-    def gate_parts(self) -> int:
-        """2 where the rows of `up` are a gate and then an up half, else 1."""
-        gated: bool = getattr(self.math.activation, "gated", False)
-        return 2 if gated and self.activation != "clamped_swiglu" else 1  # clamped_swiglu: interleaved
-
-    @property
     def fused(self) -> tuple[str, ...]:
         """Parameters whose gradients go into `main_grad`."""
-        return () if self.main_grad == "off" else ("up", "down")
+        return () if self.main_grad == "off" else self.parameter_names[:2]
 
     def shard(self, place: ExpertMesh, etp: ExpertTensorGroup | None, src_data_rank: int | None) -> None:
         """Cut the whole parameters over `place`, which `check_split` has passed. No communication with
@@ -165,12 +154,10 @@ class ParallelExperts(ExpertMLP):
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
-        rows: Placement = Shard(1) if self.gate_parts == 1 else _StridedShard(1, split_factor=2)
-        split = {"up": rows, "down": Shard(2)}
-        for name in NAMES:
+        for name in self.parameter_names:
             param = self._parameters.get(name)
             if param is not None:
-                cut = place.placements(split.get(name, Replicate()))
+                cut = place.placements(SPLIT.get(name, Replicate()))
                 whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
                 setattr(self, name, torch.nn.Parameter(whole, requires_grad=param.requires_grad))
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
@@ -180,10 +167,9 @@ class ParallelExperts(ExpertMLP):
     def reset_parameters(self) -> None:
         """Draw every expert on every rank and keep what is this rank's, so that ranks with the same seed hold the same
         experts however they are cut. One whole parameter at a time is in memory."""
-        kept: dict[str, Any] = {name: self._parameters.get(name) for name in NAMES}
-        for fan_in, names in ((self.dim, ("up", "up_bias")), (self.hidden, ("down", "down_bias"))):
-            for name in names:
-                param = kept[name]
+        for fan_in, first in ((self.dim, self.parameter_names[0]), (self.hidden, "down")):
+            for name in (first, f"{first}_bias"):
+                param: Any = self._parameters.get(name)
                 if isinstance(param, DTensor):
                     whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
                     whole.uniform_(-(fan_in**-0.5), fan_in**-0.5)
@@ -205,8 +191,8 @@ class ParallelExperts(ExpertMLP):
                     setattr(local, attribute, local_part(getattr(param, attribute)))
         elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
-        if name == "up_bias" and self.etp is not None:
-            local = SplitBias.apply(local, self.gate_parts, self.etp)  # type: ignore[no-untyped-call]
+        if name in ("gate_up_bias", "up_bias") and self.etp is not None:
+            local = SplitBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
         if name == "down_bias" and self.etp is not None:
             local = FirstRankBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
         return local

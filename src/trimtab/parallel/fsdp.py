@@ -148,7 +148,8 @@ def _placement(experts: ParallelExperts, mesh: DeviceMesh) -> Callable[[nn.Param
     expert's model dim, if that divides: torch's DTensor can't put two interleaved shardings together."""
     ranks = mesh.size(mesh.ndim - 1)
     other = experts.place.etp_group is not None or experts.num_experts % ranks != 0
-    dims = {experts._parameters["up"]: 2, experts._parameters["down"]: 1}
+    up, down = (experts.get_parameter(name) for name in experts.parameter_names[:2])
+    dims = {up: up.ndim - 1, down: 1}
 
     def place(param: nn.Parameter) -> Shard | None:
         dim = dims.get(param)

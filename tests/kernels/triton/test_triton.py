@@ -152,7 +152,9 @@ def test_what_moves_rows_and_places_slots_compiles_for_hopper(folder: Path) -> N
 
 
 def test_numbers_in_the_interpreter() -> None:
-    tests, env = Path(__file__).parents[2], os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[2]
+    found = os.pathsep.join([str(tests.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
     done = subprocess.run(
         [sys.executable, "-m", "helpers.triton_interpreted"],
         cwd=tests, env=env, capture_output=True, text=True, timeout=900,

@@ -22,7 +22,7 @@ from trimtab.verify.patterns import Pattern
 from trimtab.verify.problem import BALANCE, LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
 
-SHORT = {"router.weight": "router", "experts.up": "up", "experts.down": "down"}
+SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"}
 
 
 class Impl:
@@ -85,7 +85,7 @@ class Layers:
         with torch.no_grad():
             for moe, w in zip(stack.moes, weights, strict=True):
                 moe.router.weight.copy_(w.router_ED)
-                moe.experts.up.copy_(w.up_EID)
+                moe.experts.gate_up.copy_(w.up_EID.view_as(moe.experts.gate_up))
                 moe.experts.down.copy_(w.down_EDF)
         style = ExpertParallel(
             transport="alltoall" if t.transport == "local" else t.transport,
@@ -111,4 +111,5 @@ class Layers:
         torch.autograd.backward((y, *losses), (share.dy_BlD, *map(torch.ones_like, losses)))
         assert x.grad is not None
         grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
+        grads = {name: g.flatten(1, 2) if g is not None and g.ndim == 4 else g for name, g in grads.items()}
         return Outcome(y=y, dx=x.grad, grads=grads, loads=[over_all_ranks(load, self.place) for load in loads])
