@@ -80,8 +80,9 @@ def test_few_places_ask_who_runs_them() -> None:
     assert sum(found.values()) <= ASKS, found
 
 
-def test_importing_trimtab_imports_neither_torch_nor_transformers() -> None:
-    script = "import sys, trimtab; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["trimtab", "trimtab.cli.main"])
+def test_importing_trimtab_and_its_command_imports_neither_torch_nor_transformers(module: str) -> None:
+    script = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -193,7 +193,7 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     }  # fmt: skip
     said = [(finding["where"], finding["what"]) for finding in told["findings"] if finding["part"] == "loopback"]
     assert [where for where, _ in said] == ["2 ranks, gloo"] * 2 + ["2 ranks, shared_memory"] * 2
-    assert all("from the oracle" in oracle and "GB/s" in speed for (_, oracle), (_, speed) in (said[:2], said[2:]))
+    assert all("from the truth" in oracle and "GB/s" in speed for (_, oracle), (_, speed) in (said[:2], said[2:]))
 
 
 def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:

@@ -1,7 +1,4 @@
-"""A layer over two real processes of this host: right numbers forward and backward, latency and bandwidth.
-
-Legend: T tokens of a rank, K experts per token, E experts, D model dim, F expert hidden dim.
-"""
+"""A layer over two real processes of this host: right numbers forward and backward, latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -11,25 +8,27 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from trimtab import oracle
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.doctor.findings import Finding
 from trimtab.errors import BackendError
-from trimtab.experts.module import ExpertMLP
+from trimtab.verify.adapters.base import make_place
+from trimtab.verify.adapters.trimtab_impl import Impl
+from trimtab.verify.cases import Case
+from trimtab.verify.judge import BOUNDS
+from trimtab.verify.on_rank import Bench
+from trimtab.verify.patterns import pattern_named
 from trimtab.verify.ranks import run_ranks
+from trimtab.verify.topologies import Topology
 
-RANKS, T, K, E, D, F = 2, 7, 2, 4, 8, 16
-BOUND = 1e-12
-"""Largest relative difference from the oracle in float64."""
+RANKS = 2
+BOUND = BOUNDS[torch.float64]
 MEGABYTES = 8
 WHERE = "2 ranks, "
 SLOW_US, SLOW_GBS = 5000.0, 0.05
@@ -37,7 +36,7 @@ SLOW_US, SLOW_GBS = 5000.0, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """What carries the rows, the largest relative difference from the oracle, forward and all gradients, the median of
+    """What carries the rows, the largest relative difference from the truth, forward and all gradients, the median of
     an exchange of counts, and rows sent by one rank, while it receives as many."""
 
     over: str = "gloo"
@@ -82,7 +81,7 @@ def judge(*ranks: Loopback) -> list[Finding]:
     right = all(rank.error <= BOUND for rank in ranks)  # NaN is not
     error, latency = max(rank.error for rank in ranks), max(rank.latency_us for rank in ranks)
     speed = min(rank.gigabytes_per_s for rank in ranks)
-    numbers = f"one layer forward and backward: {error:.1e} from the oracle (bound {BOUND:.0e})"
+    numbers = f"one layer forward and backward: {error:.1e} from the truth (bound {BOUND:.0e})"
     rates = f"exchange of counts {latency:.0f} us, rows {speed:.2f} GB/s each way"
     wrong = "run `trimtab verify`: it names the first wrong value; do not train on this machine"
     busy = "the host is busy, or its ranks share cores: look at top, and at OMP_NUM_THREADS"
@@ -98,7 +97,7 @@ def on_rank() -> list[Loopback | str]:
     group: Any = dist.group.WORLD
     # Which kernels cannot run here, and why, has its own part of the check-up.
     warnings.filterwarnings("ignore", message=r"(?s).*are used instead")
-    found: list[Loopback | str] = [_through(AllToAll(group), "gloo")]
+    found: list[Loopback | str] = [_through(AllToAll(group), "alltoall")]
     try:
         shared = SharedMemory(group)
         shared.meet_peers(torch.device("cpu"))
@@ -107,38 +106,16 @@ def on_rank() -> list[Loopback | str]:
     return [*found, _through(shared, "shared_memory")]
 
 
-def _through(transport: Transport, name: str) -> Loopback:
-    error, latency, speed = _error(transport), _latency(transport), _bandwidth(transport)
-    return Loopback(over=name, error=error, latency_us=latency, gigabytes_per_s=speed)
-
-
-def _error(transport: Transport) -> float:
-    """The layer on this rank's tokens against the oracle on everyone's."""
-    g = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
-
-    x, w, dy = draw(RANKS * T, D), draw(RANKS * T, K), draw(RANKS * T, D).detach()
-    up, down = draw(E, 2 * F, D), draw(E, D, F)
-    ids = torch.randint(-1, E, (RANKS * T, K), generator=g)
-    y = oracle.moe(x, ids, w, up, down)
-    truth = [y, *torch.autograd.grad(y, (x, w, up, down), dy)]
-
-    mine, e = slice(transport.rank * T, (transport.rank + 1) * T), E // RANKS
-    held = slice(transport.rank * e, (transport.rank + 1) * e)
-    experts = ExpertMLP(e, D, F, dtype=torch.float64)
-    with torch.no_grad():
-        experts.gate_up.copy_(up[held].view(e, 2, F, D))
-        experts.down.copy_(down[held])
-    local_x, local_w = (t[mine].detach().requires_grad_() for t in (x, w))
-    dispatcher = Dispatcher(E, transport, layer="doctor")
-    rows = dispatcher.dispatch(local_x, ids[mine], local_w)
-    out = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots), rows)
-    grads = torch.autograd.grad(out, (local_x, local_w, experts.gate_up, experts.down), dy[mine])
-    ours = [out.detach(), grads[0], grads[1], grads[2].flatten(1, 2), grads[3]]
-    parts = [truth[0][mine].detach(), truth[1][mine], truth[2][mine], truth[3][held], truth[4][held]]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, parts, strict=True))
+def _through(transport: Transport, name: Literal["alltoall", "shared_memory"]) -> Loopback:
+    """A case of the ledger, and how fast the exchange is."""
+    topology = Topology(ranks=RANKS, ep=RANKS, transport=name)
+    case = Case(topology=topology, pattern=pattern_named("random"), dtype="float64", seed=0)
+    finding = Bench(Impl(), make_place(topology, transport.rank, torch.device("cpu"))).run(case, repeat=1)
+    if finding.fault is not None:
+        raise RuntimeError(finding.fault)
+    error = max(finding.errors.values())
+    over = "gloo" if name == "alltoall" else name
+    return Loopback(over=over, error=error, latency_us=_latency(transport), gigabytes_per_s=_bandwidth(transport))
 
 
 def _latency(transport: Transport) -> float:

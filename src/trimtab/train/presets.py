@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.convert.safetensors_files import writing
 from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
 
 VOCAB = BYTE_VOCAB + 8
@@ -90,6 +89,8 @@ def write_preset(name: str, seed: int, folder: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from trimtab.convert.safetensors_files import writing
 
     assert len(SPECIALS) <= VOCAB - BYTE_VOCAB
     with torch.random.fork_rng(devices=[]):

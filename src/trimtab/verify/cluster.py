@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from trimtab.launched import leave_group
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import Case
-from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
+from trimtab.verify.collect import Verdict, collect
 from trimtab.verify.local import START
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
@@ -51,17 +51,14 @@ def run_cluster(
         for case, reason in zip(cases, reasons, strict=True):
             if reason is not None:
                 report(Verdict(case=case, status="lacking", details=[reason]))
-        try:
-            for _, verdict in collect(asked, mine, deadline, START, list):
-                report(verdict)
-        except Stalled as stalled:
-            try:
-                said = "the cases behind it were not run"
-                report(stalled_verdict(cases[stalled.index], stalled, deadline, said))
-                finish()
-            except Exception as error:
-                print(f"trimtab: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # this process may itself be in the collective that hangs; torchrun then ends the others
+        for verdict in collect(asked, mine, deadline, START, said=lambda _: "the cases behind it were not run"):
+            report(verdict)
+            if verdict.stalled:
+                try:
+                    finish()
+                except Exception as error:
+                    print(f"trimtab: {error}", file=sys.stderr, flush=True)
+                os._exit(1)  # this process may itself be in the collective that hangs; torchrun then ends the others
         return finish()
 
     def settle() -> None:

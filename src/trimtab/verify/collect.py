@@ -21,26 +21,21 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why."""
+    """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why.
+
+    stalled: findings did not come in time, or ranks died; these ranks answer nothing more.
+    """
 
     case: Case
     status: Status
     errors: dict[str, float] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    stalled: bool = False
 
     @property
     def failed(self) -> bool:
         return self.status in ("mismatch", "error", "hang")
-
-
-class Stalled(Exception):
-    """A case's findings did not come in time, or ranks died. `index`: the case; `silent`: those that died, if any did,
-    else those that are waited for; `findings`: of the others, as far as they are there."""
-
-    def __init__(self, index: int, silent: list[int], dead: bool, findings: Sequence[Finding]) -> None:
-        super().__init__(index)
-        self.index, self.silent, self.dead, self.findings = index, silent, dead, findings
 
 
 def collect(
@@ -48,25 +43,33 @@ def collect(
     store: Store,
     deadline: float,
     start: float,
-    died: Callable[[], list[int]],
-) -> Iterator[tuple[int, Verdict]]:
-    """Verdicts in order, as the findings come in.
+    died: Callable[[], list[int]] = list,
+    said: Callable[[list[int]], str] = lambda silent: "",
+) -> Iterator[Verdict]:
+    """Verdicts in order, as the findings come in; one that is `stalled` is the last.
 
     start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on,
     and `GRACE` at most once a rank has found a fault: the others may wait for it in vain.
-    died: the ranks that have died. Raises Stalled where either is exceeded, or one died while some are waited for.
+    died: the ranks that have died. said: the last words of ranks that are silent.
     """
     for place, (index, case) in enumerate(cases):
         ranks = range(case.topology.ranks)
+        asked = [({rank: key_of(index, rank) for rank in ranks}, deadline)]
         if place == 0:
-            _wait_for(index, {rank: ready_key(rank) for rank in ranks}, store, start, died)
-        findings = _wait_for(index, {rank: key_of(index, rank) for rank in ranks}, store, deadline, died)
-        yield index, judge_case(case, findings)
+            asked.insert(0, ({rank: ready_key(rank) for rank in ranks}, start))
+        for keys, seconds in asked:
+            findings, dead = _wait_for(keys, store, seconds, died)
+            silent = dead or sorted(keys.keys() - {finding.rank for finding in findings})
+            if silent:
+                yield _stalled(case, findings, silent, bool(dead), seconds, said(silent))
+                return
+        yield judge_case(case, findings)
 
 
 def _wait_for(
-    index: int, keys: dict[int, str], store: Store, deadline: float, died: Callable[[], list[int]]
-) -> list[Finding]:
+    keys: dict[int, str], store: Store, deadline: float, died: Callable[[], list[int]]
+) -> tuple[list[Finding], list[int]]:
+    """The findings that came, and the ranks that had died if not all did."""
     end = time.monotonic() + deadline
     dead: list[int] = []
     found: dict[int, Finding] = {}
@@ -77,12 +80,11 @@ def _wait_for(
                 found[rank] = Finding.get(store, keys[rank])
         findings = [found[rank] for rank in keys if rank in found]
         if len(findings) == len(keys):
-            return findings
+            return findings, []
         if not hurried and _faults(findings):
             end, hurried = min(end, time.monotonic() + GRACE), True
         if dead or time.monotonic() > end:
-            missing = [rank for rank in keys if rank not in found]
-            raise Stalled(index, dead or missing, bool(dead), findings)
+            return findings, dead
         dead = died()  # looked at before the keys are read once more: a rank may have died behind its answer
         if not dead:
             time.sleep(0.002)
@@ -103,11 +105,12 @@ def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
     return Verdict(case=case, status=status, errors=errors, details=faults + mismatches, seconds=seconds)
 
 
-def stalled_verdict(case: Case, stalled: Stalled, deadline: float, said: str) -> Verdict:
-    """What is said of a case whose findings did not come. `said`: the last words of the silent ranks."""
-    faults = _faults(stalled.findings)
-    who = f"rank(s) {', '.join(map(str, stalled.silent))}"
-    waited = f"{GRACE:g} s of that" if faults else f"{deadline:g} s"
-    what = f"{who} died" if stalled.dead else f"{who}: no answer within {waited}"
-    details = [*faults, f"{what}: {said}" if said else what]
-    return Verdict(case=case, status="error" if faults or stalled.dead else "hang", details=details, seconds=deadline)
+def _stalled(
+    case: Case, findings: Sequence[Finding], silent: list[int], dead: bool, waited: float, said: str
+) -> Verdict:
+    faults = _faults(findings)
+    who = f"rank(s) {', '.join(map(str, silent))}"
+    how = f"{who} died" if dead else f"{who}: no answer within {f'{GRACE:g} s of that' if faults else f'{waited:g} s'}"
+    details = [*faults, f"{how}: {said}" if said else how]
+    status: Status = "error" if faults or dead else "hang"
+    return Verdict(case=case, status=status, details=details, seconds=waited, stalled=True)

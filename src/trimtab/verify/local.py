@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
-from trimtab.verify.collect import Stalled, Verdict, collect, stalled_verdict
+from trimtab.verify.collect import Verdict, collect
 from trimtab.verify.forkserver import forkserver, preload
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
@@ -50,14 +50,17 @@ def run_local(
                 continue
             asked.append(case)
         while asked:
-            with _pool(ranks, asked, implementation, repeat, around) as (store, died, last_words):
-                try:
-                    for _, verdict in collect(list(enumerate(asked)), store, deadline, START, died):
-                        yield verdict
-                    break
-                except Stalled as stalled:
-                    yield stalled_verdict(asked[stalled.index], stalled, deadline, last_words(stalled.silent))
-                    asked = asked[stalled.index + 1 :]
+            pool = _pool(ranks, asked, implementation, repeat, around)
+            with contextlib.suppress(_Stalled), pool as (store, died, last_words):
+                for verdict in collect(list(enumerate(asked)), store, deadline, START, died, last_words):
+                    asked = asked[1:]
+                    yield verdict
+                    if verdict.stalled:
+                        raise _Stalled
+
+
+class _Stalled(Exception):
+    """Ends a pool at once: its ranks answer nothing more."""
 
 
 @contextlib.contextmanager

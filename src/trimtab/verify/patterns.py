@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,59 +28,43 @@ GARBAGE = 8192.0
 """What masked tokens hold."""
 
 
-def _even(batch: int, length: int) -> Shape:
-    def shape(t: Topology, _: int) -> tuple[int, tuple[int, ...]]:
-        cuts = shard_cuts(length, t.tp)
-        return batch, tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+def _lengths(batch: int, length: Callable[[Topology, int, int], int]) -> Shape:
+    """length: (topology, data-parallel rank, rank in its tp group) -> positions."""
+
+    def shape(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
+        return batch, tuple(length(t, d, i) for i in range(t.tp))
 
     return shape
 
 
+def _even(batch: int, length: int) -> Shape:
+    def of(t: Topology, d: int, i: int) -> int:
+        cuts = shard_cuts(length, t.tp)
+        return cuts[i + 1] - cuts[i]
+
+    return _lengths(batch, of)
+
+
 TWO_OF_SIX = _even(2, 6)
+RAGGED = _lengths(2, lambda t, d, i: 2 + (5 * d + 3 * i) % 7)
 
 
-def _ragged(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-    return 2, tuple(2 + (5 * d + 3 * i) % 7 for i in range(t.tp))
+def _drawn(odds: Callable[[int], Tensor]) -> Choose:
+    """K distinct experts per token. odds: of E experts."""
+
+    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
+        noise = -torch.rand(n, t.num_experts, generator=g).clamp_min(1e-9).log() / odds(t.num_experts)
+        return noise.argsort(1)[:, :k]
+
+    return choose
 
 
-def _uneven(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-    return 2, tuple(4 - (i + d) % 4 for i in range(t.tp))
-
-
-def _empty_source(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-    last = d == t.dp - 1
-    return 2, tuple(0 if last and i == t.tp - 1 else 4 for i in range(t.tp))
-
-
-def _one_token(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-    return 1, tuple(int(d == 0 and i == 0) for i in range(t.tp))
-
-
-def _short(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-    return 1, tuple(int(i < max(1, t.tp - 1)) for i in range(t.tp))
-
-
-def _draw(t: Topology, n: int, k: int, g: torch.Generator, weight: Tensor | None = None) -> Tensor:
-    """K distinct experts per token, drawn with the given odds."""
-    odds = torch.ones(t.num_experts) if weight is None else weight
-    noise = -torch.rand(n, t.num_experts, generator=g).clamp_min(1e-9).log() / odds
-    return noise.argsort(1)[:, :k]
+_draw = _drawn(torch.ones)
 
 
 def _balanced(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
     first = torch.arange(n)[:, None] * k + torch.arange(k)
     return (first + int(torch.randint(t.num_experts, (1,), generator=g))) % t.num_experts
-
-
-def _prefer(*experts: int) -> Choose:
-    """These experts first (negative: from the end), then anything."""
-
-    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
-        odds = torch.ones(t.num_experts)
-        odds[[e % t.num_experts for e in experts]] = 1e6
-        return _draw(t, n, k, g, odds)
-
-    return choose
 
 
 def _on_rank(rank: int) -> Choose:
@@ -94,16 +79,12 @@ def _on_rank(rank: int) -> Choose:
 
 def _cold_rank(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
     """The last rank's experts get nothing (the last expert, where one rank owns all)."""
-    odds = torch.ones(t.num_experts)
-    odds[-(t.num_experts // t.ep if t.ep > 1 else 1) :] = 1e-6
-    return _draw(t, n, k, g, odds)
+    cold = t.num_experts // t.ep if t.ep > 1 else 1
+    return _drawn(lambda e: torch.where(torch.arange(e) < e - cold, 1.0, 1e-6))(t, n, k, g)
 
 
 def _zipf(power: float) -> Choose:
-    def choose(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
-        return _draw(t, n, k, g, torch.arange(1, t.num_experts + 1) ** -power)
-
-    return choose
+    return _drawn(lambda e: torch.arange(1, e + 1) ** -power)
 
 
 def _same_rank(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
@@ -157,16 +138,19 @@ class Pattern:
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(name="random", says="experts drawn evenly"),
     Pattern(name="balanced", says="every expert gets the same", choose=_balanced),
-    Pattern(name="one_expert", says="one expert is everybody's first choice", choose=_prefer(-1)),
+    Pattern(name="one_expert", says="one expert is everybody's first choice",
+            choose=_drawn(lambda e: torch.where(torch.arange(e) < e - 1, 1.0, 1e6))),
     Pattern(name="one_rank", says="all slots on the first rank", choose=_on_rank(0), replayed=True),
-    Pattern(name="lone_rank", says="ragged, all but the last rank get none", choose=_on_rank(-1), shape=_ragged,
+    Pattern(name="lone_rank", says="ragged, all but the last rank get none", choose=_on_rank(-1), shape=RAGGED,
             replayed=True),
     Pattern(name="cold_rank", says="one rank gets none", choose=_cold_rank),
-    Pattern(name="empty_source", says="a rank with zero tokens", shape=_empty_source),
+    Pattern(name="empty_source", says="a rank with zero tokens",
+            shape=_lengths(2, lambda t, d, i: 0 if (d, i) == (t.dp - 1, t.tp - 1) else 4)),
     Pattern(name="empty_world", says="no token anywhere", shape=_even(2, 0)),
     Pattern(name="all_masked", says="every token is padding", masked=1.0),
     Pattern(name="masked", says="half of the tokens are padding that holds garbage, odd D", masked=0.5, odd=True),
-    Pattern(name="one_token", says="one token in the world", shape=_one_token),
+    Pattern(name="one_token", says="one token in the world",
+            shape=_lengths(1, lambda t, d, i: int(d == i == 0))),
     Pattern(name="zipf1", says="expert j drawn with odds 1 / j", choose=_zipf(1.0)),
     Pattern(name="zipf2", says="expert j drawn with odds 1 / j^2, odd D", choose=_zipf(2.0), odd=True),
     Pattern(name="top1", says="K = 1", top_k=lambda experts: 1),
@@ -176,11 +160,13 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(name="dropped", says="half of the slots dropped, odd D", choose=_dropped, replayed=True, odd=True),
     Pattern(name="all_dropped", says="every slot dropped", choose=_all_dropped, replayed=True),
     Pattern(name="duplicates", says="a token chooses one expert K times", choose=_duplicates, replayed=True),
-    Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions", shape=_uneven),
+    Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions",
+            shape=_lengths(2, lambda t, d, i: 4 - (i + d) % 4)),
     Pattern(name="batched", says="three sequences whose length does not divide", shape=_even(3, 7)),
-    Pattern(name="short", says="fewer positions than ranks that share them", shape=_short),
+    Pattern(name="short", says="fewer positions than ranks that share them",
+            shape=_lengths(1, lambda t, d, i: int(i < max(1, t.tp - 1)))),
     Pattern(name="prime", says="prime counts", shape=_even(1, 13)),
-    Pattern(name="ragged", says="every rank another number of tokens", shape=_ragged),
+    Pattern(name="ragged", says="every rank another number of tokens", shape=RAGGED),
     Pattern(name="replayed", says="ids handed in, scores live", replayed=True),
     Pattern(name="alternating", says="two layers, another rank cold in each", choose=_cold_rank, layers=2),
     Pattern(name="nan_logits", says="a NaN logit on one rank of each expert group must raise on all", spoil="nan"),
@@ -211,7 +197,7 @@ def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed:
 
 def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Generator) -> Batch:
     batch, lengths = pattern.shape(t, d)
-    cuts = shard_cuts(0, t.tp) if not lengths else (0, *torch.tensor(lengths).cumsum(0).tolist())
+    cuts = (0, *accumulate(lengths))
     n, e = batch * cuts[-1], sizes.num_experts
     if pattern.ties:
         ranked = torch.randint(2, (n, e), generator=g).double()
