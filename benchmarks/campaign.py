@@ -1,80 +1,79 @@
-"""Everything that the page shows, one file of results a case: stopped at any time, it goes on with what is left."""
+"""`python -m benchmarks all`: the cases of the page, one file of results each: stopped at any time, it goes on.
+
+Legend: shapes A, B and C are those of `benchmarks.layer_case`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
-from benchmarks.chart import can_draw, draw
-from benchmarks.choose import kernel_sets
-from benchmarks.grid import all_tasks
-from benchmarks.page import GPU_PAGE, page
+from benchmarks.exchange import DIRECT, exchange_task
+from benchmarks.layer import layer_task
+from benchmarks.layer_case import SHAPES
+from benchmarks.machine import revision
 from benchmarks.result import Record
-from benchmarks.sources import source_digest
-from benchmarks.store import read_records, write, write_records
-from benchmarks.task import Task
-from trimtab.errors import ConfigError, InputError
+from benchmarks.subject import BOTH
+from benchmarks.task import Task, read_record, write_record
+from trimtab.errors import ConfigError
+
+
+def all_tasks(*, quick: bool) -> list[Task]:
+    """The most important first. quick: shape A and little else, to see that all of it runs."""
+    shapes = ["A"] if quick else list(SHAPES)
+    threads = (1,) if quick else (1, 2)
+    several = (2,) if quick else (2, 4)
+    large = (2048,) if quick else (2048, 8192)
+    backends = {"bf16": ("auto", "torch"), "fp32": ("auto",)}
+    alone = partial(layer_task, peers=["grouped_mm"])
+    tasks = [
+        alone(SHAPES[shape], tokens=tokens, dtype=dtype, threads=n, backends=backends[dtype], memory=n == 1)
+        for dtype, tokens, shape, n in product(("bf16", "fp32"), (*large, 256), shapes, threads)
+    ]
+    for ranks, shape in product(several, shapes):
+        moved = partial(exchange_task, SHAPES[shape], tokens=2048 if quick else 8192, dtype="bf16", ranks=ranks)
+        tasks.append(moved(transports=["allgather", *DIRECT], peers=["all_to_all"]))
+    for ranks, dtype, shape in product(several, ("bf16", "fp32"), shapes):
+        spread = partial(layer_task, SHAPES[shape], tokens=2048, dtype=dtype, ranks=ranks, modes=[BOTH])
+        tasks.append(spread(transports=DIRECT, peers=["all_to_all"]))
+    uneven = ("balanced", "random", "zipf", "hot", "zero_expert_rank")
+    tasks += [layer_task(SHAPES[shape], tokens=2048, dtype="bf16", workloads=uneven, modes=[BOTH]) for shape in shapes]
+    return tasks
 
 
 class Campaign:
-    """The cases of `trimtab bench all`, the most important first.
+    """The cases, each with a JSON file in `results`.
 
     Args:
-        results: the folder with a JSON file per case that was measured.
-        quick: a few small cases only.
-        only: words; the cases whose file names have all of them.
+        results: the folder. quick: a few small cases only. only: words; the cases whose file names have all of them.
 
     Raises:
         ConfigError: no case has such a name.
     """
 
     def __init__(self, results: Path, *, quick: bool, only: Sequence[str] = ()) -> None:
-        tasks = all_tasks(results / "presets", kernel_sets(), quick=quick)
-        self._files = {results / f"{task.key}.json": task for task in tasks}
+        self._files = {results / f"{task.key}.json": task for task in all_tasks(quick=quick)}
         self._wanted = {f: task for f, task in self._files.items() if all(word in f.stem for word in only)}
         if not self._wanted:
             example = next(iter(self._files)).stem
             raise ConfigError(f"--only {' '.join(only)}: no case has all these words in its name, such as {example}")
 
     def left(self) -> dict[Path, Task]:
-        """What has no results of these sources yet, or results in which nobody of ours was timed."""
-        now = {part: source_digest(part) for part in {task.part for task in self._wanted.values()}}
-        return {file: task for file, task in self._wanted.items() if not _stands(file, now[task.part])}
-
-    def measured(self) -> list[Path]:
-        """The files that are there, in the order of the page."""
-        return [file for file in self._files if file.exists()]
+        """What this revision has not measured yet."""
+        now = revision()
+        return {f: t for f, t in self._wanted.items() if not f.exists() or read_record(f).machine["revision"] != now}
 
     def run(self, measure: Callable[[Task], Record]) -> Iterator[Record]:
         """Measure what is left, one by one, each written before it is given out."""
         for file, task in self.left().items():
             record = measure(task)
-            write_records([record], file)
+            write_record(record, file)
             yield record
 
-
-def _stands(file: Path, sources: str) -> bool:
-    return file.exists() and all(r.sources == sources and not r.in_vain for r in read_records([file]))
-
-
-def write_page(files: Sequence[Path], out: Path, chart: Path | None = None) -> bool:
-    """Write the page of these results to `out`, and draw `chart`; returns whether there was anything to draw.
-
-    What was measured with other sources than these is neither drawn nor judged, and stands under a heading of its own.
-    Raises InputError where there are no results or a file cannot be read or written, BackendError for a chart without
-    matplotlib.
-    """
-    records = read_records(files)
-    if not records:
-        raise InputError(f"{out}: not written, there are no results to show")
-    now = {part: source_digest(part) for part in {record.part for record in records}}
-    current = [record for record in records if record.sources == now[record.part]]
-    earlier = [record for record in records if record.sources != now[record.part]]
-    address = None
-    drawable = can_draw(current)
-    if chart is not None and drawable:
-        draw(current, chart)
-        address = chart.name if chart.parent.resolve() == out.parent.resolve() else str(chart)
-    gpu = GPU_PAGE if (out.parent / GPU_PAGE).exists() else None
-    write(out, page(current, earlier=earlier, chart=address, gpu=gpu))
-    return drawable
+    def measured(self) -> list[Record]:
+        """What this revision has measured, in the order of the page."""
+        now = revision()
+        found = [read_record(file) for file in self._files if file.exists()]
+        return [record for record in found if record.machine["revision"] == now]

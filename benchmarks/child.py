@@ -1,7 +1,9 @@
 """A contestant's process: `python -m benchmarks.child FD` builds it and answers what it is asked over FD.
 
-    ("warm", mode, steps)   seconds of the last step      ("time", mode, steps)   seconds of each step
-    ("outcome",)            what is judged, saved         ("memory", mode)        bytes of one step
+    ("time", mode, steps)   seconds of each step, and of the parts that it times itself
+    ("outcome",)            what is judged, saved
+    ("memory", mode)        bytes of one step
+    ("peak",)               the most bytes that the process held since it was built
 
 Ranks meet at a barrier before each step, outside what is timed. The environment says how many threads there are; once
 built, a rank stays on as many cores. PyTorch is imported by the contestant, if it is.
@@ -20,6 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import memory
 from benchmarks.contestant import Contestant
 from benchmarks.result import ABSENT
 from benchmarks.subject import Build, Subject, Where
@@ -36,6 +39,7 @@ def main() -> None:
         meet = _join(contestant, rank, store)
         subject = _build(contestant, rank)
         _stay(contestant, rank)
+        memory.forget_peak()
         pipe.send((True, {"modes": list(subject.modes), "judged": subject.judged, **subject.facts}))
         while True:
             try:
@@ -69,13 +73,13 @@ def _build(contestant: Contestant, rank: int) -> Subject:
 
 
 def _stay(contestant: Contestant, rank: int) -> None:
-    """On cores of this rank's own, the same for every contestant: where neighbours share a machine, cores differ."""
+    """On cores of this rank's own, the same for every contestant: where neighbors share a machine, cores differ."""
     if hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, cores_of(contestant, rank, sorted(os.sched_getaffinity(0))))
 
 
 def cores_of(contestant: Contestant, rank: int, cores: Sequence[int]) -> set[int]:
-    """As many of these cores as a rank has threads, its neighbours' next to them; then from the first again."""
+    """As many of these cores as a rank has threads, its neighbors' next to them; then from the first again."""
     first, threads = rank * contestant.threads, min(contestant.threads, len(cores))
     return {cores[(first + thread) % len(cores)] for thread in range(threads)}
 
@@ -84,18 +88,16 @@ def _answer(
     contestant: Contestant, rank: int, subject: Subject, command: tuple[Any, ...], meet: Callable[[], object]
 ) -> Any:
     match command:
-        case ("warm", str(mode), int(steps)):
-            return _seconds(subject.modes[mode], steps, meet)[-1]
         case ("time", str(mode), int(steps)):
-            return _seconds(subject.modes[mode], steps, meet)
+            return _seconds(subject, mode, steps, meet)
         case ("outcome",):
             return None if subject.outcome is None else _saved(subject.outcome())
         case ("memory", str(mode)):
-            from benchmarks.memory import step_bytes
-
             if contestant.rehearsal is not None:  # what is loaded at first use is no memory of the step
                 _build(replace(contestant, args=contestant.rehearsal), rank).modes[mode]()
-            return step_bytes(subject, mode)
+            return memory.step_bytes(subject, mode)
+        case ("peak",):
+            return memory.peak(subject.device)
     raise AssertionError(f"no such command: {command}")
 
 
@@ -107,13 +109,20 @@ def _saved(outcome: dict[str, Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def _seconds(step: Callable[[], object], steps: int, meet: Callable[[], object]) -> list[float]:
-    taken = []
+def _seconds(subject: Subject, mode: str, steps: int, meet: Callable[[], object]) -> dict[str, list[float]]:
+    """Of each step, under the mode's name; of its parts under theirs."""
+    taken: dict[str, list[float]] = {mode: []}
     for _ in range(steps):
         meet()
         start = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - start)
+        parts = subject.modes[mode]()
+        if subject.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        taken[mode].append(time.perf_counter() - start)
+        for part, seconds in parts.items() if isinstance(parts, dict) else ():
+            taken.setdefault(part, []).append(seconds)
     return taken
 
 

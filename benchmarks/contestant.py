@@ -14,9 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.errors import BackendError
-from trimtab.launched import module_arguments
-
 Role = Literal["ours", "peer", "limit", "bandwidth"]
 
 MALLOC = {
@@ -31,7 +28,7 @@ _MALLOC_NAMES = {name for settings in MALLOC.values() for name in settings} | {"
 _RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
-class ContestantFailed(BackendError):
+class ContestantFailed(Exception):
     """A contestant cannot be built, raised, died or did not answer in time. The message is its row's reason."""
 
 
@@ -43,6 +40,7 @@ class Contestant:
     role: "limit" and "bandwidth" are what the others are measured against, see `benchmarks.result`.
     build: "module:function", a `benchmarks.subject.Build`. args: for it; plain values.
     rehearsal: args of the same thing in small, run before memory is measured.
+    env: added to its environment. source: a folder that is first on its path, for another checkout of trimtab.
     """
 
     name: str
@@ -53,6 +51,8 @@ class Contestant:
     group: str = ""
     ranks: int = 1
     threads: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    source: str = ""
 
 
 class Team:
@@ -67,7 +67,7 @@ class Team:
             ours, theirs = Pipe()
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, *module_arguments("benchmarks.child"), str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "benchmarks.child", str(theirs.fileno())],
                     env=_environment(contestant, rank, malloc),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -80,21 +80,18 @@ class Team:
             self._processes.append(process)
 
     def ask(self, command: tuple[Any, ...], patience: float) -> list[Any]:
-        """Send a command to all ranks; their answers. Raises ContestantFailed."""
-        self.tell(command)
-        return self.answers(patience)
-
-    def tell(self, command: tuple[Any, ...]) -> None:
-        """Send a command to all ranks, whose answers are to be asked for. Raises ContestantFailed."""
+        """Send a command to all ranks; their answers within `patience` seconds. Raises ContestantFailed."""
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(command)
             except OSError as error:
                 raise ContestantFailed(f"ended unasked: {self._last_words(rank)}") from error
+        return self.answers(patience)
 
     def answers(self, patience: float) -> list[Any]:
         """One answer of each rank within `patience` seconds. Raises ContestantFailed."""
-        end, found = time.monotonic() + patience, dict[int, Any]()
+        end = time.monotonic() + patience
+        found: dict[int, Any] = {}
         while len(found) < len(self._pipes):
             for rank, pipe in enumerate(self._pipes):
                 if rank in found or not pipe.poll(0.05 if len(self._pipes) > 1 else max(0.0, end - time.monotonic())):
@@ -143,10 +140,12 @@ def _environment(contestant: Contestant, rank: int, malloc: str) -> dict[str, st
     env = {name: value for name, value in os.environ.items() if name not in _MALLOC_NAMES | _RANK_NAMES}
     if contestant.ranks > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contestant.ranks)}
-    return env | MALLOC[malloc] | {
+    here = [path or os.getcwd() for path in sys.path]  # it finds what this process finds
+    found = [contestant.source, *here] if contestant.source else here
+    return env | MALLOC[malloc] | contestant.env | {
         "OMP_NUM_THREADS": str(contestant.threads),
         "MKL_NUM_THREADS": str(contestant.threads),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # it finds what this process finds
+        "PYTHONPATH": os.pathsep.join(found),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip

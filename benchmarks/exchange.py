@@ -1,26 +1,25 @@
-"""`trimtab bench exchange`: dispatch and combine of each transport against the raw collective and transformers' own.
+"""`python -m benchmarks exchange`: dispatch and combine of each transport against the raw collective and transformers'.
 
 The experts in between do nothing, so that only the exchange is timed: rows come home as they went out.
 
-Legend: T tokens, K experts per token, M' rows received, D model dim, E experts.
+Legend: T tokens, K experts per token, D model dim, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.contestant import Contestant
+from benchmarks.contestant import Contestant, Role
+from benchmarks.layer_builds import registered, spread
 from benchmarks.layer_case import LayerCase, LayerData
 from benchmarks.layer_truth import BOUNDS, compare, probe
 from benchmarks.subject import BOTH, FORWARD, Subject, Where
 from benchmarks.task import Task
-from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 
@@ -35,10 +34,10 @@ def exchange_task(
     dtype: str,
     ranks: int,
     workload: str = "balanced",
-    transports: Sequence[str] = ("alltoall",),
+    transports: Sequence[str] = DIRECT,
     peers: Sequence[str] = (),
 ) -> Task:
-    """One thread per rank. peers: "all_to_all", transformers' own; imported only where it is named."""
+    """One thread per rank. peers: "all_to_all", transformers' own. Raises ConfigError for what does not fit."""
     dim, hidden, num_experts, top_k = shape
     if wrong := [peer for peer in peers if peer != "all_to_all"]:
         raise ConfigError(f"peer {wrong[0]!r} has no exchange to race: there is all_to_all")
@@ -46,79 +45,75 @@ def exchange_task(
         raise ConfigError("an exchange needs at least 2 ranks")
     experts_per_rank(num_experts, ranks)
     case = LayerCase(
-        dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, tokens=tokens, dtype=dtype, workload=workload,
+        dim=dim,
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        tokens=tokens,
+        dtype=dtype,
+        workload=workload,
         ranks=ranks,
-    )  # fmt: skip
+    )
 
-    def made(name: str, role: Any, build: str, **args: Any) -> Contestant:
+    def made(name: str, role: Role, build: str, **args: Any) -> Contestant:
         return Contestant(name=name, role=role, build=build, args=case.as_args(**args), group=workload, ranks=ranks)
 
-    ours = [made(f"trimtab {name}", "ours", f"{__name__}:build_ours", transport=name) for name in transports]
-    theirs = [made(peer, "peer", f"{__name__}:build_transformers") for peer in peers]
     return Task(
         part="exchange",
         case={"shape": list(shape), "dtype": dtype, "tokens": tokens, "ranks": ranks, "workload": workload},
         contestants=[
-            *ours,
-            *theirs,
+            *(made(f"trimtab {name}", "ours", f"{__name__}:build", transport=name) for name in transports),
+            *(made(peer, "peer", f"{__name__}:build", transport="") for peer in peers),
             made("raw all-to-all + copy", "limit", "benchmarks.limits:build_exchange"),
         ],
         modes=[FORWARD, BOTH],
-        make_judge=lambda: _judge,
+        make_judge=lambda: judge,
     )
 
 
-def build_ours(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case and `transport`. The rows come back as they are: each token times its ranks."""
+class RowsBack(nn.Module):
+    """In place of experts: received rows as they are."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.config, self.has_post_expert_norm = SimpleNamespace(_experts_implementation="none"), False
+
+    def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return rows
+
+
+def build(args: dict[str, Any], where: Where) -> Subject:
+    """args: the case and `transport`, "" for transformers' own exchange."""
     case = LayerCase.of(args)
-    assert dist.group.WORLD is not None
-    dispatcher = Dispatcher(case.num_experts, TRANSPORTS[args["transport"]](dist.group.WORLD), layer="bench")
+    name = registered(args["transport"]) if args["transport"] else "all_to_all"
+    layer = spread(RowsBack(experts_per_rank(case.num_experts, where.ranks)), name, where)
+    data = LayerData.of(case, where.rank)
 
-    def layer(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-        rows = dispatcher.dispatch(x, ids, w)
-        return dispatcher.combine(rows.x_MD, rows)
-
-    return _subject(layer, LayerData.of(case, where.rank), transport=args["transport"])
-
-
-def build_transformers(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case. `AllToAllEP` around experts that give their rows back: each token times its weights."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed.expert_parallel import AllToAllEP
-
-    case = LayerCase.of(args)
-    meshes = init_device_mesh("cpu", (where.ranks, 1), mesh_dim_names=("ep", "tp"))
-
-    class Rows(torch.nn.Module):
-        num_experts = case.num_experts // where.ranks
-
-        def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            return rows
-
-    return _subject(AllToAllEP(Rows(), meshes["ep"], meshes["tp"]), LayerData.of(case, where.rank))
-
-
-def _subject(layer: Callable[[Tensor, Tensor, Tensor], Tensor], data: LayerData, **facts: Any) -> Subject:
     def forward() -> None:
         with torch.no_grad():
             layer(data.x_TD, data.ids_TK, data.w_TK)
 
-    def both() -> Tensor:
+    def both() -> None:
+        step()
+
+    def step() -> Tensor:
         data.x_TD.grad = data.w_TK.grad = None
         y = layer(data.x_TD, data.ids_TK, data.w_TK)
         y.backward(data.dy_TD)  # type: ignore[no-untyped-call]
         return y
 
     def outcome() -> dict[str, Tensor]:
-        y, random_DV = both(), probe(data.x_TD.shape[1])
+        y = step()
         assert data.x_TD.grad is not None
+        random_DV = probe(y)
         return {"y": y.detach().float() @ random_DV, "input gradient": data.x_TD.grad.float() @ random_DV}
 
-    return Subject(modes={FORWARD: forward, BOTH: both}, outcome=outcome, judged=BOTH, facts=facts)
+    return Subject(modes={FORWARD: forward, BOTH: both}, outcome=outcome, judged=BOTH)
 
 
-def _judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
-    """Each token comes back as often as it went out, or as its weights say."""
+def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
+    """Ours brings a token back as often as it went out; transformers' weighs each of its K rows."""
     case = LayerCase.of(contestant.args)
     true = []
     for rank in range(case.ranks):
@@ -126,11 +121,6 @@ def _judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | N
         owner_TK = d.ids_TK // experts_per_rank(case.num_experts, case.ranks)
         ranks_T1 = torch.stack([(owner_TK == r).any(1) for r in range(case.ranks)]).sum(0)[:, None]
         times_T1 = d.w_TK.detach().float().sum(1, keepdim=True) if contestant.role == "peer" else ranks_T1
-        random_DV = probe(case.dim)
-        true.append(
-            {
-                "y": (d.x_TD.detach().float() * times_T1) @ random_DV,
-                "input gradient": (d.dy_TD.float() * times_T1) @ random_DV,
-            }
-        )
+        x, dy = d.x_TD.detach().float(), d.dy_TD.float()
+        true.append({"y": (x * times_T1) @ probe(x), "input gradient": (dy * times_T1) @ probe(dy)})
     return compare(outcomes, true, BOUNDS[case.dtype])

@@ -1,4 +1,11 @@
-"""`trimtab bench layer`: one MoE experts layer, forward and forward+backward, against peers and the limit."""
+"""`python -m benchmarks layer`: one MoE experts layer, forward and forward+backward, against peers and the limit.
+
+The fewest bytes that such a layer reads and writes:
+
+    forward     weights of experts that have rows, tokens in, tokens out
+    backward    the same weights, tokens and output gradients in, input gradients out,
+                gradients of all experts' weights out
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.contestant import Contestant
-from benchmarks.cost import layer_bytes
+from benchmarks.contestant import Contestant, Role
+from benchmarks.layer_builds import MANY_RANKS, ONE_RANK
 from benchmarks.layer_case import LayerCase
-from benchmarks.layer_peers import MANY_RANKS, ONE_RANK
 from benchmarks.layer_truth import layer_judge
+from benchmarks.machine import native_bf16
 from benchmarks.subject import BOTH, FORWARD
 from benchmarks.task import Task
 from benchmarks.workloads import token_counts
@@ -18,6 +25,8 @@ from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 
 COPY_BYTES = 2**27
+BACKENDS = {"auto": {}, "torch": {"TRIMTAB_COMPILED": "0"}}
+"""What a process is told, so that trimtab takes its C++ where it can, or stock PyTorch alone."""
 
 
 def layer_task(
@@ -28,101 +37,110 @@ def layer_task(
     threads: int = 1,
     ranks: int = 1,
     workloads: Sequence[str] = ("balanced",),
-    kernels: Sequence[str] = ("auto",),
+    backends: Sequence[str] = ("auto",),
     transports: Sequence[str] = ("alltoall",),
     peers: Sequence[str] = (),
     modes: Sequence[str] = (FORWARD, BOTH),
-    in_place: bool = False,
     memory: bool = False,
-    family: str = "qwen3_moe",
+    against: str = "",
 ) -> Task:
-    """Contestants: ours by kernels (and transport), the peers, the limits; each once per workload.
+    """Contestants: ours by backend (and transport), the peers, the limits; each once per workload.
 
-    threads: of each rank. family: whose experts, of `benchmarks.layer_case.FAMILIES`.
+    threads: of each rank. against: the `src` folder of another checkout of trimtab, which races as the peer "before".
 
-    Raises ConfigError for a peer that does not run on so many ranks or has no such experts, or sizes that do not fit.
+    Raises ConfigError for a peer that does not run on so many ranks, or sizes that do not fit.
     """
     dim, hidden, num_experts, top_k = shape
     able = MANY_RANKS if ranks > 1 else ONE_RANK
     if wrong := [peer for peer in peers if peer not in able]:
         raise ConfigError(f"peer {wrong[0]!r} does not race on {ranks} rank(s): there are {', '.join(able)}")
-    if family != "qwen3_moe" and (ranks > 1 or "torchtitan" in peers):
-        raise ConfigError(f"--family {family}: races on one rank, and not against torchtitan")
     experts_per_rank(num_experts, ranks)
     cases = [
         LayerCase(
-            dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, tokens=tokens, dtype=dtype,
-            workload=workload, ranks=ranks, in_place=in_place, family=family,
+            dim=dim,
+            hidden=hidden,
+            num_experts=num_experts,
+            top_k=top_k,
+            tokens=tokens,
+            dtype=dtype,
+            workload=workload,
+            ranks=ranks,
         )
         for workload in workloads
-    ]  # fmt: skip
-    contestants: list[Contestant] = []
+    ]
     many = len(workloads) > 1
+    contestants: list[Contestant] = []
 
-    def add(name: str, role: Any, build: str, case: LayerCase | None, **args: Any) -> None:
-        group = "" if case is None else case.workload
-        made = args if case is None else case.as_args(**args)
+    def add(
+        name: str, role: Role, build: str, case: LayerCase | None, *, env: Any = None, source: str = "", **args: Any
+    ) -> None:
+        group = "" if case is None or (role == "limit" and ranks == 1) else case.workload
         contestants.append(
             Contestant(
-                name=f"{name} @{group}" if many and group else name, role=role, group=group, args=made,
-                build=f"benchmarks.{build}", ranks=ranks, threads=threads,
+                name=f"{name} @{group}" if many and group else name,
+                role=role,
+                group=group,
+                args=args if case is None else case.as_args(**args),
+                build=f"benchmarks.{build}",
+                ranks=ranks,
+                threads=threads,
+                env=env or {},
+                source=source,
             )
-        )  # fmt: skip
+        )
 
     for case in cases:
-        for kernel in kernels:
-            for transport in transports if ranks > 1 else ("",):
-                name = f"trimtab {kernel}" + (f" {transport}" if transport else "")
-                add(name, "ours", "layer_ours:build", case, kernels=kernel, transport=transport)
+        ours = {"implementation": "trimtab", "graph": False}
+        for transport in transports if ranks > 1 else ("",):
+            for backend in backends:
+                name = " ".join(filter(None, ("trimtab", backend, transport)))
+                add(name, "ours", "layer_builds:build", case, env=BACKENDS[backend], transport=transport, **ours)
+            if against:
+                name = " ".join(filter(None, ("before", transport)))
+                add(name, "peer", "layer_builds:build", case, source=against, transport=transport, **ours)
         for peer in peers:
-            build = "build_torchtitan" if peer == "torchtitan" else "build_transformers"
-            own = peer == "trimtab-hf"
-            add("trimtab hf" if own else peer, "ours" if own else "peer", f"layer_peers:{build}", case, peer=peer)
+            add(peer, "peer", "layer_builds:build", case, implementation=peer, graph=False)
         if case is cases[0] or ranks > 1:  # on one rank every workload has the same rows
-            # Where bf16 is emulated, float32 GEMMs are faster.
-            for precision in dict.fromkeys(("fp32", case.products)):
+            # Of bfloat16 and float32 the faster counts; where bfloat16 is emulated it is float32.
+            precisions = ("fp32", case.products) if native_bf16() else ("fp32",)
+            for precision in dict.fromkeys(precisions):
                 add(f"dense {precision}", "limit", "limits:build_dense", case, dtype=precision)
-    if ranks == 1 and many:  # it serves all workloads
-        contestants = [c if c.role != "limit" else replace(c, group="") for c in contestants]
     add("copy", "bandwidth", "limits:build_copy", None, bytes=COPY_BYTES)
-    described = {
-        "shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": threads, "ranks": ranks,
-        "workloads": list(workloads), "in_place": in_place,
-    }  # fmt: skip
-    if family != "qwen3_moe":
-        described["family"] = family
-    if list(kernels) != ["auto"]:
-        described["kernels"] = list(kernels)
-    if ranks > 1 and list(transports) != ["alltoall"]:
-        described["transports"] = list(transports)
+    described: dict[str, Any] = {
+        "shape": list(shape),
+        "dtype": dtype,
+        "tokens": tokens,
+        "threads": threads,
+        "ranks": ranks,
+        "workloads": list(workloads),
+    }
     first = [c for c in contestants if c.role in ("ours", "peer") and c.group == workloads[0]]
     return Task(
         part="layer",
         case=described,
         contestants=contestants,
         modes=[*modes, "copy"],
-        fewest_bytes={case.workload: {mode: _bytes(case, mode) for mode in modes} for case in cases},
-        weighed=[_weighed(c) for c in first] if memory else (),
+        fewest_bytes={case.workload: {mode: fewest_bytes(case, mode) for mode in modes} for case in cases},
+        weighed=[rehearsed(c) for c in first] if memory else (),
         make_judge=layer_judge,
     )
 
 
-def _weighed(c: Contestant) -> Contestant:
-    """Without main_grad, which peers do not have; rehearsed on a layer whose memory is next to nothing."""
-    case = {**c.args["case"], "in_place": False}
-    small = case | {"dim": 32, "hidden": 16, "tokens": 8}
-    return replace(c, args={**c.args, "case": case}, rehearsal={**c.args, "case": small})
+def rehearsed(c: Contestant) -> Contestant:
+    """It first runs a layer whose memory is next to nothing."""
+    small = c.args["case"] | {"dim": 32, "hidden": 16, "tokens": 8}
+    return replace(c, rehearsal=c.args | {"case": small})
 
 
-def _bytes(case: LayerCase, mode: str) -> int:
+def fewest_bytes(case: LayerCase, mode: str) -> int:
     """Of the rank that has the most."""
     e = experts_per_rank(case.num_experts, case.ranks)
     used = {int(expert) for rank in range(case.ranks) for expert in case.ids(rank).flatten().tolist()}
     counts = token_counts(case.workload, case.tokens, case.ranks)
-    return max(
-        layer_bytes(
-            counts[rank], case.dim, case.hidden, experts=e, active=sum(i // e == rank for i in used),
-            size=case.torch_dtype.itemsize, backward=mode == BOTH, in_place=case.in_place,
-        )
-        for rank in range(case.ranks)
-    )  # fmt: skip
+    one_expert = 3 * case.dim * case.hidden
+    values = []
+    for rank in range(case.ranks):
+        weights, tokens = sum(i // e == rank for i in used) * one_expert, counts[rank] * case.dim
+        forward = weights + 2 * tokens
+        values.append(forward + weights + 3 * tokens + e * one_expert if mode == BOTH else forward)
+    return max(values) * case.torch_dtype.itemsize

@@ -5,14 +5,12 @@ Legend: T tokens of this rank, K experts per token, D model dim, F expert hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.layer_case import LayerData
+from benchmarks.layer_case import LayerCase, LayerData
 from benchmarks.layer_truth import digest
 from benchmarks.subject import BOTH, FORWARD, Subject
 
@@ -20,54 +18,58 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, D], ids [T, K], w [T, K]) -> [T, D]"""
 
 
-def layer_subject(
-    layer: Layer,
-    data: LayerData,
-    params: Sequence[Tensor],
-    gradients: Callable[[], Sequence[Tensor]],
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    accumulate: bool = False,
-    facts: Mapping[str, Any] | None = None,
-) -> Subject:
-    """params: the layer's, all of them. gradients: those of up [e, 2F, D] and down [e, D, F], and of their biases,
-    wherever they are.
+def layer_subject(layer: Layer, case: LayerCase, rank: int, weights: Sequence[Tensor], *, graph: bool) -> Subject:
+    """weights: the layer's two parameters, gate and up and down, in the memory layout [e, 2F, D] and [e, D, F].
 
-    autocast: what each forward runs under. accumulate: each step's gradients are added to `.grad` of the parameters.
+    graph: forward and backward are captured in a CUDA graph, and each step replays it.
     """
+    data = LayerData.of(case, rank)
+    leaves = [data.x_TD, data.w_TK, *weights]
 
     def forward() -> None:
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), case.autocast():
             layer(data.x_TD, data.ids_TK, data.w_TK)
 
-    def run(d: LayerData) -> Tensor:
-        with autocast():
-            y = layer(d.x_TD, d.ids_TK, d.w_TK)
-        y.backward(d.dy_TD)  # type: ignore[no-untyped-call]
-        return y
+    def run() -> tuple[Tensor, ...]:
+        with case.autocast():
+            y = layer(data.x_TD, data.ids_TK, data.w_TK)
+        return (y.detach(), *torch.autograd.grad(y, leaves, data.dy_TD))
 
-    def clear(d: LayerData) -> None:
-        d.x_TD.grad = d.w_TK.grad = None
-        for param in () if accumulate else params:
-            param.grad = None
-
-    def both() -> None:
-        run(data)
-        clear(data)
+    both = captured(run) if graph else run
 
     def outcome() -> dict[str, Tensor]:
-        for param in params:
-            for total in (param.grad, getattr(param, "main_grad", None)):
-                if total is not None:
-                    total.zero_()
-        y = run(data)
-        assert data.x_TD.grad is not None
-        assert data.w_TK.grad is not None
-        found = digest(y, data.x_TD.grad, data.w_TK.grad, *gradients())
-        clear(data)
-        return found
+        y, dx, dw, d_gate_up, d_down = both()
+        width, dim = 2 * case.hidden, case.dim
+        return digest(y, dx, dw, d_gate_up.reshape(-1, width, dim), d_down.reshape(-1, dim, case.hidden))
 
-    held = sum(t.nbytes for t in (data.x_TD, data.w_TK, *params))
-    return Subject(
-        modes={FORWARD: forward, BOTH: both}, outcome=outcome, judged=BOTH, held=held, facts=facts or {}
-    )  # fmt: skip
+    def step() -> None:
+        both()
+
+    held = sum(t.nbytes for t in leaves)
+    modes = {BOTH: step} if graph else {FORWARD: forward, BOTH: step}
+    return Subject(modes=modes, outcome=outcome, judged=BOTH, held=held, device=case.device)
+
+
+def captured(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+    """`run` as the replay of a CUDA graph, which gives the same tensors each time.
+
+    A capture that fails raises, and leaves the current stream as it was.
+    """
+    stream, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(stream)
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    stream.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            kept = run()
+    finally:
+        torch.cuda.set_stream(stream)  # torch leaves the capture's stream current where its end raises
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return kept
+
+    return replay

@@ -14,42 +14,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestant import Contestant
-from benchmarks.layer_case import LayerCase, LayerData, expert_biases, expert_weights
-from benchmarks.names import AUTOCAST
+from benchmarks.layer_case import AUTOCAST, LayerCase, LayerData, expert_weights
 from trimtab import oracle
 from trimtab.layout import experts_per_rank
 
 V = 4
 BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, AUTOCAST: 4e-2}
 """Largest error relative to the largest true value. Rounding is far below, another function far above."""
+NAMES = ("y", "input gradient", "routing weight gradient", "gate and up gradient", "down gradient")
 
 
-def _gpt_oss_gate(pre: Tensor) -> Tensor:
-    gate, up = pre[:, ::2].clamp(max=7.0), pre[:, 1::2].clamp(-7.0, 7.0)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+def probe(like: Tensor) -> Tensor:
+    """[width, V] float32, for a tensor whose last dimension has that width."""
+    width = like.shape[-1]
+    return torch.randn(width, V, generator=torch.Generator().manual_seed(width)).to(like.device)
 
 
-GATES = {"qwen3_moe": oracle.swiglu, "gpt_oss": _gpt_oss_gate}
-
-
-def probe(width: int) -> Tensor:
-    """[width, V] float32."""
-    return torch.randn(width, V, generator=torch.Generator().manual_seed(width))
-
-
-BIASES = ("up bias gradient", "down bias gradient")
-
-
-def digest(y: Tensor, dx: Tensor, dw: Tensor, dup: Tensor, ddown: Tensor, *d_biases: Tensor) -> dict[str, Tensor]:
-    """What a rank reports of its layer's outputs and gradients. d_biases: of up and of down, where they have biases."""
-    biases = {name: bias.float() for name, bias in zip(BIASES, d_biases, strict=False)}
-    return biases | {
-        "y": y.detach().float() @ probe(y.shape[-1]),
-        "input gradient": dx.float() @ probe(dx.shape[-1]),
-        "routing weight gradient": dw.float(),
-        "up gradient": dup.float() @ probe(dup.shape[-1]),
-        "down gradient": ddown.float() @ probe(ddown.shape[-1]),
-    }
+def digest(y: Tensor, dx: Tensor, dw: Tensor, d_gate_up: Tensor, d_down: Tensor) -> dict[str, Tensor]:
+    """What a rank reports of its layer's outputs and gradients."""
+    short = [value.float() @ probe(value) for value in (y, dx, d_gate_up, d_down)]
+    values = (short[0], short[1], dw.float(), short[2], short[3])
+    return {name: value.cpu() for name, value in zip(NAMES, values, strict=True)}
 
 
 def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
@@ -60,36 +45,30 @@ def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str,
         for each in ([d.x_TD for d in ranks], [d.w_TK for d in ranks], [d.dy_TD for d in ranks])
     )
     ids = torch.cat([d.ids_TK for d in ranks])
-    probe_D, probe_F = probe(case.dim).to(dtype), probe(case.hidden).to(dtype)
-    up_EID, down_EDF = expert_weights(case)
+    gate_up_EID, down_EDF = expert_weights(case)
+    probe_D, probe_F = probe(x).to(dtype), probe(down_EDF).to(dtype)
     y, dx, dw = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(w)
-    dup = torch.zeros(case.num_experts, 2 * case.hidden, V, dtype=dtype)
-    ddown = torch.zeros(case.num_experts, case.dim, V, dtype=dtype)
-    biases = expert_biases(case)
-    d_biases = [] if biases is None else [torch.zeros_like(bias, dtype=dtype) for bias in biases]
+    d_gate_up = x.new_zeros(case.num_experts, 2 * case.hidden, V)
+    d_down = x.new_zeros(case.num_experts, case.dim, V)
     for e in range(case.num_experts):
         t, k = (ids == e).nonzero(as_tuple=True)
-        up, down, weight = up_EID[e].to(dtype), down_EDF[e].to(dtype), w[t, k][:, None]
-        up_bias, down_bias = (0.0, x.new_zeros(case.dim)) if biases is None else (b[e].to(dtype) for b in biases)
-        pre = (x[t] @ up.T + up_bias).requires_grad_()
-        hidden = GATES[case.family](pre)
+        gate_up, down, weight = gate_up_EID[e].to(dtype), down_EDF[e].to(dtype), w[t, k][:, None]
+        pre = (x[t] @ gate_up.T).requires_grad_()
+        hidden = oracle.swiglu(pre)
         h, d_hidden = hidden.detach(), dy[t] @ down
-        y.index_add_(0, t, weight * (h @ down.T + down_bias))
-        dw[t, k] = (h * d_hidden).sum(1) + dy[t] @ down_bias
+        y.index_add_(0, t, weight * (h @ down.T))
+        dw[t, k] = (h * d_hidden).sum(1)
         (d_pre,) = torch.autograd.grad(hidden, pre, d_hidden * weight)
-        dx.index_add_(0, t, d_pre @ up)
-        dup[e] = d_pre.T @ (x[t] @ probe_D)
-        ddown[e] = dy[t].T @ ((weight * h) @ probe_F)
-        for total, rows in zip(d_biases, (d_pre, weight * dy[t]), strict=False):
-            total[e] = rows.sum(0)
-    cuts, e = [d.x_TD.shape[0] for d in ranks], experts_per_rank(case.num_experts, case.ranks)
-    names = ("y", "input gradient", "routing weight gradient", "up gradient", "down gradient", *BIASES[: len(d_biases)])
+        dx.index_add_(0, t, d_pre @ gate_up)
+        d_gate_up[e] = d_pre.T @ (x[t] @ probe_D)
+        d_down[e] = dy[t].T @ ((weight * h) @ probe_F)
+    cuts, experts = [d.x_TD.shape[0] for d in ranks], experts_per_rank(case.num_experts, case.ranks)
     by_rank = zip(
-        *(torch.split(whole, cuts) for whole in (y @ probe_D, dx @ probe_D, dw)),
-        *(torch.split(each, e) for each in (dup, ddown, *d_biases)),
+        *(torch.split(whole.cpu(), cuts) for whole in (y @ probe_D, dx @ probe_D, dw)),
+        *(torch.split(whole.cpu(), experts) for whole in (d_gate_up, d_down)),
         strict=True,
     )
-    return [dict(zip(names, parts, strict=True)) for parts in by_rank]
+    return [dict(zip(NAMES, parts, strict=True)) for parts in by_rank]
 
 
 def layer_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | None]:

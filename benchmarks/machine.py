@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import trimtab
 from trimtab.kernels import processor
-from trimtab.launched import cores
 
-PACKAGES = ("torch", "transformers", "torchtitan", "triton")
+PACKAGES = ("torch", "transformers", "triton")
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe() -> dict[str, Any]:
@@ -29,18 +35,36 @@ def describe() -> dict[str, Any]:
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "native_bf16": bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+        "native_bf16": native_bf16(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "versions": versions,
+        "revision": revision(),
         "load_average": list(os.getloadavg()),
     }
 
 
-def words(machine: dict[str, Any]) -> str:
+def native_bf16() -> bool:
+    """Whether the processor multiplies bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def revision() -> str:
+    """The commit of this checkout, "-dirty" where it was changed; "" where it is no repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def machine_words(machine: dict[str, Any]) -> str:
     """One sentence."""
     bf16 = "with" if machine["native_bf16"] else "without"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    device = f", {machine['device']}" if machine["device"] else ""
     return (
         f"{machine['cores']} cores of {machine['processor']} ({machine['instructions']}, {bf16} bf16 instructions), "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; {versions}"
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB{device}, {machine['system']}; {versions}"
     )

@@ -10,7 +10,6 @@ import gc
 import re
 from pathlib import Path
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.subject import Subject
 
 _STATUS = Path("/proc/self/status")
@@ -21,20 +20,47 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
     """Peak bytes beyond what was there before one step of `mode`, gradients included.
 
     resident: growth of the process's peak resident set (Linux; absent elsewhere). Wants malloc "strict".
-    tensors: most bytes alive in storages that operators made. gradients: what of either the step leaves behind.
+    tensors: most bytes alive in storages that operators made; on a CUDA device what its allocator gave out.
+    gradients: what of either the step leaves behind.
     """
     gc.collect()
     found = {"gradients": subject.held}
+    if subject.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        subject.modes[mode]()
+        torch.cuda.synchronize()
+        return found | {"tensors": torch.cuda.max_memory_allocated() - before}
+    from benchmarks.live_bytes import LiveBytes
+
     if _CLEAR.exists():
         _trim()
         before = _status("VmRSS")
-        _CLEAR.write_text("5")  # the peak is now what is held now
+        forget_peak()
         subject.modes[mode]()
         found["resident"] = _status("VmHWM") - before
     with LiveBytes() as live:
         subject.modes[mode]()
     found["tensors"] = live.peak
     return found
+
+
+def forget_peak() -> None:
+    """The peak is from now on what is held now (Linux)."""
+    if _CLEAR.exists():
+        _CLEAR.write_text("5")
+
+
+def peak(device: str) -> int:
+    """The most bytes held since `forget_peak` or, on "cuda", since the first; 0 where nothing tells."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved()
+    return _status("VmHWM") if _STATUS.exists() else 0
 
 
 def _trim() -> None:

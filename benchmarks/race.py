@@ -5,8 +5,6 @@
     warm    one by one       two steps of each mode, one where steps are slow
     turns   A B C, C B A …   mode by mode, a step or a few each: what is compared is timed side by side
 
-Of several limits only those that may set it take turns: where bf16 is emulated, dense float32 GEMMs do.
-
 A fresh process for each contestant and malloc setting: none inherits another's heap, and peers' times were seen to
 differ by up to 1.8 with what malloc had served before.
 """
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestant import Contestant, ContestantFailed, Team
-from benchmarks.result import ASIDE, Entry
+from benchmarks.result import Entry
 from trimtab.errors import ConfigError
 
 Judge = Callable[[Contestant, list[dict[str, Tensor]]], str | None]
@@ -36,8 +34,6 @@ REST = 0.01
 """Seconds between turns, in which threads of the last one stop spinning."""
 SLOW = 0.5
 """Seconds of a step from which a second one warms nothing up."""
-VERY_SLOW = 4.0
-"""Seconds of a judged step, with what it sends to be judged, from which it is taken for the length of a step."""
 BRIEF = 0.03
 """Seconds of a turn below which it takes several steps: what comes before it has left its data in the caches."""
 MOST = 60
@@ -91,30 +87,43 @@ def race(
         for c in [c for c in contestants if c.name in field.teams]:
             with field.excused(c.name):
                 judged = _judge(c, field, judge)
-                _warm(contestants, c, field, [mode for mode in modes if mode in field.facts[c.name]["modes"]], judged)
-        idle = set_aside(contestants, {key: seconds for key, seconds in field.steps.items() if key[0] in field.teams})
-        for name, mode in sorted(idle):
-            if mode not in field.facts[name].setdefault(ASIDE, []):
-                field.facts[name][ASIDE].append(mode)
-        racing = [(name, mode) for mode in modes for name, of in field.steps if of == mode]
-        racing = [each for each in racing if each[0] in field.teams and each not in idle]
-        turns = pace.turns_of([field.steps[each] for each in racing])
-        for turn in range(turns):
+                _warm(c.name, field, [mode for mode in modes if mode in field.facts[c.name]["modes"]], judged)
+        racing = [(name, mode) for mode in modes for name, of in field.steps if of == mode and name in field.teams]
+        for turn in range(pace.turns_of([field.steps[each] for each in racing])):
             for name, mode in racing if turn % 2 == 0 else racing[::-1]:
                 if name not in field.teams:
                     continue
                 time.sleep(REST)
                 with field.excused(name):
                     by_rank = field.ask(name, ("time", mode, steps_of(field.steps[name, mode])))
-                    taken[name].setdefault(mode, []).append(slowest(by_rank))
+                    for part, seconds in slowest(by_rank).items():
+                        taken[name].setdefault(part, []).append(seconds)
+        for name in list(field.teams):
+            with field.excused(name):
+                field.facts[name]["peak"] = max(field.ask(name, ("peak",)))
     return [
         Entry(
-            name=c.name, role=c.role, group=c.group, failed=field.failed.get(c.name),
+            name=c.name,
+            role=c.role,
+            group=c.group,
+            failed=field.failed.get(c.name),
             facts={k: v for k, v in field.facts.get(c.name, {}).items() if k not in ("modes", "judged")},
             seconds={} if c.name in field.failed else taken[c.name],
         )
         for c in contestants
-    ]  # fmt: skip
+    ]
+
+
+def weigh(contestants: Sequence[Contestant], mode: str, *, patience: float, say: Say) -> dict[str, dict[str, Any]]:
+    """contestant -> bytes of one step, of the rank with the most; or {"failed": why}."""
+    field = Field(patience, say)
+    found: dict[str, dict[str, Any]] = {}
+    with field.ended():
+        field.build(contestants, "strict")
+        for name in list(field.teams):
+            with field.excused(name):
+                found[name] = joined(field.ask(name, ("memory", mode)))
+    return {c.name: found[c.name] if c.name in found else {"failed": field.failed[c.name]} for c in contestants}
 
 
 class Field:
@@ -135,15 +144,9 @@ class Field:
             with self.excused(c.name):
                 self.facts[c.name] = joined(self.teams[c.name].answers(self._patience))
 
-    def team(self, name: str) -> Team:
-        """Raises ContestantFailed where it is out."""
-        if name not in self.teams:
-            raise ContestantFailed(self.failed[name])
-        return self.teams[name]
-
     def ask(self, name: str, command: tuple[Any, ...]) -> list[Any]:
         """A team's answers. Raises ContestantFailed."""
-        return self.team(name).ask(command, self._patience)
+        return self.teams[name].ask(command, self._patience)
 
     @contextmanager
     def excused(self, name: str) -> Iterator[None]:
@@ -151,10 +154,9 @@ class Field:
         try:
             yield
         except ContestantFailed as error:
-            if name in self.teams:
-                self.failed[name] = str(error)
-                self._say(f"{name}: {error}")
-                self.teams.pop(name).kill()
+            self.failed[name] = str(error)
+            self._say(f"{name}: {error}")
+            self.teams.pop(name).kill()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -169,52 +171,28 @@ class Field:
             team.close()
 
 
-def _judge(contestant: Contestant, field: Field, judge: Judge | None) -> dict[str, float]:
-    """mode -> seconds of the step that was judged, where there was one. Raises ContestantFailed for wrong numbers."""
-    began = time.monotonic()
-    saved = field.ask(contestant.name, ("outcome",)) if judge is not None else []
-    took = time.monotonic() - began
+def _judge(contestant: Contestant, field: Field, judge: Judge | None) -> str:
+    """The mode whose step was judged, "" where none was. Raises ContestantFailed for wrong numbers."""
+    if judge is None:
+        return ""
+    saved = field.ask(contestant.name, ("outcome",))
     outcomes = [torch.load(io.BytesIO(one), weights_only=True) for one in saved if one is not None]
-    if judge is not None and outcomes and (wrong := judge(contestant, outcomes)) is not None:
+    if outcomes and (wrong := judge(contestant, outcomes)) is not None:
         raise ContestantFailed(f"wrong numbers, not raced: {wrong}")
-    ran = field.facts[contestant.name]["judged"] if outcomes else ""
-    return {ran: took} if ran else {}
+    return str(field.facts[contestant.name]["judged"]) if outcomes else ""
 
 
-def _warm(
-    contestants: Sequence[Contestant], c: Contestant, field: Field, modes: Sequence[str], judged: dict[str, float]
-) -> None:
-    """A limit that another beats by far in one mode is asked for no more."""
+def _warm(name: str, field: Field, modes: Sequence[str], judged: str) -> None:
     for mode in modes:
-        if judged.get(mode, 0.0) > VERY_SLOW:
-            field.steps[c.name, mode] = judged[mode]
-            continue
-        for warm in (True,) if mode in judged else (False, True):
-            field.steps[c.name, mode] = max(field.ask(c.name, ("warm", mode, 1)))
-            # A first step that is short may have made kernels for most of its time.
-            fair = warm or field.steps[c.name, mode] > SLOW
-            if fair and (c.name, mode) in set_aside(contestants, field.steps):
-                field.facts[c.name][ASIDE] = list(modes)
-                return
-            if field.steps[c.name, mode] > SLOW:
+        for _ in range(1 if mode == judged else 2):
+            field.steps[name, mode] = slowest(field.ask(name, ("time", mode, 1)))[mode][0]
+            if field.steps[name, mode] > SLOW:
                 break
 
 
-def set_aside(contestants: Sequence[Contestant], warm: dict[tuple[str, str], float]) -> set[tuple[str, str]]:
-    """Limits that took twice as long as another limit of their group: they set none, and their turns cost time."""
-    limits = [c for c in contestants if c.role == "limit"]
-    found = set()
-    for (name, mode), seconds in warm.items():
-        group = next((c.group for c in limits if c.name == name), None)
-        others = [warm[c.name, mode] for c in limits if c.group == group and (c.name, mode) in warm]
-        if group is not None and seconds > 2 * min(others):
-            found.add((name, mode))
-    return found
-
-
-def slowest(by_rank: list[list[float]]) -> list[float]:
-    """Seconds of each step: those of its slowest rank."""
-    return [max(times) for times in zip(*by_rank, strict=True)]
+def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Mode or part -> seconds of each step: those of its slowest rank."""
+    return {part: [max(times) for times in zip(*(rank[part] for rank in by_rank), strict=True)] for part in by_rank[0]}
 
 
 def joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from typing import Any
 
 ABSENT = "cannot be imported here"
 """How the reason of a contestant begins that is not installed."""
-ASIDE = "set aside in warm-up"
-"""The fact that lists the modes in which a limit took no turns."""
 COPY = "copy"
 """The only mode of a "bandwidth" entry."""
 
@@ -139,7 +137,6 @@ class Race:
 class Record:
     """One case: its races, one per malloc setting, and how they came about. What a JSON file holds.
 
-    sources: the digest of the sources that raced, see `benchmarks.sources`; "" where nobody took it.
     memory: contestant -> the bytes of `benchmarks.memory.step_bytes`, or {"failed": why}.
     """
 
@@ -150,18 +147,12 @@ class Record:
     settings: dict[str, Any]
     races: list[Race]
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sources: str = ""
 
     @property
     def modes(self) -> list[str]:
-        """What contestants were to do, in order; of records that do not say so, what was timed."""
+        """What contestants were to do, and the parts that they timed themselves, in order."""
         timed = [mode for race in self.races for e in race.entries for mode in e.seconds]
-        return [mode for mode in dict.fromkeys([*self.settings.get("modes", ()), *timed]) if mode != COPY]
-
-    @property
-    def in_vain(self) -> bool:
-        """Nobody of ours was timed."""
-        return not any(e.seconds for race in self.races for e in race.entries if e.role == "ours")
+        return [mode for mode in dict.fromkeys([*self.settings["modes"], *timed]) if mode != COPY]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

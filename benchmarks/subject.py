@@ -25,11 +25,13 @@ class Where:
 class Subject:
     """What a contestant's `build(args, where)` gives.
 
-    modes: name -> one step. Collective where the contestant has several ranks.
-    outcome: runs one step and returns what a judge compares, or None where there is nothing to judge.
+    modes: name -> one step, collective where the contestant has several ranks. A step that returns a dict has timed
+        its parts itself: part -> seconds.
+    outcome: runs one step and returns what a judge compares; None where there is nothing to judge.
     judged: the mode whose step `outcome` runs, "" where it is none.
     held: bytes of gradients that one step leaves.
     facts: what it chose, for the reader.
+    device: where it computes; on "cuda" a step has ended when the device has.
     """
 
     modes: Mapping[str, Callable[[], object]]
@@ -37,6 +39,7 @@ class Subject:
     judged: str = ""
     held: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 Build = Callable[[dict[str, Any], Where], Subject]

@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.result import ASIDE, Entry, Record, middle_half
+from benchmarks.layer_case import SHAPES
+from benchmarks.result import Entry, Record, middle_half
 
 Rows = Sequence[Sequence[str]]
-UNSAID = ("bytes", "rows", ASIDE)
-"""Facts that are not for the notes."""
 
 
 def as_text(header: Sequence[str], rows: Rows) -> str:
@@ -51,33 +50,35 @@ def ratio(value: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Megabytes."""
-    return "" if count is None else f"{count / 1e6:.1f} MB"
+    """Megabytes, or gigabytes."""
+    if count is None:
+        return ""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def title(record: Record) -> str:
-    """The case in one line."""
-    words = [record.part]
-    for name, value in record.case.items():
-        if value in (False, None):
-            continue
-        if name == "shape":
-            words.append(f"D,F,E,K {','.join(map(str, value))}")
-        elif name in ("dtype", "preset", "workload", "family"):
-            words.append(str(value))
-        elif name == "in_place":
-            words.append("gradients in place")
-        elif isinstance(value, list):
-            words.append(", ".join(map(str, value)))
-        else:
-            words.append(f"{value} {name.replace('_', ' ') if value != 1 else name.removesuffix('s')}")
-    return "  ".join(words)
+def case_words(record: Record) -> str:
+    """As in "B, bf16, 2048 tokens, 1 thread"; ranks where there are several."""
+    case, names = record.case, {shape: name for name, shape in SHAPES.items()}
+    words = []
+    if "shape" in case:
+        words.append(names.get(tuple(case["shape"]), ",".join(map(str, case["shape"]))))
+    words.append(str(case["dtype"]))
+    shown = [name for name in ("tokens", "threads", "ranks") if name in case and (name != "ranks" or case[name] > 1)]
+    words += [f"{case[name]} {name if case[name] != 1 else name.removesuffix('s')}" for name in shown]
+    return ", ".join(words)
 
 
 def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
     """Header and rows: every contestant and mode, with the reason where it did not race."""
     mallocs = [race.malloc for race in record.races]
-    header = ["mode", "contestant", *(f"{m} (middle half)" for m in mallocs), "speed-up", "x limit", "notes"]
+    header = [
+        "mode",
+        "contestant",
+        *(f"{m} malloc (middle half)" for m in mallocs),
+        "speed-up",
+        "x limit",
+        "peak memory",
+    ]
     rows: list[list[str]] = []
     first = record.races[0].entries
     for mode in dict.fromkeys(mode for race in record.races for e in race.entries for mode in e.seconds):
@@ -87,32 +88,30 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
                 continue
             ups = [r.speed_up(e, mode) for r, e in zip(record.races, each, strict=True)]
             overs = [r.over_limit(e, mode) for r, e in zip(record.races, each, strict=True)]
-            racing = entry.role in ("ours", "peer")
             rows.append(
                 [
-                    mode, entry.name, *(_timed(e, mode) for e in each), _quoted(each, ups, min) if racing else "",
-                    _quoted(each, overs, max) if racing else "", _notes(entry),
+                    mode,
+                    entry.name,
+                    *(_timed(e, mode) for e in each),
+                    _quoted(each, ups, min) if entry.role == "ours" else "",
+                    _quoted(each, overs, max) if entry.role in ("ours", "peer") else "",
+                    size(entry.facts.get("peak")),
                 ]
-            )  # fmt: skip
-    for entry in first:
-        if idle := entry.facts.get(ASIDE):
-            rows.append(
-                ["-", entry.name, *("" for _ in mallocs), "", "", f"too slow to be the limit of {', '.join(idle)}"]
             )
-        for race in record.races:
-            failed = race.entries[first.index(entry)].failed
-            if failed is not None:
-                rows.append(["-", entry.name, *("" for _ in mallocs), "", "", f"{race.malloc} malloc: {failed}"])
-    return header, rows
+    for entry in first:
+        reasons = [race.entries[first.index(entry)].failed for race in record.races]
+        if any(reasons):
+            rows.append(["-", entry.name, *(f"failed: {reason}" if reason else "" for reason in reasons), "", "", ""])
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return [header[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
 def memory_table(record: Record) -> tuple[list[str], list[list[str]]]:
     """Header and rows: bytes of one forward and backward beyond the parameters."""
-    header = ["contestant", "resident", "tensors", "of it gradients", "notes"]
-    rows = [
-        [name, *(size(found.get(kind)) for kind in ("resident", "tensors", "gradients")), str(found.get("failed", ""))]
-        for name, found in record.memory.items()
-    ]
+    header = ["contestant", "resident", "tensors", "gradients among them"]
+    kinds = ("resident", "tensors", "gradients")
+    rows = [[name, found.get("failed") or size(found.get(kinds[0])), *(size(found.get(kind)) for kind in kinds[1:])]
+            for name, found in record.memory.items()]  # fmt: skip
     return header, rows
 
 
@@ -125,12 +124,8 @@ def _timed(entry: Entry, mode: str) -> str:
 
 
 def _quoted(each: Sequence[Entry], values: Sequence[float | None], pick: Callable[[Sequence[float]], float]) -> str:
-    """The less favourable of the malloc settings, where all of them have a value."""
+    """The less favorable of the malloc settings, where all of them have a value."""
     known = [value for value in values if value is not None]
     if any(e.failed is not None for e in each):
         return "failed"
     return ratio(pick(known)) if len(known) == len(values) else ""
-
-
-def _notes(entry: Entry) -> str:
-    return ", ".join(f"{name} {value}" for name, value in entry.facts.items() if name not in UNSAID)

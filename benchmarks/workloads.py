@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.names import WORKLOADS
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
+
+WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
 
 
 def token_counts(workload: str, tokens: int, ranks: int) -> tuple[int, ...]:

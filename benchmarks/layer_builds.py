@@ -1,0 +1,75 @@
+"""Experts layers as contestants: trimtab's and transformers' own, behind transformers' registries or alone.
+
+    trimtab                         trimtab as transformers' experts and, with ranks, as its exchange
+    grouped_mm, eager, batched_mm   transformers' experts implementations, on one rank
+    all_to_all                      transformers' expert parallelism, its experts "grouped_mm"
+    ExpertMLP                       trimtab's own module on one backend, for GPUs
+
+Legend: T tokens, K experts per token, D model dim, F expert hidden dim, E experts, e experts of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.layer_case import LayerCase, expert_weights
+from benchmarks.layer_step import Layer, layer_subject
+from benchmarks.subject import Subject, Where
+
+ONE_RANK = ("grouped_mm", "eager", "batched_mm")
+MANY_RANKS = ("all_to_all",)
+
+
+def registered(transport: str = "alltoall") -> str:
+    """The name under which transformers finds trimtab with this transport. Of a checkout of version 0.1 as well."""
+    try:
+        from trimtab.integrations.transformers import register
+    except ImportError:
+        from trimtab.hf import register
+    name = f"trimtab_{transport}"
+    register(name, transport=transport)
+    return name
+
+
+def build(args: dict[str, Any], where: Where) -> Subject:
+    """args: the case, `implementation`, `transport` for trimtab over ranks, and `graph` for a CUDA graph."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    case, name = LayerCase.of(args), args["implementation"]
+    if name == "trimtab":
+        name = registered(args.get("transport") or "alltoall")
+    gate_up, down = expert_weights(case, where.rank)
+    config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=gate_up.shape[0])
+    config._experts_implementation = "grouped_mm" if name == "all_to_all" else name
+    with torch.device("meta"):
+        experts: Any = Qwen3MoeExperts(config)
+    experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(weight) for weight in (gate_up, down))
+    layer: Layer = spread(experts, name, where) if where.ranks > 1 else experts
+    return layer_subject(layer, case, where.rank, [experts.gate_up_proj, experts.down_proj], graph=args["graph"])
+
+
+def spread(experts: Any, name: str, where: Where) -> Layer:
+    """The experts of all ranks behind the exchange that transformers has under this name. Every rank must call."""
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    experts._is_expert_parallel = True
+    meshes = init_device_mesh("cpu", (where.ranks, 1), mesh_dim_names=("ep", "tp"))
+    made: Layer = EPImplementationInterface()[name](experts, meshes["ep"], meshes["tp"])
+    return made
+
+
+def build_alone(args: dict[str, Any], where: Where) -> Subject:
+    """args: the case, `backend`, and `graph` for a CUDA graph. trimtab without transformers."""
+    from trimtab.experts.module import ExpertMLP
+
+    case = LayerCase.of(args)
+    gate_up, down = expert_weights(case)
+    experts = ExpertMLP(
+        case.num_experts, case.dim, case.hidden, dtype=case.torch_dtype, device="meta", kernels=args["backend"]
+    )
+    experts.up, experts.down = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+    return layer_subject(experts, case, 0, [experts.up, experts.down], graph=args["graph"])
