@@ -65,11 +65,13 @@ gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low pre
 			tests/gpu/test_gpu_$$part.py || failed=1; \
 	done; exit $$failed
 
-gpu-bench: $(GPU_READY)  ## a layer and its kernels on a GPU, beside transformers and cuBLAS; writes docs/benchmarks-gpu.md
-	PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.gpu --out docs
+gpu-bench: $(GPU_READY)  ## a layer on a GPU, beside transformers and dense products; writes benchmarks/results/gpu.md
+	PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks gpu
 
-bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes docs/benchmarks.md; goes on where it was stopped
-	$(BIN)/python -m benchmarks all --out docs
+bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes benchmarks/results; goes on where it was stopped
+	$(BIN)/python -m benchmarks step
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks all
 
 clean:  ## remove .venv and what the tools left
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -71,5 +71,6 @@ def build_alone(args: dict[str, Any], where: Where) -> Subject:
     experts = ExpertMLP(
         case.num_experts, case.dim, case.hidden, dtype=case.torch_dtype, device="meta", kernels=args["backend"]
     )
-    experts.up, experts.down = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
-    return layer_subject(experts, case, 0, [experts.up, experts.down], graph=args["graph"])
+    experts.gate_up = torch.nn.Parameter(gate_up.unflatten(1, (2, case.hidden)))
+    experts.down = torch.nn.Parameter(down)
+    return layer_subject(experts, case, 0, [experts.gate_up, experts.down], graph=args["graph"])

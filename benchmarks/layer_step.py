@@ -30,7 +30,7 @@ def layer_subject(layer: Layer, case: LayerCase, rank: int, weights: Sequence[Te
         with torch.no_grad(), case.autocast():
             layer(data.x_TD, data.ids_TK, data.w_TK)
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> Sequence[Tensor]:
         with case.autocast():
             y = layer(data.x_TD, data.ids_TK, data.w_TK)
         return (y.detach(), *torch.autograd.grad(y, leaves, data.dy_TD))
@@ -50,7 +50,7 @@ def layer_subject(layer: Layer, case: LayerCase, rank: int, weights: Sequence[Te
     return Subject(modes=modes, outcome=outcome, judged=BOTH, held=held, device=case.device)
 
 
-def captured(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+def captured(run: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
     """`run` as the replay of a CUDA graph, which gives the same tensors each time.
 
     A capture that fails raises, and leaves the current stream as it was.
@@ -68,7 +68,7 @@ def captured(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor
     finally:
         torch.cuda.set_stream(stream)  # torch leaves the capture's stream current where its end raises
 
-    def replay() -> tuple[Tensor, ...]:
+    def replay() -> Sequence[Tensor]:
         graph.replay()
         return kept
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,8 @@ from torch import Tensor
 
 from benchmarks.child import cores_of
 from benchmarks.contestant import MALLOC, Contestant, ContestantFailed, Team
-from benchmarks.race import Pace, race, set_aside, slowest, steps_of
-from benchmarks.result import ASIDE, Race
-from benchmarks.task import Task, run_task
-from benchmarks.weigh import weigh
+from benchmarks.race import Pace, race, slowest, steps_of, weigh
+from benchmarks.result import Race
 from trimtab.errors import ConfigError
 
 
@@ -104,12 +104,12 @@ def test_the_slowest_rank_counts_and_one_rank_fails_for_all() -> None:
     try:
         assert [facts["bytes"] for facts in team.answers(120)] == [0, 0]
         by_rank = team.ask(("time", "forward", 2), 60)
-        assert by_rank == [pytest.approx([0.05, 0.05]), pytest.approx([0.1, 0.1])]
+        assert [rank["forward"] for rank in by_rank] == [pytest.approx([0.05, 0.05]), pytest.approx([0.1, 0.1])]
         with pytest.raises(ContestantFailed, match="ValueError: only this rank"):
             team.ask(("time", "fails", 1), 60)
     finally:
         team.kill()
-    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+    assert slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
 
 
 def test_all_contestants_run_on_the_same_cores() -> None:
@@ -128,46 +128,26 @@ def test_all_contestants_run_on_the_same_cores() -> None:
     assert cores == [[here[0]], [here[1 % len(here)]]]
 
 
-def test_a_limit_that_another_beats_by_far_takes_no_turns() -> None:
-    contestants = [fake(name, "sleeper", "limit") for name in ("bf16", "fp32", "near")] + [fake("ours", "sleeper")]
-    warm = {(name, "forward"): s for name, s in (("bf16", 4.0), ("fp32", 1.0), ("near", 1.9), ("ours", 9.0))}
-    assert set_aside(contestants, warm) == {("bf16", "forward")}
+def test_the_step_that_was_judged_is_a_warm_up() -> None:
+    """The judged one and one more."""
+    contestants, pace = [fake("one", "counts")], Pace(turns=1, seconds=0.01)
+    (entry,) = race(contestants, ["forward"], malloc="default", pace=pace, judge=judge)
+    assert entry.failed is None
+    assert entry.steps("forward") == [2.0]
 
 
-def test_a_limit_far_behind_in_one_mode_is_not_asked_for_others() -> None:
-    """Nor under the next malloc."""
-    slow = fake("slow", "sleeper", "limit", modes={"forward": 4.0}, fails_on_rank=0)
-    contestants = [fake("fast", "sleeper", "limit", modes={"forward": 1.0}), slow, fake("ours", "sleeper", modes={})]
-    task = Task(part="layer", case={}, contestants=contestants, modes=["forward", "fails"])
-    found = run_task(task, ["default", "tuned"], Pace(turns=1, seconds=0.01, patience=60), command="here")
-    for one in found.races:
-        assert [(e.name, e.failed) for e in one.entries] == [("fast", None), ("slow", None), ("ours", None)]
-        assert (one.entries[1].facts[ASIDE], one.entries[1].seconds) == (["forward", "fails"], {})
-        assert one.entries[0].steps("forward") == [1.0]
-    assert [one.entries[1].facts["malloc"] for one in found.races] == [None, None], "it raced under the first only"
+def test_steps_may_time_their_parts() -> None:
+    (entry,) = race([fake("one", "parts")], ["step"], malloc="default", pace=Pace(turns=2, seconds=0.01))
+    assert set(entry.seconds) == {"step", "first", "second"}
+    assert set(entry.steps("first")) == {0.25}
+    assert entry.facts["peak"] > 0
 
 
-def test_a_limit_is_not_judged_by_a_short_first_step() -> None:
-    """It may have made its kernels then."""
-    contestants = [
-        fake("fp32", "sleeper", "limit", modes={"forward": 0.01}),
-        fake("bf16", "sleeper", "limit", modes={"forward": 0.002}, first=0.1),
-    ]
-    fp32, bf16 = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01))
-    assert bf16.steps("forward")[0] == pytest.approx(0.002)
-    assert ASIDE not in bf16.facts
-    assert (fp32.seconds, fp32.facts[ASIDE]) == ({}, ["forward"])
-
-
-@pytest.mark.parametrize(("nap", "before"), [(0.0, 2), (0.7, 1)])
-def test_the_step_that_was_judged_is_a_warm_up(nap: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judged one and one more; where the judged one is very slow, that one only."""
-    monkeypatch.setattr("benchmarks.race.VERY_SLOW", 0.5)
-    entries = race(
-        [fake("one", "counts", nap=nap)], ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01), judge=judge
-    )
-    assert entries[0].failed is None
-    assert entries[0].steps("forward") == [float(before)]
+def test_a_contestant_has_an_environment_and_a_source_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text("")
+    c = replace(fake("one", "elsewhere"), env={"SET_FOR_ONE": "yes"}, source=str(tmp_path))
+    (entry,) = race([c], ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01))
+    assert (entry.facts["found"], entry.facts["said"]) == (str(tmp_path / "elsewhere.py"), "yes")
 
 
 def test_who_cannot_be_built_is_a_row_without_a_judge_too() -> None:

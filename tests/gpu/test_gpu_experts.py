@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_case import captured
+from benchmarks.layer_step import captured
 from helpers.comparing import assert_close
 from helpers.expert_checks import (
     BOUNDS,
@@ -147,7 +147,7 @@ def test_one_graph_serves_every_split_of_a_grouped_linear() -> None:
             y = layer(x, sizes)
             return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
-        graph = captured(run, torch.device(CUDA))
+        graph = captured(run)
         for split in (*SIZES, [52, 52, 52, 52]):
             sizes.copy_(torch.tensor(split))
             replayed = [t.clone() for t in graph()]
@@ -165,7 +165,7 @@ def test_one_graph_serves_every_routing_of_an_expert_mlp() -> None:
             y = module(x, ids, w)
             return [y.detach(), *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
 
-        graph = captured(run, torch.device(CUDA))
+        graph = captured(run)
         for seed in range(1, 4):
             other = mlp_inputs(CUDA, 33, seed)
             with torch.no_grad():

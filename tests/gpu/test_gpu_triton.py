@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_case import captured
+from benchmarks.layer_step import captured
 from gpu.test_gpu_experts import no_sync
 from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
@@ -101,7 +101,7 @@ def test_nothing_waits_for_the_device(large: Large) -> None:
 def test_one_graph_serves_every_routing() -> None:
     case = Case(rows=300)
     module, (x, ids, w, dy) = module_of(case, CUDA), inputs_of(case, CUDA)
-    graph = captured(lambda: step(module, x, ids, w, dy), torch.device(CUDA))
+    graph = captured(lambda: step(module, x, ids, w, dy))
     for seed, fall in enumerate(FALLS):
         ids.copy_(ids_of(Case(rows=300, fall=fall), seed))
         replayed = [t.clone() for t in graph()]

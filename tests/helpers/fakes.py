@@ -20,20 +20,17 @@ class Clock:
         self.now = 0.0
         time.perf_counter = lambda: self.now
 
-    def step(self, seconds: float, first: float = 0.0) -> Any:
-        """first: what the first one takes on top."""
-        extra = [first]
-
+    def step(self, seconds: float) -> Any:
         def run() -> None:
-            self.now += seconds + (extra.pop() if extra else 0.0)
+            self.now += seconds
 
         return run
 
 
 def sleeper(args: dict[str, Any], where: Where) -> Subject:
-    """args: modes, mode -> seconds; with several ranks the last rank takes twice as long. first: see `Clock.step`."""
+    """args: modes, mode -> seconds; with several ranks the last rank takes twice as long."""
     slow, clock = 2 if where.ranks > 1 and where.rank == where.ranks - 1 else 1, Clock()
-    modes = {mode: clock.step(seconds * slow, args.get("first", 0.0)) for mode, seconds in args["modes"].items()}
+    modes = {mode: clock.step(seconds * slow) for mode, seconds in args["modes"].items()}
 
     def fails() -> None:
         if where.rank == args["fails_on_rank"]:
@@ -79,10 +76,10 @@ def answers(args: dict[str, Any], where: Where) -> Subject:
 
 
 def counts(args: dict[str, Any], where: Where) -> Subject:
-    """args: nap, seconds that its outcome really takes. A step takes as many seconds as steps were before it."""
+    """A step takes as many seconds as steps were before it."""
     import torch
 
-    clock, steps, sleep = Clock(), [0], _sleep(args["nap"])
+    clock, steps = Clock(), [0]
 
     def step() -> None:
         clock.now += steps[0]
@@ -90,10 +87,21 @@ def counts(args: dict[str, Any], where: Where) -> Subject:
 
     def outcome() -> dict[str, torch.Tensor]:
         step()
-        sleep()
         return {"y": torch.ones(2)}
 
     return Subject(modes={"forward": step}, outcome=outcome, judged="forward")
+
+
+def parts(args: dict[str, Any], where: Where) -> Subject:
+    """Times its parts itself."""
+    return Subject(modes={"step": lambda: {"first": 0.25, "second": 0.5}})
+
+
+def elsewhere(args: dict[str, Any], where: Where) -> Subject:
+    """Says what it finds first on its path, and what its environment says."""
+    import elsewhere as found  # type: ignore[import-not-found]
+
+    return Subject(modes={"forward": _sleep(0.001)}, facts={"found": found.__file__, "said": os.environ["SET_FOR_ONE"]})
 
 
 def allocates(args: dict[str, Any], where: Where) -> Subject:

@@ -12,9 +12,6 @@ from itertools import pairwise
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu_case import GpuCase
-from benchmarks.gpu_launches import OTHERS, layer_launches, words
-from benchmarks.gpu_tables import Section, launch_tables
 from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
 from trimtab.dispatch.plan import plan_experts
@@ -103,19 +100,6 @@ def a_wrong_kernel_is_found() -> None:
     assert "d_up is wrong" in fault or "dx is wrong" in fault
 
 
-def launches_are_raced() -> None:
-    """Every launch runs on the operands that the GPU's benchmark gives it, and no table is short of one."""
-    sizes = {"dim": 32, "hidden": 32, "experts": 4, "top_k": 2, "tokens": 9, "device": torch.device("cpu")}
-    case, section = GpuCase(**sizes, dtype=torch.float32), Section([])  # type: ignore[arg-type]
-    tables = list(launch_tables(case, section, rounds=2, launch=LAUNCH))
-    assert section.failed == [], section.failed
-    for each, table in zip(layer_launches(case), tables, strict=True):
-        names = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
-        tiles = [] if each.tiles is None else [words(tiles) for tiles in OTHERS[each.tiles]]
-        assert names == [each.name, "---", "dense", "" if each.tiles is None else words(SMALL), *tiles]
-        assert each.tiles is None or table.splitlines()[-1].endswith(tuple(f": {name}." for name in names[3:]))
-
-
 def flops_are_counted(case: Case) -> None:
     """Each product once, with rows for all slots: how many of them are kept stays on the device."""
     module, (x, ids, w, dy) = module_of(case, "cpu"), inputs_of(case, "cpu")
@@ -158,8 +142,6 @@ def main() -> None:
     experts_are_true(replace(experts, fall="cold", autocast=torch.float16), "cpu")
     experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands
     print("experts without rows, with main_grad, in float16, under autocast")
-    launches_are_raced()
-    print("launches")
 
 
 if __name__ == "__main__":

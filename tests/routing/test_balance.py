@@ -1,4 +1,4 @@
-"""The expert bias evens out a badly skewed model within 200 steps while it learns: bench/balance.py, as it stands."""
+"""The expert bias evens out a badly skewed model within 200 steps while it learns: benchmarks/balance.py."""
 
 from __future__ import annotations
 

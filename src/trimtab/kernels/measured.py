@@ -1,6 +1,6 @@
 """Which set of kernels is faster for a shape in bfloat16, as measured on a device: a table, not a guess.
 
-`python -m benchmarks.gpu` measures both sets and prints the lines for it. A shape that no line names on its device
+`python -m benchmarks gpu` measures both sets. A shape that no line names on its device
 takes "stock", PyTorch's own grouped GEMM. No line has been measured yet, so that is every shape.
 
 Legend: D model dim, F expert hidden dim, E experts, K experts per token.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 import triton
 
-from benchmarks.gpu_launches import OTHERS
 from helpers.ahead import Built, build
 from helpers.triton_checks import FALLS
 from trimtab.kernels.triton.gate_up import gate_up_kernel
@@ -105,27 +103,6 @@ def test_a_gemm_of_float32_spills_nothing(name: str, folder: Path) -> None:
     assert (built.spilled <= most, built.fit >= 1) == (True, True), (built.spilled, built.shared)
 
 
-OTHER_TILES = [
-    (name, field, tiles)
-    for name, field in {
-        "rows, weighted": "rows", "rows, back": "across", "gate_up": "gate_up", "hidden_grad": "dh",
-        "weight_grad": "wgrad", "weight_grad, x gathered": "wgrad_gathered",
-        "weight_grad, dy gathered": "wgrad_gathered",
-    }.items()
-    for tiles in OTHERS[field]
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "field", "tiles"), OTHER_TILES, ids=lambda value: getattr(value, "n", value))
-def test_tiles_that_are_raced_beside_the_layer_s_fit_a_device(
-    name: str, field: str, tiles: Tiles, folder: Path
-) -> None:  # fmt: skip
-    assert tiles != getattr(LAUNCH, field)
-    built = build_named(name, torch.bfloat16, folder, replace(LAUNCH, **{field: tiles}))  # type: ignore[arg-type]
-    assert "wgmma.mma_async" in built.ptx
-    assert (built.spilled <= 256, built.fit >= tiles.per_sm) == (True, True), built
-
-
 def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """(kernel, types of its pointers, constants, warps) of what multiplies nothing."""
     power, i32 = {"EXPERTS": 256}, "*i32"
@@ -160,4 +137,4 @@ def test_numbers_in_the_interpreter() -> None:
         cwd=tests, env=env, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 6
+    assert len(done.stdout.splitlines()) == 2 * len(FALLS) + 5

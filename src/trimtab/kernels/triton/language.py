@@ -64,7 +64,7 @@ class Launch:
     float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
 
     The tiles are those that compile for Hopper without spilling a register where widths are multiples of the tile's and
-    a rank has up to 255 experts. They were not tuned on a device: `benchmarks.gpu` races others beside them.
+    a rank has up to 255 experts. They were not tuned on a device.
     """
 
     programs: int = 0
