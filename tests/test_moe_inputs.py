@@ -31,7 +31,7 @@ from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import SharedExperts
 from trimtab.guard.guard import Guard
 from trimtab.moe import MoEConfig
-from trimtab.parallel.clip import clip_grad_norm_
+from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.config import SCORES, RouterConfig
 from trimtab.verify.ranks import run_ranks
 

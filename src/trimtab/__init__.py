@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from trimtab.moe import MoE as MoE
     from trimtab.moe import MoEConfig as MoEConfig
     from trimtab.moe import MoEOutput as MoEOutput
-    from trimtab.parallel.clip import clip_grad_norm_ as clip_grad_norm_
-    from trimtab.parallel.data import join_data_parallel as join_data_parallel
     from trimtab.parallel.ddp import ddp as ddp
     from trimtab.parallel.ddp import reduce_main_grads as reduce_main_grads
+    from trimtab.parallel.expert_parallel import ExpertParallel as ExpertParallel
+    from trimtab.parallel.expert_parallel import parallelize as parallelize
     from trimtab.parallel.fsdp import fully_shard_moe as fully_shard_moe
-    from trimtab.parallel.plan import parallelize as parallelize
+    from trimtab.parallel.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from trimtab.parallel.moe import join_data_parallel as join_data_parallel
     from trimtab.parallel.replicas import check_replicated as check_replicated
-    from trimtab.parallel.style import ExpertParallel as ExpertParallel
     from trimtab.routing.bias import max_vio as max_vio
     from trimtab.routing.bias import set_totals as set_totals
     from trimtab.routing.bias import update_bias as update_bias
@@ -54,7 +54,7 @@ _HOMES = {
     "Dispatched": "trimtab.dispatch.dispatcher",
     "Dispatcher": "trimtab.dispatch.dispatcher",
     "ExpertMLP": "trimtab.experts.module",
-    "ExpertParallel": "trimtab.parallel.style",
+    "ExpertParallel": "trimtab.parallel.expert_parallel",
     "GroupedLinear": "trimtab.experts.linear",
     "Guard": "trimtab.guard.guard",
     "LossGroups": "trimtab.routing.losses",
@@ -67,12 +67,12 @@ _HOMES = {
     "RouterConfig": "trimtab.routing.config",
     "SharedMemory": "trimtab.dispatch.shared_memory",
     "check_replicated": "trimtab.parallel.replicas",
-    "clip_grad_norm_": "trimtab.parallel.clip",
+    "clip_grad_norm_": "trimtab.parallel.grad_norm",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
-    "join_data_parallel": "trimtab.parallel.data",
+    "join_data_parallel": "trimtab.parallel.moe",
     "max_vio": "trimtab.routing.bias",
-    "parallelize": "trimtab.parallel.plan",
+    "parallelize": "trimtab.parallel.expert_parallel",
     "record": "trimtab.routing.record",
     "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.routing.record",

@@ -17,8 +17,7 @@ from trimtab.experts.recipes import NVFP4, FP8Delayed
 from trimtab.experts.recipes.base import Recipe
 from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.ranks import run_ranks
 

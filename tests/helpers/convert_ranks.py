@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.checkpoint import save
 from trimtab.convert.blocks import BLOCKS
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
 from .convert_case import build, logits
 from .ep_ranks import full, quiet

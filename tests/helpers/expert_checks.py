@@ -24,7 +24,7 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
 from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.parallel.clip import clip_grad_norm_
+from trimtab.parallel.grad_norm import clip_grad_norm_
 
 G, A, B = 4, 256, 128  # what every recipe's hardware takes
 E, D, F, K = 4, 256, 128, 2

@@ -26,13 +26,12 @@ from helpers.comparing import relative_error
 from helpers.full_value import full_value
 from helpers.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
 from trimtab.layout import SequenceLayout, shard_cuts
-from trimtab.parallel.clip import clip_grad_norm_
-from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.ddp import ddp, reduce_main_grads
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
+from trimtab.parallel.grad_norm import clip_grad_norm_
+from trimtab.parallel.moe import join_data_parallel
 from trimtab.parallel.replicas import check_replicated
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.bias import routers, set_totals, update_bias
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-2, "bfloat16": 5e-2}

@@ -20,9 +20,8 @@ from helpers.full_value import full_value
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
 
 E, D, F, STEPS = 4, 32, 64, 2

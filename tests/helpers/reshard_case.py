@@ -22,11 +22,10 @@ from trimtab.checkpoint import load, save
 from trimtab.checkpoint.loading import Loaded
 from trimtab.errors import ConfigError
 from trimtab.moe import MoEConfig
-from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.parallel.ddp import ddp
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.bias import routers, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from mutants.patching import Mutant, Patches
-from trimtab.parallel import ddp, fsdp, partial
+from trimtab.parallel import ddp, fsdp, moe
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.token_meshes import TokenMeshes, groups_of
+from trimtab.parallel.meshes import TokenMeshes, groups_of
 from trimtab.routing.losses import LossGroups
 from trimtab.verify.adapters import trimtab_impl
 
@@ -59,10 +59,7 @@ def _dense_by_ep(p: Patches) -> None:
 
 
 def _not_reduced(p: Patches) -> None:
-    def reduce(self: Any) -> None:
-        self.queued = False
-
-    p.put(ddp._ExpertReducer, "reduce", reduce)
+    p.put(ddp._ExpertReducer, "_asked", lambda self: False)
 
 
 def _averaged_over_tp(p: Patches) -> None:
@@ -70,8 +67,8 @@ def _averaged_over_tp(p: Patches) -> None:
         summed: Any = original(ctx, *grads)[1:]
         return None, *(grad / dist.get_world_size(ctx.group) for grad in summed)
 
-    original = partial._SumGradients.backward
-    p.put(partial._SumGradients, "backward", staticmethod(backward))
+    original = moe._SumGradients.backward
+    p.put(moe._SumGradients, "backward", staticmethod(backward))
 
 
 def _per_rank(p: Patches) -> None:

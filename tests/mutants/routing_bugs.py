@@ -13,8 +13,7 @@ from torch import Tensor
 from mutants.patching import Mutant, Patches
 from trimtab.experts import mlp
 from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE
-from trimtab.parallel.tokens import ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 from trimtab.routing import router, scores, select
 from trimtab.routing.outcome import Routing
 from trimtab.routing.router import Router

@@ -17,8 +17,7 @@ from trimtab.dispatch import sequence_shard
 from trimtab.dispatch.all_gather import gather_uneven
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE
-from trimtab.parallel.tokens import ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 
 
 def _flat_offset(p: Patches) -> None:

@@ -23,7 +23,7 @@ from helpers.comparing import relative_error
 from trimtab.experts.module import ExpertMLP
 from trimtab.moe import MoE, MoEConfig
 from trimtab.oracle import swiglu
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.expert_parallel import ExpertParallel
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.ranks import run_ranks
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from helpers.layout_truth import D, E, F, K
 from trimtab.errors import DesyncError, PhaseTimeout
 from trimtab.moe import MoEConfig
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.ranks import run_ranks
 

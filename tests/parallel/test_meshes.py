@@ -17,11 +17,10 @@ from helpers.comparing import relative_error
 from helpers.layout_truth import D as DIM
 from helpers.layout_truth import Model, build
 from trimtab.errors import ConfigError, InputError
-from trimtab.parallel.clip import clip_grad_norm_
 from trimtab.parallel.ddp import ddp, reduce_main_grads
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.losses import LossGroups
 from trimtab.verify.ranks import run_ranks
 

@@ -17,11 +17,10 @@ from trimtab.dispatch import shared_host
 from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.moe import MoE, MoEConfig, MoEOutput
-from trimtab.parallel.data import join_data_parallel
 from trimtab.parallel.ddp import ddp
-from trimtab.parallel.plan import matches, parallelize
+from trimtab.parallel.expert_parallel import ExpertParallel, matches, parallelize
+from trimtab.parallel.moe import join_data_parallel
 from trimtab.parallel.replicas import check_replicated
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.outcome import Routing

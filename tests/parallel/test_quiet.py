@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.forkserver import preload
 from trimtab.verify.ranks import run_ranks

@@ -17,9 +17,8 @@ from helpers.comparing import relative_error
 from helpers.layer_case import D, build
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import FP8Current
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
 from trimtab.verify.ranks import run_ranks
 
 

@@ -19,9 +19,8 @@ from helpers.layout_truth import D, Model, build
 from trimtab.dispatch.dispatcher import COMBINE_MODES
 from trimtab.experts.activations import BY_NAME
 from trimtab.moe import MoEConfig
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.verify.ranks import run_ranks

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.comparing import relative_error
 from trimtab import MoEConfig, RouterConfig
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.verify.ranks import run_ranks
 
 D = 16

@@ -20,10 +20,9 @@ from helpers.layout_truth import D
 from parallel.test_selective import selecting
 from trimtab.errors import ConfigError
 from trimtab.moe import MoEConfig
-from trimtab.parallel.clip import clip_grad_norm_
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
+from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.forkserver import preload
@@ -126,11 +125,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, torch.dtype], str]] = {
     ),
     "inside": (
         {"blocks": ("layers.*.moe.shared",), "tokens": "replicated"}, {},
-        r"^\[layer layers\.0\.moe\] .* block 'layers\.0\.moe\.shared' is a part of it\. Name the layer in its place",
+        r"^\[layer layers\.0\.moe\] .* 'layers\.0\.moe\.shared' in it is a unit of its own\. Name the layer",
     ),
     "router inside": (
         {"tokens": "sharded"}, {"layers.1.moe.router": torch.float32},
-        r"^\[layer layers\.1\.moe\] .* layers\.1\.moe\.router has another dtype than the rest\. Build all in float32",
+        r"^\[layer layers\.1\.moe\] .* in one dtype, and 'layers\.1\.moe\.router' in it .* build all in float32",
     ),
 }  # fmt: skip
 """By name: options, modules of a dtype of their own, what is said."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trimtab.errors import InputError
-from trimtab.parallel.local import local_part
+from trimtab.parallel.meshes import local_part
 
 Run = tuple[int, int, int]
 """Consecutive indices of a dim: where they begin in the global tensor, where in this rank's, and how many."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -30,9 +30,7 @@ from trimtab.experts.stand_in import standing_in
 from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
-from trimtab.parallel.local import local_part
-from trimtab.parallel.recipe_state import share_state_dicts
-from trimtab.parallel.token_meshes import check_ascending, check_meshes
+from trimtab.parallel.meshes import check_ascending, check_meshes, local_part
 from trimtab.routing.recompute import always_recomputed
 
 SPLIT = {"gate_up": Shard(2), "up": Shard(1), "down": Shard(2)}
@@ -150,7 +148,7 @@ class ParallelExperts(ExpertMLP):
         """Cut the whole parameters over `place`, which `check_split` has passed. No communication with
         `src_data_rank=None`; else from that rank.
 
-        A recipe's state begins anew; see `trimtab.parallel.recipe_state`.
+        A recipe's state begins anew; see `trimtab.parallel.experts`.
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
@@ -226,3 +224,32 @@ class _Scaled(Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         return d * ctx.factor, None
+
+
+OF_EXPERTS = "_He"
+"""How the names of such buffers end."""
+
+
+def share_state_dicts(module: nn.Module, mesh: DeviceMesh, ep_dim: int) -> None:
+    """Have the state dicts of `module` hold its buffers of all experts. No communication."""
+    cut: list[Placement] = [Shard(1) if dim == ep_dim else Replicate() for dim in range(mesh.ndim)]
+
+    def ours(of: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
+        own = [prefix + name for name, _ in of.named_buffers() if name.endswith(OF_EXPERTS)]
+        return [key for key in own if key in state]
+
+    def show(of: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in ours(of, state, prefix):
+            state[key] = DTensor.from_local(state[key], mesh, cut, run_check=False)
+
+    def take(of: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for key in ours(of, state, prefix):
+            whole: Tensor = state[key]
+            state[key] = (
+                whole.redistribute(mesh, cut).to_local()
+                if isinstance(whole, DTensor)
+                else whole.chunk(mesh.size(ep_dim), 1)[mesh.get_local_rank(ep_dim)]
+            )
+
+    module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]

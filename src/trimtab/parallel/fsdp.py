@@ -5,15 +5,13 @@
 
 dp is the number of ranks (or tensor-parallel groups) that have tokens of their own: DP x CP.
 
-With one rank to scatter to, FSDP2 (torch 2.11 to 2.15) divides by a module's factor as it copies; in any type but
-float32 and bfloat16 it divides by it once more around the copy. So with one rank an expert's gradient is scaled by
-efsdp / dp where it enters the layer and FSDP2 averages over efsdp, as `trimtab.parallel.ddp` does. Only where
-`mp_policy` asks for a reduction in float32 or bfloat16 does FSDP2 divide: the layer may compute in a smaller range.
+With one rank to scatter to, FSDP2 (torch 2.11 to 2.15) divides twice by a module's factor in any dtype but float32 and
+bfloat16. There an expert's gradient is scaled by efsdp / dp where it enters the layer, as `trimtab.parallel.ddp` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -27,19 +25,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from trimtab.errors import ConfigError
-from trimtab.parallel.data import join_data_parallel
+from trimtab.parallel.expert_parallel import matches
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.token_meshes import check_meshes
-from trimtab.parallel.units import find_units
+from trimtab.parallel.meshes import check_meshes
+from trimtab.parallel.moe import ParallelMoE, join_data_parallel
+from trimtab.routing.bias import routers
 from trimtab.routing.recompute import always_recomputed
 from trimtab.routing.router import Router
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 """Types of a reduction in which FSDP2 divides once, whatever the mesh."""
-
-
 SET_HERE = {"module", "mesh", "shard_placement_fn", "dp_mesh_dims"}
 """What the meshes say, and where experts are cut."""
+Held = dict[str, nn.Parameter]
 
 
 def fully_shard_moe(
@@ -56,23 +54,16 @@ def fully_shard_moe(
         dp_mesh: one dim, or (replicate, shard) for HSDP; its size is the data-parallel size, CP included: with
             context parallelism a mesh of all DP x CP ranks, or mesh["dp", "cp"], replicated over dp.
         efsdp_mesh: the ranks that hold the same experts, one dim or (replicate, shard); a slice of the mesh that the
-            experts were parallelised on.
+            experts were parallelized on.
         blocks: patterns of modules that are sharded as units of their own, such as "layers.*", in any order; what two
             of them match is one. Nothing inside a layer whose tokens are spread over a tp_mesh: that is sharded whole.
         options: for `fully_shard` (reshard_after_forward, mp_policy, offload_policy). A number of ranks to reshard to
             is one for dp_mesh; experts take its greatest common divisor with the ranks that efsdp_mesh shards over,
             and where that is 1 they are resharded to all of these.
 
-    The balance losses become those of the global batch, see `trimtab.parallel.data`. Delayed weight gradients are
-    reduced by the experts' `backward_dw()`.
-
-    Accumulating over micro-batches: add up, with or without `set_requires_gradient_sync(False)` in between.
-    Gradients may be computed and reduced in float64, float32, bfloat16 or float16, over any of these meshes. A router
-    of another dtype than the rest of its unit, as `MoEConfig(dtype=torch.bfloat16)` builds it, is a unit of its own,
-    gathered and reduced by itself, and computes in its own dtype whatever mp_policy says.
-    Evaluate behind the optimiser's step: after a forward without gradients FSDP2 keeps whole weights of the model's own
-    unit, which a step between backward and the next forward does not change. `model.reshard()` gives them up.
-    torch's FSDP2 gives wrong gradients where a unit inside a reentrant checkpoint is used several times in a forward.
+    The balance losses become those of the global batch. Delayed weight gradients are reduced by `backward_dw()`.
+    Micro-batches add up, with or without `set_requires_gradient_sync(False)` in between. A router of another dtype than
+    the rest of its unit is a unit of its own, and computes in its own dtype whatever mp_policy says.
     Not under zero-bubble pipeline schedules: FSDP2 (torch 2.13) loses gradients of nested modules whose backward comes
     in two halves.
 
@@ -156,3 +147,93 @@ def _placement(experts: ParallelExperts, mesh: DeviceMesh) -> Callable[[nn.Param
         return Shard(dim) if other and dim is not None and param.shape[dim] % ranks == 0 else None
 
     return place
+
+
+def find_units(model: nn.Module, blocks: Sequence[str], ignored: Collection[nn.Parameter] = ()) -> list[nn.Module]:
+    """The modules that match, and routers of another dtype than what they would be sharded with; inner ones first.
+
+    FSDP2 takes trained parameters of one dtype in a unit, and a router is float32 beside bfloat16. ignored: parameters
+    that are not sharded.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, experts, a container or what is sharded already; a unit inside a
+            layer whose tokens are spread over a tp_mesh; a unit of several dtypes.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    chosen: set[nn.Module] = set()
+    for pattern in blocks:
+        found = [module for module, name in names.items() if name and matches(name, pattern)]
+        if not found:
+            raise ConfigError(f"blocks pattern {pattern!r} matches no module of {type(model).__name__}")
+        chosen.update(found)
+    experts = {inside for module in names if isinstance(module, ParallelExperts) for inside in module.modules()}
+    for module, name in names.items():
+        if module in chosen or module is model:
+            _check_alone(module, f"block {name!r}" if name else "the model", module in experts)
+    sharded = [module for module in names if module in experts or isinstance(module, FSDPModule)]
+    elsewhere = {*ignored, *(param for module in sharded for param in module.parameters())}
+    apart = _routers_apart(model, chosen, elsewhere)
+    units = _inner_first(module for module in names if module in chosen or module in apart)
+    for layer, name in names.items():
+        if isinstance(layer, ParallelMoE) and layer.tp_group is not None:
+            _check_summed(layer, name, {module: names[module] for module in units})
+    for held in _held(model, units, elsewhere):
+        kinds = {param.dtype: name for name, param in held.items()}
+        if len(kinds) > 1:
+            said = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
+            raise ConfigError(
+                f"trained parameters of one unit have one dtype, but {said}: name modules in blocks so that they part, "
+                "or build all in one dtype and let mp_policy's param_dtype cast it"
+            )
+    return units
+
+
+def _check_alone(module: nn.Module, what: str, of_experts: bool) -> None:
+    """Raise ConfigError for what torch would refuse once others are sharded."""
+    if isinstance(module, FSDPModule):
+        raise ConfigError(f"{what} is sharded already")
+    if of_experts:
+        raise ConfigError(f"{what}: experts are sharded over efsdp_mesh, on their own. Leave them out of blocks")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ConfigError(f"{what} is a {type(module).__name__}, which is never called: shard the modules in it")
+
+
+def _check_summed(layer: ParallelMoE, name: str, units: dict[nn.Module, str]) -> None:
+    """Raise ConfigError for a unit inside: it would gather its parameters after the layer has put others, which sum
+    gradients, in their place."""
+    for inside in layer.modules():
+        if inside is not layer and inside in units and any(param.requires_grad for param in inside.parameters()):
+            raise ConfigError(
+                f"a layer whose tokens are spread over tp_mesh is sharded whole, in one dtype, and {units[inside]!r} "
+                "in it is a unit of its own. Name the layer in its place; a router of another dtype: cast it, or build "
+                "all in float32 and let mp_policy's param_dtype cast it",
+                layer=name,
+            )
+
+
+def _inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What lies in another has fewer modules."""
+    return sorted(modules, key=lambda module: sum(1 for _ in module.modules()))
+
+
+def _held(model: nn.Module, units: Iterable[nn.Module], elsewhere: Collection[nn.Parameter]) -> list[Held]:
+    """The trained parameters of each unit by name, without those of units in it; the model's own come last."""
+    names, seen, held = {param: name for name, param in model.named_parameters()}, set(elsewhere), []
+    for unit in (*_inner_first(units), model):
+        held.append({names[p]: p for p in unit.parameters() if p.requires_grad and p not in seen})
+        seen.update(held[-1].values())
+    return held
+
+
+def _routers_apart(
+    model: nn.Module, chosen: Collection[nn.Module], elsewhere: Collection[nn.Parameter]
+) -> set[nn.Module]:
+    """The routers that are no units yet, and have another dtype than the rest of theirs."""
+    found: list[Router] = [router for router in routers(model).values() if router not in chosen]
+    routers_of = {param: router for router in found for param in router.parameters()}
+    apart: set[nn.Module] = set()
+    for held in _held(model, chosen, elsewhere):
+        rest = {param.dtype for param in held.values() if param not in routers_of}
+        if len({param.dtype for param in held.values()}) > 1:
+            apart.update(routers_of[p] for p in held.values() if p in routers_of and {p.dtype} != rest)
+    return apart

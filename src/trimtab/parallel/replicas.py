@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from trimtab.errors import DesyncError
-from trimtab.parallel.local import local_part
+from trimtab.parallel.meshes import local_part
 
 CHUNK = 1 << 20
 

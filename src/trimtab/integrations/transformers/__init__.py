@@ -18,7 +18,7 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
         name: what `experts_implementation=` and `ep_implementation=` will call it.
         combine: "sum", or "ordered" for bits that do not depend on the number of ranks
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
-        transport: how rows travel, by a name that `trimtab.parallel.style.ExpertParallel` knows.
+        transport: how rows travel, by a name that `trimtab.parallel.expert_parallel.ExpertParallel` knows.
 
     How long a rank waits for the others before it says who is missing, 300 s, is shortened by
     `torch.distributed.init_process_group(timeout=)`: never more than 9/10 of that.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimtab.parallel.local import local_part
+from trimtab.parallel.meshes import local_part
 from trimtab.verify.adapters.base import Place
 
 

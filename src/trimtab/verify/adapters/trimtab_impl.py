@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.parallel.plan import parallelize
-from trimtab.parallel.style import ExpertParallel
 from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
 from trimtab.verify.adapters.reading import gradients_of, over_all_ranks

@@ -1,26 +1,53 @@
-"""`ExpertParallel`: the style that spreads a `MoE` over ranks, for `parallelize_module` and for `parallelize`."""
+"""`ExpertParallel`, the style that spreads a `MoE` over ranks, and `parallelize`, which applies styles by name."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
+from trimtab.guard.guard import Guard
 from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
-from trimtab.parallel.moe import ParallelMoE
-from trimtab.parallel.token_meshes import TokenMeshes, check_meshes
-from trimtab.parallel.tokens import ReplicatedTokens
-from trimtab.parallel.wiring import Wiring
+from trimtab.parallel.meshes import TokenMeshes, check_meshes
+from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 
 TokenMode = Literal["own", "replicated", "sharded"]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Made when they are first asked for: all ranks of a group must ask in the same order. No communication."""
+
+    transports: dict[tuple[str, dist.ProcessGroup], Transport] = field(default_factory=dict)
+    guards: dict[dist.ProcessGroup, Guard] = field(default_factory=dict)
+
+    def transport(self, kind: str, group: dist.ProcessGroup) -> Transport | None:
+        """None for a group of one rank, which needs none."""
+        if dist.get_world_size(group) == 1:
+            return None
+        if (kind, group) not in self.transports:
+            self.transports[kind, group] = TRANSPORTS[kind](group)
+        return self.transports[kind, group]
+
+    def guard(self, group: dist.ProcessGroup) -> Guard:
+        """Of exchanges that go through no transport."""
+        if group not in self.guards:
+            self.guards[group] = Guard().join(group)
+        return self.guards[group]
 
 
 class ExpertParallel(ParallelStyle):
@@ -40,10 +67,8 @@ class ExpertParallel(ParallelStyle):
             gradients summed over `tp_mesh`, in autograd.
         tp_mesh: the ranks that share a batch, one dim; given exactly where tokens are not "own".
         cp_mesh: context parallel, one dim: the ranks that hold positions of the same sequences, any number each and in
-            any order (in turns, zig-zag), as `tokens` says. For gradients they are data-parallel ranks like others:
-            they must be among those of `dp_mesh` later, and nothing is summed over them here. Only the losses per
-            sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those. What ranks of
-            a `tp_mesh` or `cp_mesh` must have as many of is compared where they are of one expert group.
+            any order. For gradients they are data-parallel ranks, among those of `dp_mesh` later; the losses per
+            sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
             gathered over the group before the experts, and their outputs summed and given back after them. Save and
             load by `trimtab.checkpoint`: torch.distributed.checkpoint takes a rank's share of `up`, a part of gate
@@ -136,3 +161,89 @@ class ExpertParallel(ParallelStyle):
             raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)
         check_split(experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
+
+
+Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name fits a glob, part by part: "*" stays within its part, and is no name for the whole."""
+    parts, globs = name.split("."), pattern.split(".")
+    return (
+        bool(name) == bool(pattern)
+        and len(parts) == len(globs)
+        and all(fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
+    )
+
+
+def check_unshared(model: nn.Module, name: str, moe: MoE) -> None:
+    """Whether the experts of the layer called `name` are those of no other module.
+
+    Raises:
+        ConfigError: they are, or one of their parameters is.
+    """
+    own = {id(param): f"experts.{key}" for key, param in moe.experts.named_parameters()}
+    inside = set(moe.experts.modules())
+    for other_name, other in model.named_modules():
+        if other is not moe and any(child is moe.experts for child in other.children()):
+            raise ConfigError(f"the experts are those of {other_name} too: {_UNSHARED}", layer=name)
+        for key, param in other._parameters.items():
+            if id(param) in own and other not in inside:
+                where = f"{other_name}.{key}".lstrip(".")
+                raise ConfigError(f"{own[id(param)]} is {where} too: {_UNSHARED}", layer=name)
+
+
+_UNSHARED = (
+    "layers may not share experts or parameters of experts that are spread over ranks. Put one MoE in both places, or "
+    "give each its own"
+)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
+    """Apply styles to the modules whose names match, in place, in the order of the plan and of the modules.
+
+    Every rank of the meshes must call with the same model and plan. Afterwards, `fully_shard_moe` or `ddp`, and then
+    the optimizer: experts have new parameters, which one that was built before does not know.
+
+    Args:
+        mesh: what a style is applied on, unless its entry is (style, mesh).
+        plan: pattern -> style, or (style, mesh). "" is the model itself; "layers.*.moe" as for file names, part by
+            part. Styles: `ExpertParallel` and any of torch's.
+        src_data_rank: None, each rank keeps its own part of its own values: build the model from one seed, load it,
+            or build it on the meta device; else the rank of the mesh whose values all take.
+
+    All `ExpertParallel` layers of one call share one transport for each expert group and kind.
+
+    Experts' parameters become DTensors: torch's optimizers with fused=True or foreach=True want them in groups of their
+    own, unless `fully_shard_moe` makes all of them such; and `torch.autograd.detect_anomaly` needs check_nan=False.
+
+    Raises:
+        ConfigError: a pattern that matches nothing (with near misses), a module that two patterns match, or what the
+            styles raise. Nothing has been changed where patterns are at fault, or a module that `ExpertParallel` does
+            not fit, or whose experts another layer shares.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen: dict[str, str] = {}
+    for pattern in plan:
+        found = [name for name in names if matches(name, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise ConfigError(f"pattern {pattern!r} matches no module of {type(model).__name__}{hint}")
+        for name in found:
+            if name in chosen:
+                raise ConfigError(f"module {name!r} is matched twice, by {chosen[name]!r} and by {pattern!r}")
+            chosen[name] = pattern
+    wiring, steps = Wiring(), []
+    for name, pattern in chosen.items():
+        entry = plan[pattern]
+        style, on = entry if isinstance(entry, tuple) else (entry, mesh)
+        steps.append((name, model.get_submodule(name), style, on))
+        if isinstance(style, ExpertParallel):
+            check_unshared(model, name, style.check(model.get_submodule(name), on, name))
+    for name, module, style, on in steps:
+        if isinstance(style, ExpertParallel):
+            style.apply_to(module, on, wiring=wiring, layer=name, src_data_rank=src_data_rank)
+        else:
+            parallelize_module(module, on, style, src_data_rank=src_data_rank)
+    return model

@@ -1,4 +1,4 @@
-"""The norm of all gradients, wherever they lie: what a single process would clip by."""
+"""The norm of all gradients on all ranks: what a single process would clip by."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.parallel.local import local_part
-from trimtab.parallel.token_meshes import check_meshes
+from trimtab.parallel.meshes import check_meshes, local_part
 from trimtab.validation import check_flags
 
 
@@ -28,11 +27,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most `max_norm`; returns the norm before, float32.
 
-    A gradient counts once: shards of a DTensor are summed over its mesh (ep, etp, tp, fsdp, efsdp), of replicas the
-    first counts. A gradient may be placed otherwise than its parameter, as torch's tensor parallelism leaves that of a
-    sharded embedding. Call it after gradients are reduced, with all parameters of the model, on every rank that holds
-    any: the collectives follow from the parameters, so a missing gradient counts as zeros and hangs nobody. Where a
-    gradient went into `main_grad` (the parameter says so with `grad_added_to_main_grad`), that is what counts.
+    Shards of a DTensor are summed over its mesh, of replicas one counts. Call it after gradients are reduced, with all
+    parameters of the model, on every rank that holds any: the collectives follow from the parameters, and a missing
+    gradient counts as zeros. A parameter with `grad_added_to_main_grad` counts by its `main_grad`.
 
     Args:
         norm_type: 2, another power above 0, or inf.

@@ -13,7 +13,9 @@ import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trimtab.errors import ConfigError
 from trimtab.guard.shared import SharedByCopies
@@ -92,3 +94,8 @@ class TokenMeshes(SharedByCopies):
             )
         if problems:
             raise ConfigError(f"dp_mesh has ranks {sorted(data)}; {'; '.join(problems)}", layer=layer)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
