@@ -24,8 +24,7 @@ from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints
 from trimtab.checkpoint.model_state import expert_shapes, model_tensors
 from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.recipes.amax_history import AmaxHistory
-from trimtab.experts.recipes.formats import E4M3
+from trimtab.experts.recipes.fp8_delayed import AmaxHistory, FP8Delayed
 from trimtab.verify.ranks import run_ranks
 
 
@@ -219,12 +218,12 @@ def test_random_numbers_of_every_kind_come_back(tmp_path: Path) -> None:
 
 
 def test_buffers_that_take_their_width_from_a_checkpoint(tmp_path: Path) -> None:
-    used, fresh = (AmaxHistory(2, E4M3, 0, "max") for _ in range(2))
+    used, fresh = (AmaxHistory(FP8Delayed(backend="emulated", history=2)) for _ in range(2))
     used.step(torch.tensor([1.0, 2.0, 3.0]))
     folder = save(tmp_path, used, step=1)
     load(folder, fresh)
     assert fresh.history_He.tolist() == used.history_He.tolist()
-    load(save(tmp_path, AmaxHistory(2, E4M3, 0, "max"), step=2), fresh)
+    load(save(tmp_path, AmaxHistory(FP8Delayed(backend="emulated", history=2)), step=2), fresh)
     assert fresh.history_He.shape == (2, 0)
 
 

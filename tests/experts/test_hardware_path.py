@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,7 @@ from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise, Recipe
 from trimtab.experts.recipes.base import Way
-from trimtab.experts.recipes.blockwise_kernel import BlockwiseKernel
-from trimtab.experts.recipes.engine import Engine
-from trimtab.experts.recipes.mxfp8_kernel import MXFP8Kernel
-from trimtab.experts.recipes.rowwise_kernel import RowwiseKernel
+from trimtab.experts.recipes.hardware import Packed
 
 G, A, B = 4, 128, 256
 # A product that the hardware rounds to bfloat16 is off by half a unit of the last place, and what follows builds on it.
@@ -119,28 +117,29 @@ def test_what_is_kept_for_the_weight_gradient_is_one_byte_a_value(name: str) -> 
     assert sum(t.numel() * t.element_size() for t in kept) <= 128 * A + 4 * G * A  # and their scales
 
 
-def meta_torch(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends: Tensor) -> Tensor:
+def torch_checks(self: Any, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
     """torch's own checks of shapes, strides and scales; the public function has none for the meta device."""
-    return torch._scaled_grouped_mm(left, right, left_scale, right_scale, offs=ends, out_dtype=torch.bfloat16)
+    offs = offsets_e[1:].int()
+    return torch._scaled_grouped_mm(x[0], w[0].mT, x[1], w[1], offs=offs, out_dtype=torch.bfloat16)
 
 
-def meta_blockwise(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, offsets: Tensor) -> Tensor:
-    shape = (x.shape[0], y.shape[1]) if y.dim() == 3 else (offsets.shape[0] - 1, x.shape[0], y.shape[0])
-    return x.new_empty(shape, dtype=torch.bfloat16)
+def shapes_alone(self: Any, x: Packed, y: Packed, offsets_e: Tensor) -> Tensor:
+    """Of blockwise products."""
+    rows = y[0].dim() == 3
+    shape = (x[0].shape[0], y[0].shape[1]) if rows else (offsets_e.shape[0] - 1, x[0].shape[0], y[0].shape[0])
+    return x[0].new_empty(shape, dtype=torch.bfloat16)
 
 
 class OnMeta:
     """A recipe whose kernels know shapes only. Whatever reads a size on the host raises on the meta device."""
 
     def __init__(self, name: str) -> None:
-        self.emulated = PAIRS[name][1]
-        self.name, self.alignment = self.emulated.name, self.emulated.alignment
-        kernels = {
-            "rowwise": RowwiseKernel(meta_torch), "mxfp8": MXFP8Kernel(meta_torch),
-            "blockwise": BlockwiseKernel(meta_blockwise, meta_blockwise),
-        }  # fmt: skip
-        self.engine = lambda: Engine(kernels[name])
-        self.state = self.emulated.state
+        stand_in, emulated = PAIRS[name]
+        self.name, self.alignment, self.state = emulated.name, emulated.alignment, emulated.state
+        product = shapes_alone if name == "blockwise" else torch_checks
+        kind = type(stand_in(backend="hardware").engine())
+        made = type("Meta", (kind,), {"by_rows": product, "by_groups": product})
+        self.engine = lambda: made(torch.bfloat16)
 
     def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
         return "hardware"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from helpers.comparing import assert_close
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.recipes.fp8_blockwise import FP8Blockwise
+from trimtab.experts.recipes import FP8Blockwise
 
 M, E, D, F, K = 13, 4, 16, 32, 2
 BIASED = {"bias": True}

@@ -7,7 +7,6 @@ a line for each case, and an error with the place of the first wrong value other
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,13 +16,22 @@ from helpers.comparing import assert_close
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import FP8Blockwise
 from trimtab.experts.recipes.base import Way
-from trimtab.experts.recipes.blockwise_kernel import BlockwiseKernel
-from trimtab.experts.recipes.engine import Engine
+from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, Packed
 from trimtab.kernels.fp8_blockwise import BLOCK, blockwise_groups, blockwise_rows
 
 FP8 = torch.float8_e4m3fn
 SIZES = ([1, 0, 2], [0, 0, 0], [0, 3, 0], [1], [0, 0, 1, 0, 1])
 WIDE = {"wide": True, "dtype": torch.float32}
+
+
+class WideEngine(BlockwiseEngine):
+    """Its kernels as the interpreter runs them."""
+
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return blockwise_rows(*x, *w, offsets_e, **WIDE)
+
+    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return blockwise_groups(*x, *w, offsets_e, **WIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,7 @@ class Interpreted(FP8Blockwise):
         return "hardware"
 
     def engine(self) -> Engine:
-        return Engine(BlockwiseKernel(partial(blockwise_rows, **WIDE), partial(blockwise_groups, **WIDE)))
+        return WideEngine()
 
 
 def values(*shape: int, seed: int) -> Tensor:

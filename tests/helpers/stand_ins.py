@@ -6,17 +6,13 @@ Legend: S rows in segments, e experts, C the contracted width, N, A and B output
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise
 from trimtab.experts.recipes.base import Way
-from trimtab.experts.recipes.blockwise_kernel import BlockwiseKernel
-from trimtab.experts.recipes.engine import Engine
-from trimtab.experts.recipes.mxfp8_kernel import MXFP8Kernel
-from trimtab.experts.recipes.rowwise_kernel import RowwiseKernel
+from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, MXFP8Engine, Packed, RowwiseEngine
 
 FP8, BLOCK = torch.float8_e4m3fn, 128
 
@@ -126,44 +122,72 @@ def _checked(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tenso
     assert not (offsets % BLOCK).any()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StandInRowwise(FP8Rowwise):
-    """Runs on the CPU as on hardware. dtype: of the products, bfloat16 on real hardware."""
+class Rowwise(RowwiseEngine):
+    """dtype: of the products, bfloat16 on real hardware."""
 
-    dtype: torch.dtype = torch.float32
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
-    def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
-        return "hardware"
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return rowwise_product(x[0], w[0].mT, x[1], w[1], offsets_e[1:].int(), dtype=self.dtype)
 
-    def engine(self) -> Engine:
-        return Engine(RowwiseKernel(partial(rowwise_product, dtype=self.dtype)))
+    by_groups = by_rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class StandInBlockwise(FP8Blockwise):
+class Blockwise(BlockwiseEngine):
     """The same."""
 
-    dtype: torch.dtype = torch.float32
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return blockwise_rows(*x, *w, offsets_e, dtype=self.dtype)
+
+    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return blockwise_groups(*x, *w, offsets_e, dtype=self.dtype)
+
+
+class MX(MXFP8Engine):
+    """The same."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        return mxfp8_product(x[0], w[0].mT, x[1], w[1], offsets_e[1:].int(), dtype=self.dtype)
+
+    by_groups = by_rows
+
+
+class OnHardware:
+    """Runs on the CPU as on hardware."""
 
     def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
         return "hardware"
-
-    def engine(self) -> Engine:
-        rows, groups = (partial(call, dtype=self.dtype) for call in (blockwise_rows, blockwise_groups))
-        return Engine(BlockwiseKernel(rows, groups))
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandInMXFP8(MXFP8):
-    """The same."""
-
+class StandInRowwise(OnHardware, FP8Rowwise):
     dtype: torch.dtype = torch.float32
 
-    def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
-        return "hardware"
+    def engine(self) -> Engine:
+        return Rowwise(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandInBlockwise(OnHardware, FP8Blockwise):
+    dtype: torch.dtype = torch.float32
 
     def engine(self) -> Engine:
-        return Engine(MXFP8Kernel(partial(mxfp8_product, dtype=self.dtype)))
+        return Blockwise(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandInMXFP8(OnHardware, MXFP8):
+    dtype: torch.dtype = torch.float32
+
+    def engine(self) -> Engine:
+        return MX(self.dtype)
 
 
 PAIRS = {

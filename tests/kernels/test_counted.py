@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab import ExpertMLP, GroupedLinear
-from trimtab.experts.recipes import mxfp8_kernel, rowwise_kernel
+from trimtab.experts.recipes.hardware import MXFP8Engine, RowwiseEngine
 
 E, D, F, K = 6, 64, 32, 2
 KERNELS = ("compiled", "loop", "stock")
@@ -87,15 +87,14 @@ def test_large_experts_in_either_way(dim: int) -> None:
         assert found == 3 * 2 * 2 * rows * 3 * 1024 * dim
 
 
-@pytest.mark.parametrize("recipe", [mxfp8_kernel, rowwise_kernel])
-def test_products_in_low_precision(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", [MXFP8Engine(), RowwiseEngine()])
+def test_products_in_low_precision(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's product left out: no CPU has it."""
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda left, *args, **kwargs: left)
-    rows, weights, ends = torch.ones(70, D), torch.ones(3, D, F), torch.tensor([10, 10, 70], dtype=torch.int32)
-    scale = torch.ones(1)
-    assert flops_of(lambda: recipe.scaled_grouped_mm(rows, weights, scale, scale, ends)) == 2 * 70 * D * F
-    into = torch.ones(70, F)
-    assert flops_of(lambda: recipe.scaled_grouped_mm(rows.t(), into, scale, scale, ends)) == 2 * 70 * D * F
+    rows, weights, offsets, scale = torch.ones(70, D), torch.ones(3, F, D), torch.tensor([0, 10, 10, 70]), torch.ones(1)
+    assert flops_of(lambda: engine.by_rows((rows, scale), (weights, scale), offsets)) == 2 * 70 * D * F
+    into = torch.ones(F, 70)
+    assert flops_of(lambda: engine.by_groups((rows.mT, scale), (into, scale), offsets)) == 2 * 70 * D * F
 
 
 def test_a_graph_counts_what_eager_experts_do() -> None:

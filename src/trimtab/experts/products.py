@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.experts.per_group import Gradients, take
-from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, RowsRole, Way
-from trimtab.experts.recipes.engine import Engine, Packed
+from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, Role, Way
+from trimtab.experts.recipes.hardware import Engine
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, Kernels, put
 
@@ -62,7 +62,7 @@ class Products(Protocol):
         """[S, A] in the weight's dtype."""
         ...
 
-    def keep(self, rows_SC: Tensor, role: RowsRole) -> Kept:
+    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
         """An operand of `wgrad`."""
         ...
 
@@ -85,7 +85,7 @@ class Plain:
         rows = dy_SB if self.operands is None else self.operands.gradient(dy_SB, self.offsets_e, "row")
         return self._product(rows, w, transpose=True)
 
-    def keep(self, rows_SC: Tensor, role: RowsRole) -> Kept:
+    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
         if self.operands is None:
             return (rows_SC,)
         make = self.operands.activation if role == "activation" else self.operands.gradient
@@ -131,22 +131,25 @@ class Hardware:
         self.kernels, self.offsets_e, self.call, self.engine = kernels, offsets_e, call, engine
 
     def forward(self, x_SA: Tensor, w: GroupWeights) -> Tensor:
-        y_SB = self.engine.forward(self.call, x_SA, w.by_row(w.groups), self.offsets_e).to(w.dtype)
+        y_SB = self._product(x_SA, w, "activation", "in")
         for block in self.kernels.blocks(self.offsets_e, x_SA.shape[0]) if w.biases else ():
             y_SB[block.rows] += self.kernels.expand(take(w.biases, w.stacked, block.experts), block)
         return y_SB
 
     def dgrad(self, dy_SB: Tensor, w: GroupWeights) -> Tensor:
-        return self.engine.dgrad(self.call, dy_SB, w.by_row(w.groups), self.offsets_e).to(w.dtype)
+        return self._product(dy_SB, w, "gradient", "out")
 
-    def keep(self, rows_SC: Tensor, role: RowsRole) -> Kept:
-        packed = self.engine.columns(self.call, rows_SC, self.offsets_e, role)
-        return packed.values, packed.scale
+    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
+        return self.engine.columns(self.call, rows_SC, self.offsets_e, role)
 
     def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
-        dw_eAB = self.engine.wgrad(Packed(*x), Packed(*dy), self.offsets_e)
+        dw_eAB = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e)
         with into.block(slice(0, dw_eAB.shape[0])) as (out_eBA, add):
             put(out_eBA, dw_eAB.transpose(1, 2), add)
+
+    def _product(self, rows_SC: Tensor, w: GroupWeights, role: Role, along: Literal["in", "out"]) -> Tensor:
+        w_eAB = w.by_row(w.groups)
+        return self.engine.product(self.call, rows_SC, w_eAB, self.offsets_e, role, along).to(w.dtype)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class Lowered:
     @property
     def alignment(self) -> int:
         """Rows per segment must be multiples of this."""
-        return self.recipe.alignment if self.engine is None else self.engine.kernel.alignment
+        return self.recipe.alignment if self.engine is None else self.engine.alignment
 
     def products(self, kernels: Kernels, offsets_e: Tensor, state: RecipeState | None) -> Products:
         """For one call; made inside a backward, for a forward that is computed again."""

@@ -9,42 +9,46 @@ from torch import Tensor
 from helpers.recipe_cases import normal
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import FP8Current, FP8Delayed
-from trimtab.experts.recipes.amax_history import REMEMBERED, AmaxHistory
-from trimtab.experts.recipes.formats import E4M3, E5M2
-from trimtab.experts.recipes.fp8_delayed import LARGEST_MARGIN
+from trimtab.experts.recipes.fp8_delayed import LARGEST_MARGIN, REMEMBERED, FP8DelayedCall, FP8DelayedState
+from trimtab.experts.recipes.numbers import E4M3, E5M2, float_scale
 
 CUTS = torch.tensor([0, 16, 16, 48])
 
 
-def history(length: int = 3, margin: int = 0, latest: bool = False) -> AmaxHistory:
-    return AmaxHistory(length, E4M3, margin, "latest" if latest else "max")
+def fresh(length: int = 3, margin: int = 0, latest: bool = False) -> FP8DelayedState:
+    algorithm = "latest" if latest else "max"
+    return FP8Delayed(backend="emulated", history=length, margin=margin, algorithm=algorithm).state()
 
 
-def magnitudes(h: AmaxHistory, basis: Tensor) -> list[float]:
-    """Magnitudes that the scale in use stands for."""
-    return (h.scale(basis).decode * 448 * 2.0**-h.margin).tolist()
+def bases(state: FP8DelayedState, activation: tuple[float, ...], weight: tuple[float, ...], again: bool) -> list[list]:
+    """Magnitudes that the scales of a call stand for."""
+    call = state.call()
+    assert isinstance(call, FP8DelayedCall)
+    call.recomputed = again
+    given = (("activation", activation), ("weight", weight))
+    return [call.basis(torch.tensor(amax), role).tolist() for role, amax in given]
 
 
-def step(h: AmaxHistory, *amax: float) -> list[float]:
-    return magnitudes(h, h.step(torch.tensor(amax)))
+def step(state: FP8DelayedState, *amax: float) -> list[float]:
+    return bases(state, amax, amax, False)[0]
 
 
-def again(h: AmaxHistory, *amax: float) -> list[float]:
-    return magnitudes(h, h.again(torch.tensor(amax), h.which(torch.tensor(amax))))
+def again(state: FP8DelayedState, *amax: float) -> list[float]:
+    return bases(state, amax, amax, True)[0]
 
 
 def test_a_scale_comes_from_the_steps_before() -> None:
-    h = history()
+    h = fresh()
     assert step(h, 8.0, 1.0) == [8, 1]  # nothing is known: from the data
     assert step(h, 2.0, 4.0) == [8, 1]
     assert step(h, 1.0, 1.0) == [8, 4]
     assert step(h, 1.0, 1.0) == [8, 4]
-    assert h.history_He.tolist() == [[1, 1], [1, 1], [2, 4]]
+    assert h.activation_amax.history_He.tolist() == [[1, 1], [1, 1], [2, 4]]
     assert step(h, 1.0, 1.0) == [2, 4]  # 8 is forgotten
 
 
 def test_latest_looks_one_step_back() -> None:
-    h = history(latest=True)
+    h = fresh(latest=True)
     assert [step(h, x) for x in (8.0, 2.0, 1.0, 4.0)] == [[8], [8], [2], [1]]
 
 
@@ -53,13 +57,13 @@ def test_the_products_of_a_call_have_one_scale_whatever_other_calls_come_between
     x = normal(48, 24)
     state.activation(x, CUTS, along="row")
     first, second = state.call(), state.call()
-    row = first.quantise_rows(8 * x, CUTS, "row", "activation")
-    other = second.quantise_rows(2 * x, CUTS, "row", "activation")
-    column = first.quantise_rows(8 * x, CUTS, "column", "activation")
+    row = first.quantize(8 * x, CUTS, "activation", "row")
+    other = second.quantize(2 * x, CUTS, "activation", "row")
+    column = first.quantize(8 * x, CUTS, "activation", "column")
     assert torch.equal(row.scale, column.scale)
     torch.testing.assert_close(other.scale[[0, 2]], 8 * row.scale[[0, 2]])
     moved = state.activation_amax.history_He.clone()
-    second.quantise_rows(2 * x, CUTS, "column", "activation")
+    second.quantize(2 * x, CUTS, "activation", "column")
     assert torch.equal(state.activation_amax.history_He, moved)
 
 
@@ -73,48 +77,48 @@ def test_later_steps_leave_room_for_every_product_of_a_step() -> None:
 
 
 def test_an_expert_without_history_takes_its_scale_from_the_data() -> None:
-    h = history(length=2)
+    h = fresh(length=2)
     step(h, 4.0, 0.0)
     assert step(h, 2.0, 16.0) == [4, 16]
     assert step(h, 0.0, 0.0) == [4, 16]
     assert step(h, 0.0, 0.0) == [2, 16]
-    assert step(h, 64.0, 0.0) == [64, 448]  # all forgotten: from the data, scale 1 where that is zero
-    assert h.scale(h.step(torch.zeros(2))).encode.tolist() == [7, 1]
+    assert step(h, 64.0, 0.0) == [64, 0]  # all forgotten: from the data
+    assert float_scale(torch.tensor([64.0, 0.0]), E4M3).encode.tolist() == [7, 1]
 
 
 def test_eval_uses_the_history_and_leaves_it() -> None:
-    h = history()
+    h = fresh()
     step(h, 8.0)
     h.eval()
     assert step(h, 2.0) == step(h, 1.0) == [8]
-    assert h.history_He[:, 0].tolist() == [8, 0, 0]
+    assert h.activation_amax.history_He[:, 0].tolist() == [8, 0, 0]
     h.train()
     assert step(h, 1.0) == [8]
 
 
 def test_a_recomputed_forward_finds_its_scale_by_its_magnitudes_and_moves_nothing() -> None:
-    h = history(length=8, latest=True)
-    bases = [step(h, *amax) for amax in ((8.0, 1.0), (2.0, 1.0), (2.0, 4.0), (2.0, 1.0), (5.0, 5.0))]
-    assert bases == [[8, 1], [8, 1], [2, 1], [2, 4], [2, 1]]
-    before = h.history_He.clone()
+    h = fresh(length=8, latest=True)
+    found = [step(h, *amax) for amax in ((8.0, 1.0), (2.0, 1.0), (2.0, 4.0), (2.0, 1.0), (5.0, 5.0))]
+    assert found == [[8, 1], [8, 1], [2, 1], [2, 4], [2, 1]]
+    before = h.activation_amax.history_He.clone()
     assert again(h, 5.0, 5.0) == [2, 1]
     assert again(h, 2.0, 4.0) == [2, 1]
     assert again(h, 8.0, 1.0) == [8, 1]
     assert again(h, 2.0, 1.0) == [2, 4]  # the latest of two such steps
     assert again(h, 7.0, 7.0) == [5, 5]  # no such step: as in eval mode
-    assert torch.equal(h.history_He, before)
+    assert torch.equal(h.activation_amax.history_He, before)
 
 
 def test_a_recompute_finds_as_many_calls_however_long_the_history_is() -> None:
-    h = history(1, latest=True)
+    h = fresh(1, latest=True)
     scales = [step(h, float(i)) for i in range(REMEMBERED + 1)]
     assert [again(h, float(i)) for i in range(1, REMEMBERED + 1)] == scales[1:]
     assert again(h, 0.0) == [REMEMBERED] != scales[0]  # forgotten: as in eval mode
-    assert h.state_dict().keys() == {"history_He"}
+    assert all(key.endswith("history_He") for key in h.state_dict())
 
 
 def test_a_recompute_asks_for_calls_of_its_mode_first() -> None:
-    h = history(latest=True)
+    h = fresh(latest=True)
     assert [step(h, x) for x in (4.0, 2.0, 8.0)] == [[4], [4], [2]]
     h.eval()
     assert again(h, 2.0) == [4]  # a forward in training, run again in eval mode
@@ -131,21 +135,18 @@ def test_a_recompute_asks_for_calls_of_its_mode_first() -> None:
 
 
 def test_a_call_without_tokens_is_found_too() -> None:
-    h, weights = history(), history()
+    h = fresh()
     for amax in (8.0, 2.0):
-        step(weights, amax)
-        step(h, 0.0)
-    for module in (h, weights):
-        module.eval()
-    which = h.which(torch.zeros(1))
-    assert magnitudes(weights, weights.again(torch.tensor([2.0]), which)) == [8]
+        bases(h, (0.0,), (amax,), False)
+    h.eval()
+    assert bases(h, (0.0,), (2.0,), True) == [[0], [8]]
 
 
 def test_inference_before_training() -> None:
-    h = history()
+    h = fresh()
     with torch.inference_mode():
         step(h.eval(), 4.0)
-        assert (h.first_2Ne < 0).all()  # nothing of that runs again
+        assert not h.calls[False]  # nothing of that runs again
     assert step(h, 2.0) == step(h.train(), 2.0) == [2]
     assert step(h, 1.0) == [2]
 
@@ -193,7 +194,7 @@ def test_operands_have_histories_of_their_own_and_nothing_odd_enters_them() -> N
     assert state.activation_amax.history_He.tolist() == [[1, 0, 1], [0, 0, 0]]
     assert state.gradient_amax.history_He.tolist() == [[2, 0, 2], [0, 0, 0]]
     assert state.weight_amax.history_He.tolist() == [[4, 4, 4], [0, 0, 0]]
-    assert (state.activation_amax.form, state.gradient_amax.form) == (E4M3, E5M2)
+    assert (state.recipe.form("activation"), state.recipe.form("gradient")) == (E4M3, E5M2)
 
 
 def run(state: torch.nn.Module, steps: range) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.recipe_bounds import bits_per_value, element_bound, product_bound
 from helpers.recipe_cases import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
@@ -29,14 +30,13 @@ def test_the_table_is_the_code_s(row: str) -> None:
     cells = [cell.strip() for cell in lines[0].strip("|").split("|")]
     _, _, _, _, alignment, bits, elements, measured, bounds = cells
     recipe = RECIPES[DOCUMENTED[row]]
-    bound = recipe.error_bound()
+    limits = [product_bound(recipe, role) for role in ("activation", "gradient", "gradient")]
     forward, gradient = (float(Fraction(text)) for text in elements.split(", "))
     assert int(alignment) == recipe.alignment
-    assert float(bits) == recipe.formats().activation.bits
-    assert forward == pytest.approx(bound.activation.relative, abs=1e-6)
-    assert gradient == pytest.approx(bound.gradient.relative, abs=1e-6)
-    assert bounds == f"{bound.forward:.3f}, {bound.backward:.3f}"
-    limits = (bound.forward, bound.backward, bound.backward)
+    assert float(bits) == bits_per_value(recipe)
+    assert forward == pytest.approx(element_bound(recipe, "activation").relative, abs=1e-6)
+    assert gradient == pytest.approx(element_bound(recipe, "gradient").relative, abs=1e-6)
+    assert bounds == f"{limits[0]:.3f}, {limits[1]:.3f}"
     assert all(float(error) <= limit for error, limit in zip(measured.split(", "), limits, strict=True))
 
 
@@ -48,5 +48,5 @@ def test_the_snippets_run_one_after_the_other() -> None:
         exec(text, names)  # our own page
     true = names["x"][48:64].double() @ names["layer"].weight[3].detach().double().T
     assert names["y_rows"].shape == true.shape == (16, 4096)
-    bound = names["recipe"].error_bound().forward
+    bound = product_bound(names["recipe"], "activation")
     assert 0 < float((names["y_rows"] - true).abs().max() / true.abs().max()) <= bound

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trimtab.experts.recipes import NVFP4
-from trimtab.experts.recipes.blocks import Segments, block_amax, spread_blocks
-from trimtab.experts.recipes.formats import E2M1, E4M3, E5M2, ElementFormat, round_to
-from trimtab.experts.recipes.scales import e4m3_scale, e8m0_scale, float_scale, tensor_scale
+from trimtab.experts.recipes.blocks import Blocks
+from trimtab.experts.recipes.numbers import (
+    E2M1,
+    E4M3,
+    E5M2,
+    ElementFormat,
+    e4m3_scale,
+    e8m0_scale,
+    float_scale,
+    round_to,
+    tensor_scale,
+)
 
 POSITIVE = st.floats(2.0**-126, 2.0**127, width=32)
 EIGHT_BITS = st.sampled_from([E4M3, E5M2])
@@ -69,8 +78,8 @@ def test_all_zero_blocks_have_a_finite_scale(form: ElementFormat) -> None:
         assert torch.equal(scale.decode, torch.full((3,), wanted))
         assert torch.equal(zero * scale.encode, zero)
     assert torch.equal(tensor_scale(zero), torch.ones(3))
-    stored, scale = e4m3_scale(zero, torch.ones(3))
-    assert not stored.any()
+    scale = e4m3_scale(zero, torch.ones(3))
+    assert not scale.stored.any()
     assert not scale.encode.any()
 
 
@@ -79,7 +88,8 @@ def test_all_zero_blocks_have_a_finite_scale(form: ElementFormat) -> None:
 def test_nvfp4_scales_are_the_two_levels_of_its_paper(amaxes: list[float]) -> None:
     amax = torch.tensor(amaxes)
     g = tensor_scale(amax.max())
-    stored, scale = e4m3_scale(amax, g)
+    scale = e4m3_scale(amax, g)
+    stored = scale.stored
     assert torch.equal(stored.to(torch.float8_e4m3fn).float(), stored)
     assert (stored <= 448).all()
     if amax.max() > 1e-30:
@@ -94,12 +104,13 @@ def test_nvfp4_scales_are_the_two_levels_of_its_paper(amaxes: list[float]) -> No
 @pytest.mark.parametrize(("rows", "columns"), [(1, 4), (4, 1), (4, 4), (1, 7), (5, 7), (16, 1)])
 def test_blocks_are_rectangles_from_the_first_corner(rows: int, columns: int) -> None:
     x = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
-    amax = block_amax(x, rows, columns)
+    blocks = Blocks(x, rows, columns, None)
+    amax = blocks.amax()
     for i in range(amax.shape[1]):
         for j in range(amax.shape[2]):
             part = x[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
             assert torch.equal(amax[:, i, j], part.abs().amax((1, 2)))
-    spread = spread_blocks(amax, rows, columns, x)
+    spread = blocks.spread(amax).expand_as(x)
     assert spread.shape == x.shape
     assert (spread >= x.abs()).all()
     assert torch.equal(spread[:, 4, 6], amax[:, 4 // rows, 6 // columns])
@@ -109,15 +120,18 @@ def test_blocks_are_rectangles_from_the_first_corner(rows: int, columns: int) ->
 def test_segments_against_a_loop(cuts: tuple[int, ...]) -> None:
     x = torch.randn(80, 3, generator=torch.Generator().manual_seed(1))
     x[cuts[-1] :] = torch.nan
-    segments = Segments(80, torch.tensor(cuts), 16)
-    clean = segments.clean(x)
+    offsets = torch.tensor(cuts)
+    by_column, whole = (Blocks(x, 0, columns, offsets) for columns in (1, 0))
+    clean = by_column.x
     parts = [clean[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def largest(part: Tensor) -> Tensor:
         return part.abs().amax(0) if len(part) else torch.zeros(3)
 
     assert not clean[cuts[-1] :].any()
-    assert torch.equal(segments.column_amax(clean), torch.stack([largest(p) for p in parts]))
-    assert torch.equal(segments.amax(clean)[:, 0], torch.stack([largest(p).max() for p in parts]))
-    spread = segments.spread(torch.arange(len(parts))[:, None])[: cuts[-1], 0].tolist()
+    assert torch.equal(by_column.amax(), torch.stack([largest(p) for p in parts]))
+    assert torch.equal(whole.amax()[:, 0], torch.stack([largest(p).max() for p in parts]))
+    spread = whole.spread(torch.arange(len(parts))[:, None])[: cuts[-1], 0].tolist()
     assert spread == [i for i, p in enumerate(parts) for _ in p]
+    of_blocks = Blocks(x, 16, 1, offsets).tensor_amax()[: cuts[-1] // 16, 0]
+    assert torch.equal(of_blocks, torch.tensor([largest(p).max() for p in parts for _ in p[::16]]))

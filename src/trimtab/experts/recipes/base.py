@@ -1,4 +1,4 @@
-"""What a low-precision recipe is: a frozen value that describes the formats, and a state that a module owns.
+"""What a low-precision recipe is: a frozen value that describes formats and scales, and a state that a module owns.
 
     recipe = MXFP8(backend="emulated")
     recipe.check(device, in_features, out_features)      refused here, at construction, or never
@@ -9,9 +9,8 @@
     dx = call.gradient(dy, offsets, along="row")     @ call.weight(w, along="out")^T        dgrad
     dw = call.activation(x, offsets, along="column")^T @ call.gradient(dy, offsets, along="column")   wgrad
 
-`along` names the axis that the product contracts, because that is the axis along which scaling blocks lie. Each
-method quantises and dequantises at once: the values it returns are exactly those the hardware would multiply, in
-float32, so that an ordinary GEMM with float32 accumulation reproduces the hardware's product.
+`along` names the axis that the product contracts: scaling blocks lie along it. Each method quantizes and dequantizes:
+its values, in float32, are those that the hardware would multiply.
 
 Legend: R expert rows, e experts, A in features, B out features, C either width. offsets_e: [e + 1].
 """
@@ -19,93 +18,103 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import BackendError, InputError
-from trimtab.experts.recipes.blocks import Segments
-from trimtab.experts.recipes.describe import ErrorBound, Formats
-from trimtab.experts.recipes.machine import Backend, Hardware, check_backend_name, missing
-from trimtab.experts.recipes.quantised import Quantised
+from trimtab.errors import BackendError, ConfigError, InputError
+from trimtab.experts.recipes.blocks import Blocks
+from trimtab.experts.recipes.numbers import E4M3, ElementFormat, Scale, encode
 from trimtab.validation import check_flags
 
 if TYPE_CHECKING:
-    from trimtab.experts.recipes.engine import Engine
+    from trimtab.experts.recipes.hardware import Engine
 
-RowsAlong = Literal["row", "column"]
-RowsRole = Literal["activation", "gradient"]
-WeightAlong = Literal["in", "out"]
+Role = Literal["activation", "gradient", "weight"]
+Along = Literal["row", "column", "in", "out"]
 Way = Literal["emulated", "hardware"]
+Backend = Literal["emulated", "hardware", "auto"]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """values: float32 on the format's grid. scale: as stored, one per block. factor: it, broadcastable to values.
+
+    `values.to(format.dtype)` is exact: those are the bytes that the hardware reads.
+    """
+
+    values: Tensor
+    scale: Tensor
+    factor: Tensor
+
+    def dequantized(self) -> Tensor:
+        """values * factor, rounded once to float32."""
+        return self.values * self.factor
 
 
 class Operands:
-    """What the products of one call multiply. alignment: the recipe's, which defines `rows` and `stacked`.
+    """What the products of one call multiply.
 
-    `activation`, `weight` and `gradient` return float32 of the shape they were given, read nothing on the host and work
-    on the meta device. Segment i of the rows is offsets_e[i] .. offsets_e[i + 1] - 1; each offset is a multiple of the
-    recipe's `alignment`. Scales never cross a segment. Rows from offsets_e[-1] on are padding: they come out zero and
-    influence no scale, whatever they hold. NaN and Inf anywhere else come out as NaN or Inf.
+    Nothing is read on the host, and all of it works on the meta device. Segment i of the rows is offsets_e[i] ..
+    offsets_e[i + 1] - 1, offsets being multiples of the recipe's `alignment`. Scales never cross a segment. Rows from
+    offsets_e[-1] on come out zero and influence no scale, whatever they hold.
     """
 
-    alignment: int
+    recipe: Recipe
 
-    def rows(self, x_RC: Tensor, segments: Segments, along: RowsAlong, role: RowsRole) -> Quantised:
-        """Quantise clean float32 rows [R, C]."""
-        raise NotImplementedError
+    def scale(self, blocks: Blocks, form: ElementFormat, role: Role) -> Scale:
+        """Of each block."""
+        return self.recipe.scale(blocks.amax(), form)
 
-    def stacked(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
-        """Quantise float32 weights [e, A, B]."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def quantise_rows(self, x_RC: Tensor, offsets_e: Tensor, along: RowsAlong, role: RowsRole) -> Quantised:
-        """As `activation` and `gradient`, before the scales are multiplied back."""
-        _one_of(along, ("row", "column"))
-        segments = Segments(x_RC.shape[0], offsets_e, self.alignment)
-        return self.rows(segments.clean(x_RC), segments, along, role)
+    def dither(self, x: Tensor, role: Role) -> Tensor | None:
+        """For stochastic rounding: uniform numbers of x's shape; None to round to the nearest."""
+        return None
 
     @torch.no_grad()
-    def quantise_weight(self, w_eAB: Tensor, along: WeightAlong) -> Quantised:
-        """As `weight`, before the scales are multiplied back."""
-        _one_of(along, ("in", "out"))
-        if w_eAB.dim() != 3:
-            raise InputError(f"weights of shape {tuple(w_eAB.shape)}: expected [experts, in, out]")
-        return self.stacked(w_eAB.float(), along)
+    def quantize(self, x: Tensor, offsets_e: Tensor | None, role: Role, along: Along) -> Quantized:
+        """Rows [R, C] of any floating dtype, or where role is "weight", and offsets_e None, weights [e, A, B].
 
-    def activation(self, x_RA: Tensor, offsets_e: Tensor, along: RowsAlong) -> Tensor:
+        Raises:
+            InputError: the shape, or `along`, is not one for this role.
+        """
+        allowed, dims = (("in", "out"), 3) if role == "weight" else (("row", "column"), 2)
+        if along not in allowed or x.dim() != dims:
+            raise InputError(f"{role} of shape {tuple(x.shape)}, along={along!r}: need {dims} axes, one of {allowed}")
+        form = self.recipe.form(role)
+        blocks = Blocks(x, *self.recipe.block(role, along), offsets_e)
+        scale = self.scale(blocks, form, role)
+        values = encode(blocks.x, blocks.spread(scale.encode), form, self.dither(blocks.x, role))
+        stored = scale.decode if scale.stored is None else scale.stored
+        return Quantized(values, stored, blocks.spread(scale.decode))
+
+    def activation(self, x_RA: Tensor, offsets_e: Tensor, along: Along) -> Tensor:
         """[R, A]. "row": the product contracts A (forward). "column": it contracts each segment's rows (wgrad)."""
-        return self.quantise_rows(x_RA, offsets_e, along, "activation").dequantised()
+        return self.quantize(x_RA, offsets_e, "activation", along).dequantized()
 
-    def weight(self, w_eAB: Tensor, along: WeightAlong) -> Tensor:
-        """[e, A, B], held as [expert, in, out]. "in": the product contracts A (forward). "out": B (dgrad)."""
-        return self.quantise_weight(w_eAB, along).dequantised()
-
-    def gradient(self, dy_RB: Tensor, offsets_e: Tensor, along: RowsAlong) -> Tensor:
+    def gradient(self, dy_RB: Tensor, offsets_e: Tensor, along: Along) -> Tensor:
         """[R, B]. "row": the product contracts B (dgrad). "column": it contracts each segment's rows (wgrad)."""
-        return self.quantise_rows(dy_RB, offsets_e, along, "gradient").dequantised()
+        return self.quantize(dy_RB, offsets_e, "gradient", along).dequantized()
+
+    def weight(self, w_eAB: Tensor, along: Along) -> Tensor:
+        """[e, A, B], held as [expert, in, out]. "in": the product contracts A (forward). "out": B (dgrad)."""
+        return self.quantize(w_eAB, None, "weight", along).dequantized()
 
 
 class RecipeState(Operands, nn.Module):
-    """The mutable part of a recipe, one per module; buffers only, so that state dicts carry it.
+    """The part of a recipe that changes, one per weight; buffers only, so that state dicts carry it.
 
-    Used directly, each of its methods is a call of its own.
-
-    Args:
-        alignment: the recipe's. Not read in a state that defines `activation`, `weight` and `gradient` itself.
+    Used directly, each of its methods is a call of its own. One of one's own may define `activation`, `weight` and
+    `gradient` alone.
     """
 
-    def __init__(self, alignment: int = 1) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__()
-        self.alignment = alignment
+        if recipe is not None:
+            self.recipe = recipe
 
     def reserve(self, num_groups: int) -> None:
-        """Give buffers that have one entry per expert their full shape before a first call.
-
-        Optional: without it they take their shape at the first call. Checkpoint loaders that fill tensors in place
-        need it. Does nothing in a state without such buffers, or where they have this shape already.
-        """
+        """Give buffers that have one entry per expert their full shape before a first call."""
 
     def call(self) -> Operands:
         """For one forward and its backward. Made inside a backward, it is for a forward that is computed again."""
@@ -116,59 +125,71 @@ class RecipeState(Operands, nn.Module):
 class Recipe:
     """A low-precision recipe: frozen, hashable, compared by value.
 
-    name: how users call it, e.g. "mxfp8". alignment: rows per expert segment must be multiples of it.
+    Each has a name, an `alignment` that rows per expert segment must be multiples of, and says which hardware
+    multiplies its operands: a kernel, on which CUDA compute capabilities, with widths that are multiples of what.
 
     backend: "emulated" computes the same values with ordinary arithmetic, on any device, slowly; "hardware" is
-        refused by `check` where it cannot run; "auto" is hardware where it can run and emulation elsewhere, and the
-        layer says which. None is a default: nobody emulates without having said so.
+        refused by `check` where it cannot run; "auto" is hardware where it can run and emulation elsewhere.
     """
 
     name: ClassVar[str]
     alignment: ClassVar[int]
+    kernel: ClassVar[str]
+    capabilities: ClassVar[tuple[tuple[int, int], ...]]
+    multiple: ClassVar[int]
 
     backend: Backend
 
     def __post_init__(self) -> None:
-        check_backend_name(self.backend)
+        if self.backend not in get_args(Backend):
+            raise ConfigError(f"backend {self.backend!r} of a recipe: choose one of {get_args(Backend)}")
         check_flags(**{f.name: getattr(self, f.name) for f in fields(self) if f.type in (bool, "bool")})
 
-    def hardware(self) -> Hardware:
-        """The real kernel that computes these products, and what it runs on."""
+    def form(self, role: Role) -> ElementFormat:
+        """What elements are rounded to."""
+        return E4M3
+
+    def block(self, role: Role, along: Along) -> tuple[int, int]:
+        """(rows, columns) that share a scale; 0 for all of a segment or matrix."""
         raise NotImplementedError
 
-    def formats(self) -> Formats:
-        """What is stored of each operand."""
-        raise NotImplementedError
-
-    def error_bound(self) -> ErrorBound:
-        """How far elements and products can be off. Formulas in `describe`."""
+    def scale(self, amax: Tensor, form: ElementFormat) -> Scale:
+        """Of blocks with these largest magnitudes, float32."""
         raise NotImplementedError
 
     def state(self) -> RecipeState:
-        """A fresh state, for one module."""
-        raise NotImplementedError
+        """A fresh state, for one weight."""
+        return RecipeState(self)
 
     def engine(self) -> Engine | None:
-        """The kernel that multiplies quantised operands as they are stored; None where trimtab calls none."""
+        """The hardware's products; None where trimtab calls none."""
         return None
 
     def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
-        """How products of these widths are computed on `device`. Emulation takes every device and every width: blocks
-        at an edge may be cut short.
+        """How products of these widths are computed on `device`. Emulation takes every device and every width.
+
+        A layer on the meta device will be materialized: the current CUDA device answers for it.
 
         Raises:
             BackendError: the recipe cannot run there; says what it needs and what this machine has.
         """
         if self.backend == "emulated":
             return "emulated"
-        fault = missing(self.name, self.hardware(), device, in_features, out_features)
-        if fault is None:
+        found = None
+        if device.type in ("cuda", "meta") and torch.cuda.is_available():
+            found = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+        fits = in_features % self.multiple == out_features % self.multiple == 0
+        engine = self.engine()
+        if engine is not None and engine.installed() and found in self.capabilities and fits:
             return "hardware"
         if self.backend == "auto":
             return "emulated"
-        raise BackendError(f"{fault}: use backend='emulated' or 'auto' for the same numbers on any device")
-
-
-def _one_of(along: str, allowed: tuple[str, str]) -> None:
-    if along not in allowed:
-        raise InputError(f"along={along!r}: choose one of {allowed}")
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in self.capabilities)
+        has = "no CUDA device" if found is None else "compute capability {}.{}".format(*found)
+        kernel = self.kernel if engine is not None else f"{self.kernel}, which trimtab does not call"
+        raise BackendError(
+            f"recipe {self.name!r} with backend='hardware' needs {kernel}, compute capability {wanted} and widths of "
+            f"multiples of {self.multiple}. Here are torch {torch.__version__}, device {device} with {has}, "
+            f"in_features {in_features} and out_features {out_features}: use backend='emulated' or 'auto' for the same "
+            "numbers on any device"
+        )

@@ -1,4 +1,4 @@
-"""Where scales lie: rectangular blocks, and segments of rows. Largest magnitudes of each, and back to elements.
+"""An operand cut into blocks that share a scale: their largest magnitudes, and back to elements.
 
 Only finite magnitudes count: a NaN or an Inf comes out in its own place and does not spoil the scale of others.
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.errors import InputError
-
-ROWS_PER_STEP = 16  # every alignment is a multiple: a step of rows belongs to one segment
+ROWS_PER_STEP = 16
+"""Every alignment is a multiple of it: so many rows belong to one segment."""
 
 
 def block_amax(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -21,57 +20,67 @@ def block_amax(x: Tensor, rows: int, columns: int) -> Tensor:
 
     Blocks at the far edges may be cut short; a block of nothing but zeros or non-finite values has 0.
     """
-    r, c = x.shape[-2:]
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=0.0)
-    whole = pad(magnitude, (0, -c % columns, 0, -r % rows))
+    whole = pad(magnitude, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     n, m = whole.shape[-2] // rows, whole.shape[-1] // columns
     return whole.view(*x.shape[:-2], n, rows, m, columns).amax((-3, -1))
 
 
-def spread_blocks(scale: Tensor, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Each block's number for each of its elements: [..., n, m] -> the shape of `like`, [..., R, C]."""
-    r, c = like.shape[-2:]
-    return scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :r, :c]
-
-
-class Segments:
-    """Rows cut into one segment per expert, the rest padding.
+class Blocks:
+    """Weights [e, A, B], or rows [R, C] in segments of which no block crosses a border.
 
     Args:
-        rows: R.
-        offsets_e: [e + 1], integers, on the rows' device, never read on the host. The first is 0.
-        alignment: what all offsets are multiples of; a multiple of ROWS_PER_STEP.
+        x: weights or rows, any floating dtype.
+        rows, columns: of a block; 0 stands for all of a segment or matrix.
+        offsets_e: where the segments of rows begin, and the end of the last; multiples of `ROWS_PER_STEP`, on x's
+            device, not read on the host. Rows behind the last are taken as zeros. None for weights.
     """
 
-    def __init__(self, rows: int, offsets_e: Tensor, alignment: int) -> None:
-        if offsets_e.dim() != 1 or offsets_e.shape[0] < 2:
-            raise InputError(f"offsets of shape {tuple(offsets_e.shape)}: expected [experts + 1] with experts >= 1")
-        if alignment % ROWS_PER_STEP:
-            raise InputError(f"alignment {alignment} is not a multiple of {ROWS_PER_STEP}")
-        self.rows, self.offsets_e, self.count = rows, offsets_e, offsets_e.shape[0] - 1
+    def __init__(self, x: Tensor, rows: int, columns: int, offsets_e: Tensor | None) -> None:
+        self.x, self.rows, self.columns, self.offsets_e = x.float(), rows, columns or x.shape[-1], offsets_e
+        self.by_segment = offsets_e is not None and rows == 0
+        if offsets_e is None:
+            self.rows = rows or x.shape[-2]
+        else:
+            index_R = torch.arange(x.shape[0], device=x.device)
+            self.x = self.x.masked_fill((index_R >= offsets_e[-1])[:, None], 0)
 
-    def clean(self, x_RC: Tensor) -> Tensor:
-        """x in float32, zero in the padding, whatever lies there."""
-        if x_RC.dim() != 2 or x_RC.shape[0] != self.rows:
-            raise InputError(f"expected [{self.rows}, width], got shape {tuple(x_RC.shape)}")
-        index_R = torch.arange(self.rows, device=x_RC.device)
-        return x_RC.float().masked_fill((index_R >= self.offsets_e[-1])[:, None], 0)
+    def amax(self) -> Tensor:
+        """Of each block: [e, m] for whole segments, [n, m] for others of rows, [e, n, m] for weights."""
+        if self.by_segment:
+            return self._segment_amax(block_amax(self.x, 1, self.columns))
+        return block_amax(self.x, self.rows, self.columns)
 
-    def owner(self, rows_per_entry: int) -> Tensor:
-        """The expert of every `rows_per_entry`-th row; the last expert for padding. [ceil(R / rows_per_entry)]."""
-        first = torch.arange(0, self.rows, rows_per_entry, device=self.offsets_e.device)
-        return torch.searchsorted(self.offsets_e[1:].long(), first, right=True).clamp(max=self.count - 1)
+    def tensor_amax(self) -> Tensor:
+        """Of the segment or matrix that each block is in: [e, 1], [n, 1] or [e, 1, 1]."""
+        if self.offsets_e is None:
+            return block_amax(self.x, self.x.shape[1], self.x.shape[2])
+        of_segment = self._segment_amax(block_amax(self.x, 1, self.x.shape[1]))
+        return of_segment if self.by_segment else of_segment.index_select(0, self._owner(self.rows))
 
-    def column_amax(self, x_RC: Tensor) -> Tensor:
-        """Largest finite |x| of each column of each segment: [e, C]; 0 where a segment is empty. x is clean."""
-        step_nC = block_amax(x_RC, ROWS_PER_STEP, 1)
-        owner_nC = self.owner(ROWS_PER_STEP)[:, None].expand_as(step_nC)
-        return step_nC.new_zeros(self.count, x_RC.shape[1]).scatter_reduce(0, owner_nC, step_nC, "amax")
+    def spread(self, values: Tensor) -> Tensor:
+        """Each block's value for each of its elements, broadcastable to x."""
+        r, c = self.x.shape[-2:]
+        if self.by_segment:
+            values = values.index_select(0, self._owner(1))
+        elif self.rows > 1 and values.shape[-2] > 1:
+            values = values.repeat_interleave(self.rows, -2)[..., :r, :]
+        if self.columns > 1 and values.shape[-1] > 1:
+            values = values.repeat_interleave(self.columns, -1)[..., :c]
+        return values
 
-    def amax(self, x_RC: Tensor) -> Tensor:
-        """Largest finite |x| of each segment: [e, 1]; 0 where it is empty. x is clean."""
-        return self.column_amax(block_amax(x_RC, 1, x_RC.shape[1]))
+    def _owner(self, rows_per_entry: int) -> Tensor:
+        """The expert of every `rows_per_entry`-th row; the last expert for padding."""
+        assert self.offsets_e is not None
+        first = torch.arange(0, self.x.shape[0], rows_per_entry, device=self.x.device)
+        last = self.offsets_e.shape[0] - 2
+        return torch.searchsorted(self.offsets_e[1:].long(), first, right=True).clamp(max=last)
 
-    def spread(self, values_eC: Tensor) -> Tensor:
-        """Each expert's row of values for each of its rows: [e, C] -> [R, C]."""
-        return values_eC.index_select(0, self.owner(1))
+    def _segment_amax(self, amax_Rm: Tensor) -> Tensor:
+        """From each row's to each segment's: [e, m]; 0 where a segment is empty."""
+        assert self.offsets_e is not None
+        step_nm = block_amax(amax_Rm, ROWS_PER_STEP, 1)
+        owner_nm = self._owner(ROWS_PER_STEP)[:, None].expand_as(step_nm)
+        return step_nm.new_zeros(self.offsets_e.shape[0] - 1, step_nm.shape[1]).scatter_reduce(
+            0, owner_nm, step_nm, "amax"
+        )
