@@ -15,14 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from helpers.reshard_case import D, Model
 from trimtab import MoEConfig, RouterConfig, errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints
-from trimtab.checkpoint.model_state import expert_shapes, model_tensors
-from trimtab.checkpoint.pieces import Pieces
+from trimtab.checkpoint.state import expert_shapes, model_tensors
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes.fp8_delayed import AmaxHistory, FP8Delayed
 from trimtab.verify.ranks import run_ranks
@@ -84,7 +83,7 @@ def test_groups_of_other_options_are_refused(tmp_path: Path) -> None:
 def test_another_kind_of_optimiser_is_refused_and_keeps_its_options(folder: Path) -> None:
     model = Model(4)
     other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    with pytest.raises(ConfigError, match="has the state of AdamW, and the optimiser here is SGD"):
+    with pytest.raises(ConfigError, match="has the state of AdamW, and the optimizer here is SGD"):
         load(folder, model, other)
     assert other.param_groups[0]["lr"] == 0.5
     assert not other.state
@@ -119,8 +118,7 @@ WRONG: list[dict[str, Any]] = [
     *({"keep": keep} for keep in (0, True, 1.5)),
     *({"extra": extra} for extra in ({"loss": np.float32(2.5)}, {"loss": torch.ones(1)}, [1], "")),
     *({"files": {name: ""}} for name in ("", ".", "..", "../x", "a/b", "a\0", INDEX, ".metadata", ".metadata.tmp", 1)),
-    *({"files": {name: ""}} for name in ("rank-00000.pt", "é" * 128, "\ud800")),
-    *({"files": files} for files in ({"__0_0.distcp": b""}, {"config.json": {}}, {"x": "\ud800"}, [], ["config.json"])),
+    *({"files": files} for files in ({"rank-00000.pt": ""}, {"__0_0.distcp": b""}, {"config.json": {}}, [])),
     *({"rank_extra": [extra]} for extra in (np.arange(3), np.float64(1), Path("x"), deque([1]), lambda: 1)),
 ]
 
@@ -161,7 +159,7 @@ def test_a_file_with_what_is_not_read_is_not_called_damaged(folder: Path, tmp_pa
 def test_without_an_optimiser(tmp_path: Path) -> None:
     model, optimizer = trained()
     folder = save(tmp_path, model, step=1)
-    with pytest.raises(ConfigError, match="no optimiser state"):
+    with pytest.raises(ConfigError, match="no optimizer state"):
         load(folder, model, optimizer)
     assert load(folder, Model()).index.optimizer is None
     assert save(tmp_path, model, step=2, keep=1) == whole_checkpoints(tmp_path)[0]
@@ -270,17 +268,10 @@ def test_a_signal_in_a_save_ends_the_program_as_it_asked(tmp_path: Path, monkeyp
         raise Asked(15)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Pieces, "__get_tensor_shard__", asked)
+        patched.setattr(DefaultSavePlanner, "lookup_object", asked)
         with pytest.raises(Asked):
             save(tmp_path, *trained(), step=2)
     assert whole_checkpoints(tmp_path) == [whole]
-
-
-def test_a_plain_tensor_is_one_piece() -> None:
-    tensor = torch.arange(6.0).view(2, 3)
-    pieces = Pieces("x", tensor)
-    assert pieces.__get_tensor_shard__(MetadataIndex("x", torch.Size([0, 0]))).data_ptr() == tensor.data_ptr()
-    assert len(pieces.__create_chunk_list__()) == 1
 
 
 @pytest.mark.parametrize("writer", ["torch.save", "trimtab.checkpoint.tensors.dcp_save"])

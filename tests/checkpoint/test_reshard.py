@@ -34,7 +34,7 @@ def four_ranks(root: Path) -> Wrong:
 def two_ranks(root: Path) -> Wrong:
     save_all(root / "2", DEGREES[:2])
     refused = refuse_together(root / "refused")
-    assert "rank 1: the optimiser's exp_avg of layers.0.moe.experts.gate_up is a plain tensor" in refused
+    assert "rank 1: the optimizer's exp_avg of layers.0.moe.experts.gate_up is a plain tensor" in refused
     assert not (root / "refused").exists()
     wrong = load_all(root / "2", DEGREES[:2], DEGREES[:2])
     return wrong | load_all(root / "4", [DEGREES[2], *OTHERS[2:]], [DEGREES[1], OTHERS[0]])

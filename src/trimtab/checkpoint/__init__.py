@@ -1,4 +1,4 @@
-"""Checkpoints of a model, its optimiser and its ranks' own state, that load at any other layout of ranks.
+"""Checkpoints of a model, its optimizer and its ranks' own state, that load at any other layout of ranks.
 
 `save(root, model, optimizer, step=…)`, `load(folder, model, optimizer)`, `latest(root)`.
 """

@@ -5,7 +5,7 @@
         .metadata, __<rank>_0.distcp torch.distributed.checkpoint, whole tensors of global shape by key:
                                          model.<name>         parameters and persistent buffers, as the module names
                                                               them (no wrapper's prefix); experts are [E, …] in one
-                                         optim.<name>.<slot>  optimiser state of parameter <name>
+                                         optim.<name>.<slot>  optimizer state of parameter <name>
         rank-00000.pt                what is one rank's own: random numbers, loads that `update_bias` has yet to see,
                                      states of recipes
         config.json                  of a transformers model, as `save_pretrained` writes it; of `trimtab train` also
@@ -38,8 +38,6 @@ CARRIED = (
     "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 """What goes with a model's weights wherever they go, beside config.json."""
-LONGEST_NAME = 255
-"""Bytes of a file's name that file systems take."""
 _STEP = re.compile(r"step-(\d{8,})")
 _OWN = re.compile(r"trimtab\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank-\d{5,}\.pt")
 
@@ -48,9 +46,9 @@ _OWN = re.compile(r"trimtab\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank-\d{5
 class Index:
     """`trimtab.json`.
 
-    step: optimiser steps taken. world: ranks that wrote it and left a file each; 0 for tensors alone.
+    step: optimizer steps taken. world: ranks that wrote it and left a file each; 0 for tensors alone.
     optimizer: its groups, each {"kind": class, "params": names, "options": lr, betas …, "values": numbers by name and
-        slot}; None where no optimiser was saved.
+        slot}; None where no optimizer was saved.
     experts: by name of the experts module, its parameters' global shapes, the number of experts first.
     extra: what the caller added, JSON. files: bytes by name, of every other file of the folder.
     trimtab, torch: versions that wrote it. format: of the folder; another than FORMAT is refused.
@@ -79,12 +77,7 @@ def rank_file(rank: int) -> str:
 
 def may_lie_beside(name: str) -> bool:
     """Whether a caller's file may have this name: one in the folder itself, and none of the checkpoint's own."""
-    try:
-        fits = len(os.fsencode(name)) <= LONGEST_NAME
-    except UnicodeEncodeError:
-        return False
-    plain = name not in ("", "..") and Path(name).name == name and "\0" not in name
-    return fits and plain and not _OWN.fullmatch(name)
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name and not _OWN.fullmatch(name)
 
 
 def whole_checkpoints(root: Path | str) -> list[Path]:

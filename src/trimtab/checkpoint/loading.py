@@ -15,9 +15,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import MODEL, Index
-from trimtab.checkpoint.model_state import fits_another_width, give_new_buffers, model_tensors, unwrapped
-from trimtab.checkpoint.optimizer_state import put, targets
 from trimtab.checkpoint.rank_state import READABLE, State, not_readable, put_loads, put_rank_state, set_random
+from trimtab.checkpoint.state import (
+    fits_another_width,
+    give_new_buffers,
+    model_tensors,
+    optimizer_targets,
+    put_optimizer,
+    unwrapped,
+)
 from trimtab.checkpoint.tensors import read_dcp, stored, unreadable
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.bias import routers
@@ -49,9 +55,9 @@ def load(
 ) -> Loaded:
     """Load a checkpoint, or the latest below a folder, at whatever layout the model has. All ranks must call.
 
-    Parameters, buffers and optimiser state are those that were saved, bit for bit. So are random numbers if there are
+    Parameters, buffers and optimizer state are those that were saved, bit for bit. So are random numbers if there are
     as many ranks as then; if not, they are left as they are, and loads of an unfinished step are shared out.
-    Values are overwritten in place; an optimiser's state is made where it is missing, without a step.
+    Values are overwritten in place; an optimizer's state is made where it is missing, without a step.
 
     What follows is bit for bit what would have followed, at the same layout. Not under torch's DDP on three ranks or
     more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once. At another
@@ -59,7 +65,7 @@ def load(
 
     Args:
         path: a checkpoint, or the `root` of several.
-        model, optimizer, group: as for `save`. Without an optimiser its state in the checkpoint is not read.
+        model, optimizer, group: as for `save`. Without an optimizer its state in the checkpoint is not read.
 
     Raises, on every rank and before anything is changed:
         InputError: no whole checkpoint, one of another format, or one with a file that cannot be read. Of the tensors'
@@ -77,8 +83,8 @@ def load(
         slots = None
         if optimizer is not None:
             if index.optimizer is None:
-                raise ConfigError(f"{folder}: holds no optimiser state; load the model alone, or another checkpoint")
-            state, slots = targets(model, optimizer, found, index.optimizer)
+                raise ConfigError(f"{folder}: holds no optimizer state; load the model alone, or another checkpoint")
+            state, slots = optimizer_targets(model, optimizer, found, index.optimizer)
             into |= state
         states = _rank_states(folder, index.world, rank, ranks, bool(routers(unwrapped(model))))
         return folder, index, into, new, slots, states
@@ -99,7 +105,7 @@ def load(
     read_dcp(folder, {**into, **new}, group)
     give_new_buffers(model, new)
     if optimizer is not None:
-        put(model, optimizer, slots, index.optimizer)
+        put_optimizer(model, optimizer, slots, index.optimizer)
     own = states[0] if index.world == ranks else None
     if own is not None:
         put_rank_state(model, own)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from trimtab.checkpoint.model_state import plain_name, unwrapped
+from trimtab.checkpoint.state import plain_name, unwrapped
 from trimtab.errors import InputError, first_line
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.parallel.experts import ParallelExperts

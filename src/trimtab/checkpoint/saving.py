@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.agree import on_every_rank, on_first_rank
-from trimtab.checkpoint.model_state import expert_shapes, model_tensors, unwrapped
-from trimtab.checkpoint.optimizer_state import Groups, state_of
 from trimtab.checkpoint.rank_state import check_readable, rank_state
+from trimtab.checkpoint.state import Groups, expert_shapes, model_tensors, optimizer_state, unwrapped
 from trimtab.checkpoint.tensors import check_given, files_of, make_index, write_dcp, write_files
 from trimtab.errors import InputError, full_disk
 from trimtab.validation import check_sizes
@@ -35,7 +34,7 @@ def save(
 ) -> Path:
     """Write ROOT/step-<step>; see `trimtab.checkpoint.folder` for what is in it. Every rank of the group must call.
 
-    Call it between optimiser steps: gradients and `main_grad` are not saved. Experts are saved as [E, …] whatever
+    Call it between optimizer steps: gradients and `main_grad` are not saved. Experts are saved as [E, …] whatever
     ranks they lie on, and load at any other layout. Generators other than the default ones and the routers' are not
     known here: put their states into `rank_extra`.
 
@@ -43,7 +42,7 @@ def save(
         root: one folder for all ranks, on whatever hosts they are.
         model: plain, or under `parallelize`, `fully_shard_moe`, `ddp`, transformers' own sharding or torch.compile;
             the same modules on every rank.
-        step: optimiser steps taken.
+        step: optimizer steps taken.
         extra: JSON, the same on all ranks; the first rank's is kept.
         rank_extra: of this rank: tensors, numbers, strings and containers of them; nothing of NumPy.
         files: small files to put beside it, by plain name. Without it, config.json of a transformers model.
@@ -74,7 +73,7 @@ def save(
             check_readable(rank_extra)
         tensors.update(model_tensors(model))
         if optimizer is not None:
-            state, own = state_of(model, optimizer)
+            state, own = optimizer_state(model, optimizer)
             tensors.update(state)
             groups.append(own)
         kind = "none" if optimizer is None else type(optimizer).__name__

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -17,15 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import trimtab
 from trimtab.checkpoint import folder as on_disk
-from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import Index
-from trimtab.checkpoint.pieces import Pieces
 from trimtab.errors import InputError, full_disk
 from trimtab.validation import check_sizes
 
@@ -37,13 +34,11 @@ def write_dcp(
 
     alone: this process writes all of it, whether it is in a group or not.
     """
-    pieces = _pieces(tensors, group, alone)
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with errors_of(folder):
         dcp_save(
-            pieces,
+            dict(tensors),
             storage_writer=FileSystemWriter(folder),
-            planner=planner,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=alone or not dist.is_initialized(),
         )
@@ -56,30 +51,14 @@ def read_dcp(
 
     Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
     """
-    pieces = _pieces(into, group, alone)
-    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with errors_of(folder, reading=True):
         dcp_load(
-            pieces,
+            dict(into),
             storage_reader=FileSystemReader(folder),
-            planner=planner,
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=alone or not dist.is_initialized(),
         )
-
-
-def _pieces(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, alone: bool) -> dict[str, Pieces]:
-    """What this rank holds of each. Raises InputError on every rank where one of them cannot say."""
-    pieces: dict[str, Pieces] = {}
-
-    def describe() -> None:
-        pieces.update({key: Pieces(key, tensor) for key, tensor in tensors.items()})
-
-    if alone:
-        describe()
-    else:
-        on_every_rank(describe, group)
-    return pieces
 
 
 def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
@@ -152,11 +131,11 @@ def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str
 
     Raises:
         ConfigError: `step` is no whole number, or negative.
-        InputError: `extra` is no dict of JSON; `files` is no mapping, or has names that cannot lie beside a
-            checkpoint's own, or contents that cannot be written.
+        InputError: `extra` is no dict of JSON; `files` has names that cannot lie beside a checkpoint's own, or contents
+            that are neither str nor bytes.
     """
     check_sizes(0, step=step)
-    if not isinstance(extra, (dict, NoneType)):
+    if extra is not None and not isinstance(extra, dict):
         raise InputError(f"extra: {type(extra).__name__}; hand in a dict")
     try:
         json.dumps(extra)
@@ -169,45 +148,18 @@ def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str
             raise InputError(f"files: {name!r} must be the name of a file beside the checkpoint's own, without folders")
         if not isinstance(content, (str, bytes)):
             raise InputError(f"files: {name!r} is to hold {type(content).__name__}; hand in str or bytes")
-        try:
-            _as_bytes(content)
-        except UnicodeEncodeError as error:
-            raise InputError(f"files: {name!r} is to hold text that is no UTF-8 ({error.reason})") from None
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Write what `check_given` has passed."""
     for name, content in files.items():
-        (folder / name).write_bytes(_as_bytes(content))
-
-
-def _as_bytes(content: str | bytes) -> bytes:
-    return content.encode() if isinstance(content, str) else content
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def make_index(*, step: int, **fields: Any) -> Index:
     """An `Index` of the versions that run here."""
     step = operator.index(step)  # NumPy's integers are no JSON
     return Index(step=step, trimtab=trimtab.__version__, torch=str(torch.__version__), **fields)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        pieces: Pieces = self.state_dict[index.fqn]
-        return pieces.__get_tensor_shard__(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # torch's own would put tensors of its making in the place of what is no tensor.
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        pieces: Pieces = self.state_dict[index.fqn]
-        return pieces.__get_tensor_shard__(index)
 
 
 @contextmanager

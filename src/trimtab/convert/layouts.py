@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trimtab.checkpoint.model_state import is_transformers_experts
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 
 Packing = Literal["gate|up", "up|gate", "gate,up,gate,up", "up,gate,up,gate", "up"]

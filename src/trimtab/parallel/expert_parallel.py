@@ -70,9 +70,7 @@ class ExpertParallel(ParallelStyle):
             any order. For gradients they are data-parallel ranks, among those of `dp_mesh` later; the losses per
             sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those.
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
-            gathered over the group before the experts, and their outputs summed and given back after them. Save and
-            load by `trimtab.checkpoint`: torch.distributed.checkpoint takes a rank's share of `up`, a part of gate
-            and a part of up, for one stretch and puts it in another place of a model that is laid out otherwise.
+            gathered over the group before the experts, and their outputs summed and given back after them.
         combine: as in `Dispatcher`; the layer's own if not given.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.

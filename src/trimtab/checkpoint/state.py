@@ -1,4 +1,4 @@
-"""An optimiser's state by the names of the parameters it belongs to, whatever groups they are in."""
+"""Tensors of a model and of its optimizer's state by the names that the modules give them, whatever wraps the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,88 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.checkpoint.folder import OPTIM
-from trimtab.checkpoint.model_state import parameter_names
-from trimtab.errors import ConfigError
+from trimtab.checkpoint.folder import MODEL, OPTIM
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.module import ExpertMLP
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_MARKS = ("_apply_gate", "has_gate", "num_experts")
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Keys of a group that say how it is computed, not what: those of the optimiser at hand stay."""
+"""Keys of a group that say how it is computed, not what: those of the optimizer at hand stay."""
 
 Groups = list[dict[str, Any]]
 Slots = dict[str, dict[str, Any]]
 """State by parameter name and slot."""
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Groups]:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DDP and torch.compile; FSDP2 wraps nothing."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return model
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without what compiling and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by key, sharing the model's memory.
+
+    Raises:
+        InputError: state that is no tensor, has no memory yet (meta), or is not reduced yet (Partial).
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in unwrapped(model).state_dict().items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            what = "on the meta device: materialise the model" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"{name} is {what}; a checkpoint is made of tensors")
+        if isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements):
+            raise InputError(f"{name} is Partial over {value.device_mesh}: reduce it before it is saved")
+        found[MODEL + plain_name(name)] = value
+    return found
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of each parameter; of one that has several, the first."""
+    return {param: plain_name(name) for name, param in unwrapped(model).named_parameters()}
+
+
+def is_transformers_experts(module: nn.Module) -> bool:
+    """Whether a module runs through transformers' experts registry: it has what is set on those, and on no others."""
+    return all(hasattr(module, mark) for mark in _MARKS)
+
+
+def expert_shapes(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """Global shapes of the parameters of each experts module, ours and transformers'."""
+    found = {}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, ExpertMLP) or is_transformers_experts(module):
+            shapes = {own: list(param.shape) for own, param in module.named_parameters(recurse=False)}
+            found[plain_name(name)] = shapes
+    return found
+
+
+def give_new_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Hand tensors that could not be filled in place to the modules, by torch's own way of loading."""
+    if tensors:
+        inner: Any = unwrapped(model)
+        own = {plain_name(name): name for name in inner.state_dict()}
+        inner.load_state_dict({own[key.removeprefix(MODEL)]: t for key, t in tensors.items()}, strict=False)
+
+
+def fits_another_width(tensor: Tensor, size: torch.Size) -> bool:
+    """Whether a buffer takes its width from what is loaded: those that are empty until their module is first used."""
+    return not isinstance(tensor, nn.Parameter) and tensor.dim() == len(size) and 0 in (tensor.numel(), size.numel())
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Groups]:
     """(tensors by key, groups for `Index.optimizer`).
 
     Raises:
@@ -37,14 +104,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
                 if isinstance(value, Tensor):
                     if value.dim() and issubclass(type(param), DTensor) and not isinstance(value, DTensor):
                         raise ConfigError(
-                            f"the optimiser's {slot} of {names[param]} is a plain tensor {tuple(value.shape)} and the "
+                            f"the optimizer's {slot} of {names[param]} is a plain tensor {tuple(value.shape)} and the "
                             "parameter a DTensor: which part of it this rank holds is not known"
                         )
                     tensors[f"{OPTIM}{names[param]}.{slot}"] = value
                 elif isinstance(value, (int, float)):
                     values.setdefault(names[param], {})[slot] = value
                 elif value is not None:
-                    raise ConfigError(f"the optimiser's {slot} of {names[param]} is a {type(value).__name__}")
+                    raise ConfigError(f"the optimizer's {slot} of {names[param]} is a {type(value).__name__}")
         options = {key: _to_json(value) for key, value in group.items() if key not in _HOW}
         kept = {key: value for key, value in options.items() if value is not _UNKNOWN}
         params = [names[p] for p in group["params"]]
@@ -52,13 +119,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     return tensors, groups
 
 
-def targets(
+def optimizer_targets(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, TensorStorageMetadata], groups: Groups
 ) -> tuple[dict[str, Tensor], Slots]:
-    """(tensors to read into, by key; the same and the numbers, by parameter and slot). The optimiser is not touched.
+    """(tensors to read into, by key; the same and the numbers, by parameter and slot). The optimizer is not touched.
 
     Raises:
-        ConfigError: parameters that only one of both has, an optimiser of another class, a group of parameters that
+        ConfigError: parameters that only one of both has, an optimizer of another class, a group of parameters that
             had different options, or state that has no place yet and not its parameter's shape.
     """
     names = _names(model, optimizer)
@@ -66,14 +133,14 @@ def targets(
     here = {names[p] for group in optimizer.param_groups for p in group["params"]}
     if saved != here:
         raise ConfigError(
-            f"the optimiser has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
+            f"the optimizer has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
             "only here"
         )
     kinds = {group["kind"] for group in groups}
     if kinds != {kind := _kind(optimizer)}:
         raise ConfigError(
-            f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimiser here is {kind}: make one "
-            "of that class, or load the model without an optimiser"
+            f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimizer here is {kind}: make one "
+            "of that class, or load the model without an optimizer"
         )
     options = _options(groups)
     for group in optimizer.param_groups:
@@ -81,7 +148,7 @@ def targets(
         for name in own:
             if options[name] != options[own[0]]:
                 raise ConfigError(
-                    f"one group of the optimiser holds {own[0]} and {name}, which had other options in the checkpoint: "
+                    f"one group of the optimizer holds {own[0]} and {name}, which had other options in the checkpoint: "
                     f"{options[own[0]]} and {options[name]}"
                 )
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
@@ -102,8 +169,8 @@ def targets(
 
 
 @torch.no_grad()
-def put(model: nn.Module, optimizer: torch.optim.Optimizer, slots: Slots, groups: Groups) -> None:
-    """Give the optimiser the state that `targets` made room for, once it is read, and the groups' options."""
+def put_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, slots: Slots, groups: Groups) -> None:
+    """Give the optimizer the state that `optimizer_targets` made room for, once it is read, and the groups' options."""
     names, options = _names(model, optimizer), _options(groups)
     for group in optimizer.param_groups:
         for key, value in (options[names[group["params"][0]]] if group["params"] else {}).items():
@@ -141,7 +208,7 @@ def _target(name: str, param: Tensor, held: Any, metadata: TensorStorageMetadata
         on_device = group.get("capturable") or group.get("fused")
         return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
     raise ConfigError(
-        f"the optimiser's {name} is {tuple(size)} {dtype} in the checkpoint, and its layout is not known here: take a "
+        f"the optimizer's {name} is {tuple(size)} {dtype} in the checkpoint, and its layout is not known here: take a "
         "step before loading, so that the state exists"
     )
 
@@ -152,7 +219,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parame
         for param in group["params"]:
             if param not in names:
                 raise ConfigError(
-                    f"the optimiser holds a parameter {tuple(param.shape)} that is not of the model: make it after "
+                    f"the optimizer holds a parameter {tuple(param.shape)} that is not of the model: make it after "
                     "parallelize, fully_shard_moe and the like"
                 )
     return names
