@@ -86,7 +86,9 @@ def imports() -> dict[str, frozenset[str]]:
             if isinstance(node, ast.Import):
                 asked |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                asked |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    asked.add(whole if whole.removeprefix("trimtab.") in modules else node.module)
         inside = {one.removeprefix("trimtab.") for one in asked if one.startswith("trimtab.")}
         found[name] = frozenset((inside & modules.keys()) - {name})
     return found

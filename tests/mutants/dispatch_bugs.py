@@ -26,8 +26,8 @@ from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
 def _one_choice_per_rank(p: Patches) -> None:
-    def dispatch(self: Dispatcher, *args: Any) -> Dispatched:
-        rows: Dispatched = original(self, *args)
+    def dispatch(self: Dispatcher, *args: Any, **options: Any) -> Dispatched:
+        rows: Dispatched = original(self, *args, **options)
         if self.transport is None or rows.slot_row_R is not None:
             return rows
         kept = rows.ids_MK >= 0
@@ -46,11 +46,11 @@ def _last_expert(p: Patches) -> None:
 
 
 def _ranks_reversed(p: Patches) -> None:
-    def dispatch(self: Dispatcher, x: Tensor, ids: Tensor, *args: Any) -> Dispatched:
+    def dispatch(self: Dispatcher, x: Tensor, ids: Tensor, *args: Any, **options: Any) -> Dispatched:
         e = self.experts_per_rank
         mirrored = (self.ranks - 1 - ids.div(e, rounding_mode="floor")) * e + ids % e
         good = (ids >= 0) & (ids < self.num_experts)
-        rows: Dispatched = original(self, x, torch.where(good, mirrored, ids), *args)
+        rows: Dispatched = original(self, x, torch.where(good, mirrored, ids), *args, **options)
         return rows
 
     original = Dispatcher.dispatch

@@ -41,8 +41,8 @@ def _padding_dispatched(p: Patches) -> None:
 def _change_ids(p: Patches, change: Any) -> None:
     """Let the dispatcher see other ids."""
 
-    def dispatch(self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, *args: Any) -> Dispatched:
-        rows: Dispatched = original(self, x_TD, change(ids_TK, self), w_TK, *args)
+    def dispatch(self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, *args: Any, **options: Any) -> Dispatched:
+        rows: Dispatched = original(self, x_TD, change(ids_TK, self), *args, **options)
         return rows
 
     original = Dispatcher.dispatch

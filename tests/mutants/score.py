@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ DEADLINE = 8.0
 """Seconds a case may take before it counts as a hang."""
 SLACK = 5.0
 """How much longer it may take where no hang is expected: a slow machine must not pass for a caught bug."""
+
+BROKEN = re.compile(r"(TypeError|AttributeError|NameError): |<locals>")
+"""What a mutant raises whose own function no longer fits: no bug of the field says this, and nothing was caught."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,9 @@ def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
     if failed is None:
         return MutantScore(name=mutant.name, killed=False, seconds=seconds)
     how = f"{failed.status}: {_first_words(failed.details)}"
-    return MutantScore(name=mutant.name, killed=True, by=failed.case.name, how=how, seconds=seconds)
+    fits = BROKEN.search(how) is None
+    how = how if fits else f"does not fit the code that it changes: {how}"
+    return MutantScore(name=mutant.name, killed=fits, by=failed.case.name, how=how, seconds=seconds)
 
 
 def _first_words(details: Sequence[str]) -> str:

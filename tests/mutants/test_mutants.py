@@ -111,3 +111,14 @@ def test_a_case_that_fails_anyway_kills_nothing(monkeypatch: pytest.MonkeyPatch)
     assert [s.killed for s in seen] == [True, False]
     assert taken_back == seen[1]
     assert taken_back.how == "fails without the mutant, too: rank 0: wrong with None"
+
+
+def test_a_mutant_that_no_longer_fits_has_caught_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = cases = plan_cases("default", 1, only=["1r-local/random/float32"])
+    said = "rank 0: TypeError: _tail.<locals>.combine() got an unexpected keyword argument 'rows'"
+    monkeypatch.setattr(score, "cases_for", lambda mutant, seed: cases)
+    failed = Verdict(case=case, status="error", details=[said])
+    monkeypatch.setattr(score, "run_local", lambda *_, **__: (verdict for verdict in [failed]))
+    (found,) = score_mutants(names=["ties_to_higher_id"])
+    assert not found.killed
+    assert found.how.startswith("does not fit the code that it changes: error: rank 0: TypeError")
