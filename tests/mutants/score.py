@@ -75,7 +75,7 @@ def score_mutants(
             report(score)
     broken = {verdict.case.name: verdict for verdict in _controls(scores, seed, SLACK * deadline) if verdict.failed}
     for i, score in enumerate(scores):
-        if score.by in broken:
+        if score.killed and score.by in broken:
             how = f"fails without the mutant, too: {_first_words(broken[score.by].details)}"
             scores[i] = replace(score, killed=False, how=how)
             if report is not None:
