@@ -166,19 +166,18 @@ _TRANSFORMERS = {
 _NOT_TORCH = _TUPLES | _TRANSFORMERS
 
 
-def private_lines() -> dict[str, list[int]]:
-    """Lines that touch a private name of torch, by file.
+def private_lines() -> dict[str, str]:
+    """Lines that touch a private name of torch, as "file:line", and the name.
 
     An import of one; an attribute, or a name in getattr, hasattr, setattr or delattr, that begins with one underscore
     and that the package itself defines nowhere. What is private to Python or to another package is not counted.
     """
     own = _defined()
-    found = {}
-    for file in _python():
-        lines = set(_private_in(tree_of(file), own))
-        if lines:
-            found[str(file.relative_to(PACKAGE))] = sorted(lines)
-    return found
+    return {
+        f"{file.relative_to(PACKAGE)}:{line}": name
+        for file in _python()
+        for line, name in sorted(_private_in(tree_of(file), own))
+    }
 
 
 def _defined() -> set[str]:
@@ -195,23 +194,24 @@ def _defined() -> set[str]:
     return found
 
 
-def _private_in(tree: ast.Module, own: set[str]) -> Iterator[int]:
+def _private_in(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            if any(_torch_private(alias.name) for alias in node.names):
-                yield node.lineno
+            yield from ((node.lineno, alias.name) for alias in node.names if _torch_private(alias.name))
         elif isinstance(node, ast.ImportFrom):
-            yield from (node.lineno for alias in node.names if _torch_private(f"{node.module}.{alias.name}"))
+            whole = ((alias.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            yield from ((line, name) for line, name in whole if _torch_private(name))
         elif isinstance(node, ast.Attribute):
             root = ast.unparse(node).partition(".")[0]
             public = root in _PYTHON or node.attr in _NOT_TORCH
             if _PRIVATE.fullmatch(node.attr) and not public and (node.attr not in own or root in ("torch", "dist")):
-                yield node.end_lineno or node.lineno
+                yield node.end_lineno or node.lineno, node.attr
         elif isinstance(node, ast.Call) and _last(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
             name = node.args[1] if len(node.args) > 1 else None
             said = str(name.value) if isinstance(name, ast.Constant) else ""
             if _PRIVATE.fullmatch(said) and said not in own | _NOT_TORCH:
-                yield node.lineno
+                yield node.lineno, said
 
 
 def _torch_private(name: str) -> bool:
@@ -228,9 +228,9 @@ def main() -> None:
     print("import trimtab.moe loads {} lines in {} files".format(*loaded_by("trimtab.moe")))
     print(f"MoE.forward: {statements_of('moe', 'MoE', 'forward')} statements")
     private = private_lines()
-    print(f"private names of torch: {sum(map(len, private.values()))} lines in {len(private)} files")
-    for file, lines in private.items():
-        print(f"    {file}: {', '.join(map(str, lines))}")
+    print(f"private names of torch: {len(private)} lines")
+    for place, touched in private.items():
+        print(f"    {place}: {touched}")
     print(f"is_compiling, is_exporting: {asks(('is_compiling', 'is_exporting'))}")
     for name, lines in longest().items():
         print(f"{name}: {lines} lines")
