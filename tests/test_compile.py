@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -13,20 +14,20 @@ import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from helpers.compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
 from helpers.layer_case import BOUNDS, E, K, build
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current
 from trimtab.kernels.grouped import get_kernels
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals
-from trimtab.routing.losses import StepTotals
-from trimtab.routing.outcome import Routing
+from trimtab.routing.decision import Routing
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.record import record, replay
 from trimtab.routing.router import Router
 
@@ -120,9 +121,8 @@ def test_a_capacity_is_no_symbol(router: dict[str, Any], dynamic: bool | None) -
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("losses", [{"aux_loss": 0.1}, {}, {"aux_loss": 0.1, "global_aux_loss": 0.1}], ids=str)
-def test_a_router_compiled_alone_is_counted_once_by_a_checkpoint(use_reentrant: bool, losses: dict[str, float]) -> None:
-    moe = build(router=losses)
+def test_a_router_compiled_alone_is_counted_once_by_a_checkpoint(use_reentrant: bool) -> None:
+    moe = build(router={"aux_loss": 0.1, "global_aux_loss": 0.1})
     moe.router.compile(backend="eager")
     x = torch.randn(6, moe.config.dim, requires_grad=True)
 
@@ -130,12 +130,8 @@ def test_a_router_compiled_alone_is_counted_once_by_a_checkpoint(use_reentrant: 
         out = moe(x)
         return out.y.square().sum() + sum(out.losses.values())
 
-    loss = checkpoint(run, x, use_reentrant=use_reentrant)
-    if "global_aux_loss" in losses:
-        with pytest.raises(ConfigError, match="count this micro-batch twice"):
-            loss.backward()
-    else:
-        loss.backward()
+    options = {} if use_reentrant else {"context_fn": replay_in_recompute}
+    checkpoint(run, x, use_reentrant=use_reentrant, **options).backward()
     assert moe.router.take_loads().sum() == 6 * K
 
 
@@ -237,41 +233,27 @@ def test_frozen_parameters_and_no_gradients_at_all() -> None:
     assert moe.router.take_loads().sum() == 2 * 4 * K
 
 
+@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_checkpointing(inside: bool) -> None:
+def test_checkpointing(inside: bool, selective: bool) -> None:
     """The whole compiled with the checkpoint inside, and a checkpoint around what is compiled: counted once."""
-    losses = LOSSES | ({"global_aux_loss": 0.2} if inside else {})
-    moe = build(router=losses | {"capacity_factor": 0.8}, shared_hidden=6)
+    moe = build(router=LOSSES | {"global_aux_loss": 0.2, "capacity_factor": 0.8}, shared_hidden=6)
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    context = partial(replay_in_recompute, policy) if selective else replay_in_recompute
     if inside:
 
         def body(x: torch.Tensor, **more: Any) -> Any:
-            return checkpoint(moe, x, use_reentrant=False, **more)
+            return checkpoint(moe, x, use_reentrant=False, context_fn=context, **more)
 
         run = torch.compile(body, fullgraph=True, backend="aot_eager")
     else:
         whole, _ = compiled(moe)
 
         def run(x: torch.Tensor, **more: Any) -> Any:
-            return checkpoint(whole, x, use_reentrant=False, **more)
+            return checkpoint(whole, x, use_reentrant=False, context_fn=context, **more)
 
     given = inputs((2, 5), FP32)
     assert_same(results(run, moe, given), results(moe, moe, given), 2e-6)
-
-
-def test_counts_of_the_step_so_far_are_not_taken_twice() -> None:
-    moe = build(router={"global_aux_loss": 0.3})
-    run, _ = compiled(moe)
-    x = inputs((5,), FP32)[0].requires_grad_()
-    with pytest.raises(ConfigError, match="counts_E"):
-        loss_of(checkpoint(run, x, use_reentrant=False)).backward()
-    moe.router.take_loads()
-    moe.router.totals = StepTotals(tokens=5, counts_E=torch.arange(float(E)))
-    found = []
-    for forward in (moe, run):
-        moe.zero_grad()
-        loss_of(checkpoint(forward, x, use_reentrant=False)).backward()
-        found.append({"router": moe.router.weight.grad.clone(), "counts": moe.router.take_loads()})
-    assert_same(found[1], found[0], 2e-6)
 
 
 def test_recorded_and_replayed() -> None:

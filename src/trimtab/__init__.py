@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trimtab.routing.config import RouterConfig as RouterConfig
     from trimtab.routing.decisions import Decisions as Decisions
     from trimtab.routing.losses import LossGroups as LossGroups
+    from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.record import record as record
     from trimtab.routing.record import replay as replay
     from trimtab.routing.router import Router as Router
@@ -76,6 +77,7 @@ _HOMES = {
     "record": "trimtab.routing.record",
     "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.routing.record",
+    "replay_in_recompute": "trimtab.routing.recompute",
     "set_totals": "trimtab.routing.bias",
     "update_bias": "trimtab.routing.bias",
 }

@@ -54,6 +54,11 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
     return run
 
 
+def in_backward() -> bool:
+    """Whether this runs inside a backward pass, as a recomputed forward does."""
+    return torch._C._current_graph_task_id() != -1  # no public function says this
+
+
 class _Unpacked:
     """A function's context, its saved tensors unpacked once: a checkpoint hands them out once."""
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import trimtab.dispatch.compiled
 import trimtab.experts.compiled
-import trimtab.experts.compiled_activation  # noqa: F401
-from trimtab.moe import MoEOutput
-from trimtab.routing.compiled import storable
-from trimtab.routing.outcome import Routing
-
-storable(MoEOutput)
-storable(Routing)
+import trimtab.experts.compiled_activation
+import trimtab.experts.grouped_linear
+import trimtab.moe  # noqa: F401

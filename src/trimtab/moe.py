@@ -8,7 +8,6 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -28,11 +27,12 @@ from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.recompute import is_always_recomputed, unseen
-from trimtab.routing.router import Router
+from trimtab.routing.operators import exportable
+from trimtab.routing.recompute import unseen
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 
+@exportable
 class MoEOutput(NamedTuple):
     """y: x's shape and dtype; zeros where the token mask is False.
     losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
@@ -46,6 +46,16 @@ class MoEOutput(NamedTuple):
     losses: dict[str, Tensor]
     loads_E: Tensor
     ids_TK: Tensor
+
+
+class _Own(NamedTuple):
+    """The tokens that this rank routes, flat, zeros for masked ones; their shape, and how many sequences."""
+
+    x_TD: Tensor
+    mask_T: Tensor | None
+    ids_TK: Tensor | None
+    shape: torch.Size
+    batch: int
 
 
 class Tokens(Protocol):
@@ -132,7 +142,7 @@ class MoE(nn.Module):
     """The layer that `MoEConfig` describes.
 
     `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
-    be replaced by a module that takes what `Router.forward` takes, except `later`, and returns a `Routing`.
+    be replaced by a module with the `forward` and `losses` of `Router`.
 
     `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
     the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;
@@ -140,14 +150,12 @@ class MoE(nn.Module):
     operators in it, of the same kernels as eagerly, and bad ids or logits raise as they do there. Graphs break around
     an exchange between ranks, and around experts whose options have state that a graph does not see: `main_grad`,
     `delay_wgrad`, a recipe, kernels of one's own; these run eagerly, also under compiled autograd. A generator of the
-    router's own, for jitter, breaks graphs too. Nothing is remembered for a recompute then: what a checkpoint runs
-    again is the same graph, and its loads are counted once.
+    router's own, for jitter, breaks graphs too.
 
     `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A
     process that loads it imports `trimtab.exported` first.
 
-    In training mode a forward without gradients may be one that reentrant checkpointing will run again: the decisions
-    of the last 64 are kept, 2 bytes a slot and with a mask 1 a token. Evaluate in `eval()`, which keeps none.
+    Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`, see `trimtab.routing.recompute`.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
@@ -161,6 +169,7 @@ class MoE(nn.Module):
             c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias, weights=c.weights,
             main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
         )  # fmt: skip
+        self.fingerprint = _fingerprint(config)
         self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, fingerprint=self.fingerprint)
         self.tokens: Tokens = AllTokens()
         self.to_latent = nn.Identity() if c.latent_dim is None else Projection(c.dim, width, **made)
@@ -168,17 +177,6 @@ class MoE(nn.Module):
         self.shared = None if not c.shared_hidden else SharedExperts(
             c.dim, c.shared_hidden, activation=c.activation, gated=c.shared_gate, **made
         )  # fmt: skip
-
-    @property
-    def fingerprint(self) -> str:
-        """What else must be the same on every rank, for a dispatcher: what is not as by default."""
-        own = ("main_grad", "delay_wgrad", "kernels", "device")
-
-        def said(config: MoEConfig | RouterConfig) -> str:
-            named = [(f, getattr(config, f.name)) for f in fields(config) if f.name not in (*own, "router")]
-            return ", ".join(f"{f.name} {getattr(value, 'name', value)}" for f, value in named if value != f.default)
-
-        return f"{said(self.config)}, router: {said(self.config.router)}"
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
         """Route, run the experts, add up. Every rank of the expert group must call.
@@ -195,51 +193,26 @@ class MoE(nn.Module):
         """
         self._refuse_transforms()
         self.dispatcher.begin()
-        mine, x_TD, mask_T, ids_TK = self._take(x, token_mask, ids)
-        batch = mine.shape[0] if mine.dim() > 2 else 1
-        ours = self._ours_routes()
-        options: dict[str, Any] = {"token_mask_T": mask_T, "ids_TK": ids_TK, "batch": batch}
-        route = self.router(x_TD, **options, later=True) if ours else self.router(x_TD, **options)
-        sent = self.to_latent(x_TD)
-        if isinstance(self.experts, ExpertMLP):
-            sent = narrowed(sent, self.experts)
-        given = sent, route.ids_TK, route.weights_TK
-        known = ours and route.ids_TK is route.pending.ids_TK  # no hook has put others in their place
-        most = route.most_slots if known else None
-        rows = self.dispatcher.dispatch(*given, most_slots=most, shared=self._shared(x))
-        losses = {**route.losses, **self.router.take_losses(route.pending)} if ours else route.losses
-        # What FSDP2 gathers around its unit, a checkpoint's first run may gather and its second find there.
-        with unseen() if is_always_recomputed(type(self.experts).forward) else nullcontext():
+        own = self._take(x, token_mask, ids)
+        sent = self._sent(own.x_TD)
+        with unseen():
+            route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch)
+            rows = self.dispatcher.dispatch(
+                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, shared=self._shared(x)
+            )
+            losses = self.router.losses(route)
             out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
-        y_TD = self.from_latent(self.dispatcher.combine(out, rows))
+            combined = self.dispatcher.combine(out, rows)
+        y_TD = self.from_latent(combined)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        if mask_T is not None:
-            y_TD = zeroed(y_TD, mask_T, over_ranks=self.dispatcher.transport is not None)
-        y = self.tokens.join(not_a_view(y_TD, mine.shape), x).to(x.dtype)
-        if torch.compiler.is_exporting():
-            from trimtab.routing.compiled import storable
-
-            storable(MoEOutput)
+            y_TD = y_TD + self.shared(own.x_TD)
+        if own.mask_T is not None:
+            y_TD = zeroed(y_TD, own.mask_T, over_ranks=self.dispatcher.transport is not None)
+        y = self.tokens.join(not_a_view(y_TD, own.shape), x).to(x.dtype)
         return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
-    def _ours_routes(self) -> bool:
-        """Whether the router's forward is `Router`'s. The order of exchanges hangs on it, so hooks do not count, which
-        one rank may have alone."""
-        return getattr(self.router.forward, "__func__", None) is Router.forward
-
-    def _shared(self, x: Tensor) -> Shared:
-        """What of the input the ranks of the expert group must have as much of."""
-        return NOTHING
-
-    def _refuse_transforms(self) -> None:
-        if not torch.compiler.is_compiling():
-            refuse_transforms(f"MoE {self.dispatcher.layer}".rstrip())
-
-    def _take(
-        self, x: Tensor, mask: Tensor | None, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """This rank's part of x in its own shape, then flat with zeros for masked tokens; its mask and ids, flat."""
+    def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> _Own:
+        """What this rank routes of a call's arguments, which are checked."""
         self._check(x, mask, ids)
         mine = self.tokens.take(x)
         x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
@@ -248,7 +221,20 @@ class MoE(nn.Module):
         if mask is not None:
             mask_T = self.tokens.take(mask[..., None]).flatten()
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        return mine, x_TD, mask_T, ids_TK
+        return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1)
+
+    def _sent(self, x_TD: Tensor) -> Tensor:
+        """What is sent to the experts, in the dtype that ours will multiply it in."""
+        sent = self.to_latent(x_TD)
+        return narrowed(sent, self.experts) if isinstance(self.experts, ExpertMLP) else sent
+
+    def _shared(self, x: Tensor) -> Shared:
+        """What of the input the ranks of the expert group must have as much of."""
+        return NOTHING
+
+    def _refuse_transforms(self) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_transforms(f"MoE {self.dispatcher.layer}".rstrip())
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):
@@ -261,3 +247,14 @@ class MoE(nn.Module):
             problems.append(f"ids must be {(*lead, 'K')} as x is, got {tuple(ids.shape)}")
         if problems:
             raise InputError("; ".join(problems), layer=self.dispatcher.layer, phase="route")
+
+
+def _fingerprint(config: MoEConfig) -> str:
+    """What else must be the same on every rank: what is not as by default."""
+    own = ("main_grad", "delay_wgrad", "kernels", "device", "router")
+
+    def said(config: MoEConfig | RouterConfig) -> str:
+        named = [(f, getattr(config, f.name)) for f in fields(config) if f.name not in own]
+        return ", ".join(f"{f.name} {getattr(value, 'name', value)}" for f, value in named if value != f.default)
+
+    return f"{said(config)}, router: {said(config.router)}"

@@ -82,9 +82,9 @@ def on_ranks() -> dict[str, float]:
             x, mask = everyone[rank]
             router = make(kind)
             router.groups = LossGroups(batch=world)
-            out = router(x.flatten(0, 1), token_mask_T=mask.flatten(), batch=x.shape[0])
-            grad = mean_grad(router, sum(out.losses.values()))
-            gaps[f"{kind} whole sequences, masked {masked}"] = gap(out.losses, grad, *truth(kind, everyone))
+            losses = router.losses(router(x.flatten(0, 1), token_mask_T=mask.flatten(), batch=x.shape[0]))
+            grad = mean_grad(router, sum(losses.values()))
+            gaps[f"{kind} whole sequences, masked {masked}"] = gap(losses, grad, *truth(kind, everyone))
         # Every sequence cut over the ranks, unevenly; positions fewer than ranks leave some rank without.
         for length in (1, 7):
             x, mask = data(31, 3, length, 0.3)
@@ -92,9 +92,9 @@ def on_ranks() -> dict[str, float]:
             mine = slice(cuts[rank], cuts[rank + 1])
             router = make(kind)
             router.groups = LossGroups(sequence=world)
-            out = router(x[:, mine].flatten(0, 1), token_mask_T=mask[:, mine].flatten(), batch=3)
-            grad = mean_grad(router, sum(out.losses.values()))
-            gaps[f"{kind} cut sequences of {length}"] = gap(out.losses, grad, *truth(kind, [(x, mask)]))
+            losses = router.losses(router(x[:, mine].flatten(0, 1), token_mask_T=mask[:, mine].flatten(), batch=3))
+            grad = mean_grad(router, sum(losses.values()))
+            gaps[f"{kind} cut sequences of {length}"] = gap(losses, grad, *truth(kind, [(x, mask)]))
     gaps |= accumulated(rank, ranks) | {"collectives": collectives(rank)}
     if ranks == 4:
         gaps |= both_ways(rank)
@@ -113,9 +113,9 @@ def collectives(rank: int) -> float:
     try:
         router = make("softmax")
         router.groups = LossGroups(batch=world)
-        router(torch.zeros(rank, D, dtype=torch.float64), batch=1)
+        router.losses(router(torch.zeros(rank, D, dtype=torch.float64), batch=1))
         router.groups = LossGroups(batch=world, sequence=world)
-        router(torch.zeros(2 * rank, D, dtype=torch.float64), batch=2)
+        router.losses(router(torch.zeros(2 * rank, D, dtype=torch.float64), batch=2))
     finally:
         dist.all_reduce = exact
     return 0.0 if calls == [2 * E + 3, 2 * E, 2 * E + 3] else float(len(calls)) + 1
@@ -135,7 +135,7 @@ def accumulated(rank: int, ranks: int) -> dict[str, float]:
     outs = []
     for step in steps:
         x, mask = step[rank]
-        outs.append(router(x.flatten(0, 1), token_mask_T=mask.flatten(), batch=x.shape[0]).losses)
+        outs.append(router.losses(router(x.flatten(0, 1), token_mask_T=mask.flatten(), batch=x.shape[0])))
     summed = {name: torch.stack([out[name] for out in outs]).sum() for name in COEFFICIENTS}
     grad = mean_grad(router, sum(summed.values()))
     # aux is per micro-batch, weighted by its tokens; the others are those of one big batch.
@@ -153,6 +153,6 @@ def both_ways(rank: int) -> dict[str, float]:
     mine = slice(0, 2) if rank % 2 == 0 else slice(2, 5)
     router = make("softmax")
     router.groups = LossGroups(batch=dist.group.WORLD, sequence=halves[rank // 2], divisor=2)
-    out = router(x[:, mine].flatten(0, 1), token_mask_T=mask[:, mine].flatten(), batch=2)
-    grad = 2 * mean_grad(router, sum(out.losses.values()))  # a sum over 2 x 2 ranks, divided by the 2 halves
-    return {"cut and whole": gap(out.losses, grad, *truth("softmax", parts))}
+    losses = router.losses(router(x[:, mine].flatten(0, 1), token_mask_T=mask[:, mine].flatten(), batch=2))
+    grad = 2 * mean_grad(router, sum(losses.values()))  # a sum over 2 x 2 ranks, divided by the 2 halves
+    return {"cut and whole": gap(losses, grad, *truth("softmax", parts))}

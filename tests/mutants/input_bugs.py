@@ -16,15 +16,14 @@ from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
 from trimtab.experts import mlp
 from trimtab.moe import MoE
 from trimtab.routing import scores
-from trimtab.routing.outcome import Routing
-from trimtab.routing.recompute import Choice
+from trimtab.routing.decision import Routing
 from trimtab.routing.router import Router
 
 
 def _padding_dispatched(p: Patches) -> None:
     def raw(self: MoE, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> Any:
-        mine, x_TD, mask_T, ids_TK = take(self, x, mask, ids)
-        return mine, mine.flatten(0, -2) if mask is not None else x_TD, mask_T, ids_TK
+        own = take(self, x, mask, ids)
+        return own if mask is None else own._replace(x_TD=self.tokens.take(x).flatten(0, -2))
 
     def forward(self: Router, x_TD: Tensor, *, token_mask_T: Tensor | None = None, **kwargs: Any) -> Routing:
         made: Routing = route(self, x_TD, **kwargs)
@@ -54,14 +53,14 @@ def _wild_ids(p: Patches) -> None:
 
 
 def _wraps(p: Patches) -> None:
-    def given(self: Router, ids_TK: Tensor | None, *args: Any) -> Choice | None:
+    def forward(self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
         if ids_TK is not None:
             ids_TK = torch.where(ids_TK == -1, self.config.num_experts - 1, ids_TK)
-        made: Choice | None = original(self, ids_TK, *args)
+        made: Routing = route(self, x_TD, ids_TK=ids_TK, **kwargs)
         return made
 
-    original = Router._given
-    p.put(Router, "_given", given)
+    route = Router.forward
+    p.put(Router, "forward", forward)
 
 
 def _to_expert_0(p: Patches) -> None:

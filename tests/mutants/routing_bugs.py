@@ -5,6 +5,9 @@ Legend: T tokens, K experts per token, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +18,16 @@ from trimtab.experts import mlp
 from trimtab.moe import MoEOutput
 from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 from trimtab.routing import router, scores, select
-from trimtab.routing.outcome import Routing
+from trimtab.routing.decision import Routing
 from trimtab.routing.router import Router
 
 
 def _scores_bf16(p: Patches) -> None:
-    def narrow(logits_TE: Tensor, kind: Any) -> Tensor:
-        return score(logits_TE.bfloat16(), kind).to(logits_TE.dtype)
+    def narrow(of: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
+        return of(logits_TE.bfloat16()).to(logits_TE.dtype)
 
-    score = scores.score
-    p.put(router, "score", narrow)
+    rows = {name: replace(row, of=partial(narrow, row.of)) for name, row in scores.SCORES.items()}
+    p.put(router, "SCORES", rows)
 
 
 def _detached(p: Patches) -> None:

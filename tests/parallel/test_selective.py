@@ -23,6 +23,7 @@ from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.verify.ranks import run_ranks
 
 KEPT = (
@@ -38,10 +39,8 @@ def policy(kept: Sequence[str], _c: object, op: Any, *_a: object, **_k: object) 
 
 def selecting(kept: Sequence[str]) -> dict[str, Any]:
     """Options of a checkpoint that keeps these operators' results."""
-    return {
-        "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, partial(policy, kept)),
-    }
+    selective = partial(create_selective_checkpoint_contexts, partial(policy, kept))
+    return {"use_reentrant": False, "context_fn": partial(replay_in_recompute, selective)}
 
 
 def gradients(model: Model, kept: Sequence[str] | None) -> list[Tensor]:
@@ -89,7 +88,8 @@ def test_shared_experts_under_a_policy_that_keeps_everything(activation: str) ->
         activation=activation,
     )  # fmt: skip
     layer, x = config.build(), torch.randn(2, 3, D, requires_grad=True)
-    kept = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, everything)}
+    selective = partial(create_selective_checkpoint_contexts, everything)
+    kept = {"use_reentrant": False, "context_fn": partial(replay_in_recompute, selective)}
     found = [
         [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
         for y in (layer(x).y, checkpoint(lambda x: layer(x).y, x, **kept))

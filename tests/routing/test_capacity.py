@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.routing.capacity import drop_over, padding
+from trimtab.routing.capacity import capacity, drop_over, padding
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decisions import Decisions
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.record import replay
-from trimtab.routing.select import capacity
 
 E = 4
 
@@ -92,6 +92,6 @@ def test_of_slots_that_are_given_nothing_is_said() -> None:
     assert router(torch.randn(5, 8), ids_TK=everything).most_slots is None
     decisions = Decisions(ids=everything.view(1, 5, 1, E), num_experts=E, layers=("",))
     with replay(router, decisions):
-        y = checkpoint(run, torch.randn(5, 8), use_reentrant=False)
+        y = checkpoint(run, torch.randn(5, 8), use_reentrant=False, context_fn=replay_in_recompute)
     y.backward()
     assert said == [(None, 5 * E)] * 2

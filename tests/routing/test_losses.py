@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +11,8 @@ from helpers.loss_ranks import on_ranks
 from helpers.router_truth import truth_losses
 from trimtab.routing import losses
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.losses import LossGroups, StepTotals
-from trimtab.routing.router import MANY, Router
+from trimtab.routing.losses import LossGroups
+from trimtab.routing.router import Router
 from trimtab.verify.ranks import run_ranks
 
 D, E, K = 8, 6, 2
@@ -29,6 +27,10 @@ def router(kind: str = "softmax", dtype: torch.dtype = torch.float64, **more: ob
     return made
 
 
+def of(router: Router, x: Tensor, **options: object) -> dict[str, Tensor]:
+    return router.losses(router(x, **options))
+
+
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (3, 4), (3, 0), (0, 4)], ids=str)
 @pytest.mark.parametrize("masked", [0.0, 0.5, 1.0])
@@ -40,13 +42,14 @@ def test_one_process(kind: str, shape: tuple[int, int], masked: float) -> None:
     ours = router(kind)
     x.requires_grad_()
     out = ours(x, token_mask_T=mask, batch=shape[0])
-    assert tuple(out.losses) == NAMES
+    found = ours.losses(out)
+    assert tuple(found) == NAMES
     true_weight = ours.weight.detach().clone().requires_grad_()
     true_x = x.detach().nan_to_num(0).requires_grad_()
     truth = truth_losses(true_x @ true_weight.T, out.ids_TK, mask, shape[0], ours.config)
     for name in NAMES:
-        assert_close(out.losses[name], truth[name], 1e-12, name)
-        grads = torch.autograd.grad(out.losses[name], (x, ours.weight), retain_graph=True)
+        assert_close(found[name], truth[name], 1e-12, name)
+        grads = torch.autograd.grad(found[name], (x, ours.weight), retain_graph=True)
         true = torch.autograd.grad(truth[name], (true_x, true_weight), retain_graph=True)
         for grad, true_grad in zip(grads, true, strict=True):
             assert_close(grad, true_grad, 1e-12, f"{name} gradient")
@@ -55,18 +58,18 @@ def test_one_process(kind: str, shape: tuple[int, int], masked: float) -> None:
 def test_balanced_loads_make_the_losses_one() -> None:
     even = router(select="balanced", dtype=torch.float32)
     even.weight.data.zero_()
-    losses = even(torch.randn(3 * E, D), batch=3).losses
+    losses = of(even, torch.randn(3 * E, D), batch=3)
     assert [round(float(losses[name].detach()), 5) for name in NAMES[:3]] == [1.0] * 3
 
 
 def test_coefficients_choose_and_scale() -> None:
     x = torch.randn(7, D, dtype=torch.float64)
-    full = router()(x).losses
-    some = router(aux_loss=0.0, sequence_aux_loss=0.5, global_aux_loss=0.0)(x).losses
+    full = of(router(), x)
+    some = of(router(aux_loss=0.0, sequence_aux_loss=0.5, global_aux_loss=0.0), x)
     assert tuple(some) == ("sequence_aux", "z")
     assert_close(some["sequence_aux"], full["sequence_aux"] / 2, 1e-12, "scaled")
     off = {"aux_loss": 0.0, "sequence_aux_loss": 0.0, "global_aux_loss": 0.0, "z_loss": 0.0}
-    assert router(**off)(x).losses == {}
+    assert of(router(**off), x) == {}
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 1.0])
@@ -75,13 +78,13 @@ def test_ranks_meet_for_what_is_asked_for(coefficient: float, monkeypatch: pytes
     monkeypatch.setattr(losses, "all_sum", lambda t, groups: (met.append(groups), t)[1])
     made = router(sequence_aux_loss=coefficient)
     made.groups = LossGroups(batch=("all",), sequence=("some",), divisor=1)  # type: ignore[arg-type]
-    made(torch.randn(7, D, dtype=torch.float64))
+    of(made, torch.randn(7, D, dtype=torch.float64))
     assert met == [("some",), ("all",)][not coefficient :]
 
 
 def test_fractions_are_of_the_picks_before_capacity() -> None:
     x = torch.randn(12, D, dtype=torch.float64)
-    assert_close(router(capacity_factor=0.3)(x).losses["aux"], router()(x).losses["aux"].detach(), 1e-12, "aux")
+    assert_close(of(router(capacity_factor=0.3), x)["aux"], of(router(), x)["aux"].detach(), 1e-12, "aux")
 
 
 def test_the_step_so_far_counts_until_the_step_ends() -> None:
@@ -90,14 +93,15 @@ def test_the_step_so_far_counts_until_the_step_ends() -> None:
     ours, alone = router(), router()
     xs = [torch.randn(n, D, generator=g, dtype=torch.float64) for n in (5, 0, 9)]
     found = [ours(x) for x in xs]
+    values = [ours.losses(out) for out in found]
     picks = torch.cat([out.ids_TK for out in found]).flatten()
     fractions = (torch.bincount(picks, minlength=E).double() / picks.numel()).tolist()
     mask = torch.ones(9, dtype=torch.bool)
     logits = found[2].logits_TE.detach()
     true = truth_losses(logits, found[2].ids_TK, mask, 1, ours.config, fractions)["global_aux"]
-    assert_close(found[2].losses["global_aux"], true, 1e-12, "so far")
+    assert_close(values[2]["global_aux"], true, 1e-12, "so far")
     ours.take_loads()
-    assert_close(ours(xs[2]).losses["global_aux"], alone(xs[2]).losses["global_aux"].detach(), 1e-12, "new step")
+    assert_close(of(ours, xs[2])["global_aux"], of(alone, xs[2])["global_aux"].detach(), 1e-12, "new step")
 
 
 def test_gradients_of_float32_losses() -> None:
@@ -105,7 +109,7 @@ def test_gradients_of_float32_losses() -> None:
 
     def grad(dtype: torch.dtype) -> Tensor:
         r = router("sigmoid", dtype)
-        return torch.autograd.grad(sum(r(x.to(dtype)).losses.values()), r.weight)[0]
+        return torch.autograd.grad(sum(of(r, x.to(dtype)).values()), r.weight)[0]
 
     assert_close(grad(torch.float32), grad(torch.float64), 2e-6, "weight gradient")
 
@@ -116,29 +120,3 @@ def test_any_cut_over_ranks_equals_one_process(ranks: int) -> None:
         bad = {name: gap for name, gap in gaps.items() if not gap <= 1e-12}
         assert not bad, (rank, bad)
         assert len(gaps) >= 16
-
-
-def test_a_step_that_never_ends_is_told_once() -> None:
-    router = RouterConfig(num_experts=4, top_k=1, global_aux_loss=1.0).build(8)
-    x = torch.randn(3, 8)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(MANY - 1):
-            router(x)
-        router.take_loads()
-        assert not told
-        for _ in range(MANY + 5):
-            router(x)
-    assert [str(w.message) for w in told] == [
-        f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. Call "
-        "trimtab.update_bias(model) after each optimizer step"
-    ]
-
-
-def test_a_step_whose_counts_are_told_needs_no_end() -> None:
-    router = RouterConfig(num_experts=4, top_k=1, global_aux_loss=1.0).build(8)
-    router.totals = StepTotals(tokens=3.0, counts_E=torch.ones(4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(MANY + 1):
-            router(torch.randn(3, 8))

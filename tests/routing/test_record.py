@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decisions import Decisions
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.record import record, replay
 
 D, E, K, B, L = 8, 6, 2, 3, 5
+
+replaying = partial(checkpoint, use_reentrant=False, context_fn=replay_in_recompute)
 
 
 class Tiny(nn.Module):
@@ -97,8 +101,8 @@ def test_slots_without_room_are_normalised_as_before() -> None:
 def test_each_forward_is_recorded_once_and_found_by_number() -> None:
     model, xs = Tiny(), [tokens(s).requires_grad_() for s in range(3)]
     with record(model) as recording:
-        for i, x in enumerate(xs):
-            checkpoint(model, x, use_reentrant=i % 2 == 0).sum().backward()
+        for x in xs:
+            replaying(model, x).sum().backward()
     for i, x in enumerate(xs):
         with record(model) as once:
             model(x)
@@ -107,57 +111,37 @@ def test_each_forward_is_recorded_once_and_found_by_number() -> None:
         recording.decisions(3)
 
 
-def test_replayed_decisions_hold_in_recompute() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_replayed_decisions_hold_in_recompute(before: bool) -> None:
+    """Reinforcement learning: perhaps reference scores with the model's own picks, then a step with the rollout's."""
     old, new = Tiny(0), Tiny(1)
     x = tokens().requires_grad_()
     with record(old) as recording:
         old(x)
     found = []
-    for mode in (None, True, False):
+    for run in (Tiny.__call__, replaying):
         new.zero_grad()
+        if before:
+            with torch.no_grad():
+                new(x)
         with replay(new, recording.decisions()):
-            loss = (new(x) if mode is None else checkpoint(new, x, use_reentrant=mode)).square().sum()
-        loss.backward()  # behind the context: the recompute remembers
-        found.append([p.grad.clone() for p in new.parameters()])
-    for grads in found[1:]:
-        for ours, true in zip(grads, found[0], strict=True):
-            assert_close(ours, true, 1e-6, "gradient")
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_pass_without_gradients_over_the_same_tokens_is_not_taken_for_the_first_run(use_reentrant: bool) -> None:
-    """Reinforcement learning: reference scores with the model's own picks, then a step with the rollout's."""
-    old, new, x = Tiny(0), Tiny(1), tokens().requires_grad_()
-    with record(old) as recording:
-        old(x)
-    found = []
-    for mode in (None, use_reentrant):
-        new.zero_grad()
-        with torch.no_grad():
-            new(x)
-        with replay(new, recording.decisions()):
-            loss = (new(x) if mode is None else checkpoint(new, x, use_reentrant=mode)).square().sum()
-        loss.backward()
+            loss = run(new, x).square().sum()
+        loss.backward()  # behind the context: the recompute takes what the first run took
         found.append([p.grad.clone() for p in new.parameters()])
     for ours, true in zip(*found, strict=True):
         assert_close(ours, true, 1e-6, "gradient")
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_same_tokens_with_other_ids_in_flight(use_reentrant: bool) -> None:
+def test_the_same_tokens_with_other_ids_in_flight() -> None:
     layer = Tiny().layers[0]
     g = torch.Generator().manual_seed(4)
     ids = [torch.rand(B, L, E, generator=g).argsort(-1)[..., :K] for _ in range(2)]
     found = []
-    for mode in (None, use_reentrant):
+    for again in (False, True):
         x = tokens().requires_grad_()
         calls = [lambda x, i=i: layer(x, ids=i).y for i in ids]
-        ys = [call(x) if mode is None else checkpoint(call, x, use_reentrant=mode) for call in calls]
-        found.append([])
-        for y in ys:
-            x.grad = None
-            y.sum().backward()
-            found[-1].append(x.grad.clone())
+        ys = [replaying(call, x) if again else call(x) for call in calls]
+        found.append([torch.autograd.grad(y.sum(), x)[0] for y in ys])
     for ours, true in zip(found[1], found[0], strict=True):
         assert_close(ours, true, 1e-6, "gradient")
 
@@ -175,7 +159,7 @@ def test_cut_and_join() -> None:
 def test_ids_may_be_narrower_than_the_number_of_experts(dtype: torch.dtype, experts: int) -> None:
     ids = torch.tensor([-3, -1, 0, 127]).view(1, 2, 1, 2)
     narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",)).layer("a")
-    assert (narrow.kept.tolist(), narrow.chosen.tolist()) == ([[-1, -1], [0, 127]], [[1, -1], [0, 127]])
+    assert (narrow.kept_TK.tolist(), narrow.chosen_TK.tolist()) == ([[-1, -1], [0, 127]], [[1, -1], [0, 127]])
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ from trimtab.dispatch.transport import Transport, guard_of
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.kernels.memory import no_values
 from trimtab.layout import experts_per_rank
-from trimtab.routing.recompute import always_recomputed
 from trimtab.validation import check_sizes
 
 CombineMode = Literal["sum", "ordered"]
@@ -155,7 +154,6 @@ class Dispatcher:
         with self._alone("route"):
             self._at("route")
 
-    @always_recomputed
     def dispatch(
         self,
         x_TD: Tensor,
@@ -242,7 +240,6 @@ class Dispatcher:
             slot_row_R=row_R,
         )
 
-    @always_recomputed
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
 

@@ -29,7 +29,6 @@ from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.routing.recompute import always_recomputed
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 
@@ -112,7 +111,6 @@ class GroupedLinear(GroupedModule):
         for param in (*self.weights, *self.biases):
             param.uniform_(-bound, bound)
 
-    @always_recomputed
     def forward(self, x_RD: Tensor, group_sizes: GroupSizes) -> Tensor:
         """[R, out_features] in x's dtype, computed in the weights' dtype or in autocast's, as `nn.Linear` is.
 

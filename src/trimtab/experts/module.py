@@ -26,7 +26,6 @@ from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.ids import holds_ids
-from trimtab.routing.recompute import always_recomputed
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values, is_whole
 
 WEIGHTS = ("experts", "combine")
@@ -171,7 +170,6 @@ class ExpertMLP(GroupedModule):
             return None if value is None else value.flatten(1, 2)
         return super().__getattr__(name)
 
-    @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's: with copies of the parameters that each pass makes anew, on the CPU of those experts that

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from trimtab.backward import may_have_tangents, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import BY_NAME, Activation
-from trimtab.routing.recompute import always_recomputed
+from trimtab.routing.recompute import unseen
 from trimtab.validation import check_flags, check_sizes, holds_values
 
 
@@ -23,11 +23,11 @@ class _Activate(Function):
     """h = f(pre), with `pre` alone saved."""
 
     @staticmethod
-    @always_recomputed
     def forward(ctx: Any, pre_TI: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(pre_TI)
         ctx.activation = activation
-        return activation.forward(pre_TI)
+        with unseen():
+            return activation.forward(pre_TI)
 
     @staticmethod
     @once_differentiable

@@ -31,7 +31,6 @@ from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
 from trimtab.parallel.meshes import check_ascending, check_meshes, local_part
-from trimtab.routing.recompute import always_recomputed
 
 SPLIT = {"gate_up": Shard(2), "up": Shard(1), "down": Shard(2)}
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
@@ -115,7 +114,6 @@ class ParallelExperts(ExpertMLP):
     etp: ExpertTensorGroup | None
     reduce_delayed: Callable[[], None] | None
 
-    @always_recomputed
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         names = self.parameter_names

@@ -30,7 +30,6 @@ from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import check_meshes
 from trimtab.parallel.moe import ParallelMoE, join_data_parallel
 from trimtab.routing.bias import routers
-from trimtab.routing.recompute import always_recomputed
 from trimtab.routing.router import Router
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)
@@ -115,15 +114,10 @@ def _resharding(given: bool | int | None, dp_mesh: DeviceMesh, efsdp_mesh: Devic
 
 
 def _shard_router(router: Router, mesh: DeviceMesh, options: dict[str, Any]) -> None:
-    """As a unit that computes and answers in its own types, and may be in a checkpoint."""
+    """As a unit that computes and answers in its own types."""
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     own = options | {"mp_policy": replace(policy, param_dtype=None, output_dtype=None)}
-    state = fully_shard(router, mesh=mesh, **own)._get_fsdp_state()
-    for hooks in (router._forward_pre_hooks, router._forward_hooks):
-        for key, hook in hooks.items():
-            if getattr(hook, "__self__", None) is state:
-                # What it gathers, a checkpoint's first run may gather and its second find there.
-                hooks[key] = always_recomputed(hook)
+    fully_shard(router, mesh=mesh, **own)
 
 
 def _reduce_now(module: FSDPModule) -> None:

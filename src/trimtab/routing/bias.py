@@ -1,6 +1,6 @@
 """The expert bias of aux-loss-free balancing (Wang et al., arXiv 2408.15664), and loads over a whole model.
 
-    bias[e] += rate * sign(mean load - load[e])          once per optimiser step, from the loads of the global batch
+    bias[e] += rate * sign(mean load - load[e])          once per optimizer step, from the loads of the global batch
 
 The bias joins the scores for the selection only; weights and gradients do not see it. Loads are what the routers
 picked while training, summed over micro-batches; a recomputed forward is not counted again.
@@ -32,7 +32,7 @@ def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
 
 @torch.no_grad()
 def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
-    """End an optimiser step: update every expert bias, forget the step's loads, and return them, global, by router.
+    """End an optimizer step: update every expert bias, forget the step's loads, and return them, global, by router.
 
     Every rank of the group must call (one all-reduce for the whole model).
 

@@ -8,19 +8,28 @@ Legend: T tokens, E experts, K experts per token, N = T * K slots, X columns of 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trimtab.routing.config import RouterConfig
 from trimtab.routing.scores import count_ids
+
+if TYPE_CHECKING:
+    from trimtab.routing.config import RouterConfig
+
+
+def capacity(tokens: int, config: RouterConfig) -> int:
+    """Slots that one expert takes from this rank's `tokens`: ceil(factor * K * T / E)."""
+    slots = config.factor * config.top_k * tokens / config.num_experts
+    whole = math.trunc(slots)  # not `math.ceil`: an exported program that holds one cannot be saved
+    part = math.trunc((slots - whole) * 2.0**52)  # above 1 there is no fraction below 2^-52
+    return whole + least(part, 1)
 
 
 def least(a: int, b: int) -> int:
-    """`min` that asks nothing of symbols."""
-    exported = isinstance(a, torch.SymInt)  # Dynamo takes it by itself where it traces `min`
-    smaller: int = torch.sym_min(a, b) if exported else min(a, b)  # type: ignore[no-untyped-call]
+    """`min`, of symbols too."""
+    smaller: int = torch.sym_min(a, b)  # type: ignore[no-untyped-call]
     return smaller
 
 
@@ -30,9 +39,7 @@ def most_slots(ids_TK: Tensor, config: RouterConfig, room: int) -> int:
 
 
 @torch.no_grad()
-def drop_over(
-    ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, by: Literal["probability", "position"]
-) -> Tensor:
+def drop_over(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, by: str) -> Tensor:
     """Ids with -1 in the slots for which their expert, which takes `room`, has no room.
 
     by: "probability" keeps the largest weights, ties in the order of slots; "position" the first slots.
@@ -53,7 +60,7 @@ def drop_over(
 
 def pad_columns(config: RouterConfig) -> int:
     """X: how many slots of padding each token gets at most. The same on every rank, whatever its T."""
-    return math.ceil((config.capacity_factor or 0.0) * config.top_k) + 1
+    return math.ceil(config.factor * config.top_k) + 1
 
 
 @torch.no_grad()

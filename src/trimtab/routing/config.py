@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trimtab.errors import ConfigError
+from trimtab.routing.scores import SCORES
+from trimtab.routing.select import SELECTS
 from trimtab.validation import check_flags, check_sizes, is_finite, is_whole
 
 if TYPE_CHECKING:
     from trimtab.routing.router import Router
 
-Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-Select = Literal["topk", "sinkhorn", "expert_choice", "balanced"]
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SELECTS = ("topk", "sinkhorn", "expert_choice", "balanced")
 GROUP_SCORES = ("top2", "max")
 DROPS = ("probability", "position")
 COEFFICIENTS = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss")
@@ -31,17 +29,16 @@ class RouterConfig:
 
     Args:
         num_experts, top_k: E and K.
-        score: logits to scores, in float32 at least: softmax over all experts, sigmoid, or sqrt(softplus).
+        score: logits to scores, in float32 at least; a name of `trimtab.routing.scores.SCORES`.
         normalize: the picked scores are divided by their sum (for softmax the same as a softmax over the picked).
-        scale: factor on the weights, after normalising.
+        scale: factor on the weights, after normalizing.
         groups, top_groups: experts are cut into `groups` equal runs and only the best `top_groups` of a token may be
             picked from (DeepSeek-V3, arXiv 2412.19437).
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
         bias_rate: its step, once per optimiser step, see `trimtab.routing.bias`.
-        select: "topk"; "sinkhorn" (balanced assignment while training, top-k otherwise); "expert_choice" (experts pick
-            tokens, arXiv 2202.09368); "balanced" (round robin, whatever the scores: for benchmarks only). Sinkhorn and
-            expert choice balance the tokens of a call on this rank; a single token has nothing to be balanced with.
+        select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance
+            the tokens of a call on this rank; a single token has nothing to be balanced with.
         sinkhorn_iterations: how many.
         aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
             The third one's loads are those of an optimiser step so far: `trimtab.update_bias(model)` after each step
@@ -61,7 +58,7 @@ class RouterConfig:
 
     num_experts: int
     top_k: int
-    score: Score = "softmax"
+    score: str = "softmax"
     normalize: bool = False
     scale: float = 1.0
     groups: int = 1
@@ -69,7 +66,7 @@ class RouterConfig:
     group_score: Literal["top2", "max"] = "top2"
     bias: bool = False
     bias_rate: float = 1e-3
-    select: Select = "topk"
+    select: str = "topk"
     sinkhorn_iterations: int = 8
     aux_loss: float = 0.0
     sequence_aux_loss: float = 0.0
@@ -84,7 +81,7 @@ class RouterConfig:
         check_sizes(num_experts=self.num_experts)
         if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k={self.top_k!r} is not in 1..{self.num_experts}, the number of experts")
-        named = (("score", SCORES), ("select", SELECTS), ("group_score", GROUP_SCORES), ("drop", DROPS))
+        named = (("score", tuple(SCORES)), ("select", tuple(SELECTS)), ("group_score", GROUP_SCORES), ("drop", DROPS))
         for name, known in named:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
@@ -96,11 +93,28 @@ class RouterConfig:
         for problem, is_one in self._problems().items():
             if is_one:
                 raise ConfigError(problem)
+        factor = 1.0 if self.capacity_factor is None else float(self.capacity_factor)
+        object.__setattr__(self, "_factor_text", repr(factor))
+
+    @property
+    def factor(self) -> float:
+        """The capacity factor, 1 if there is none. Read from text: no symbol in a traced graph."""
+        return float(self._factor_text)  # type: ignore[attr-defined]
+
+    @property
+    def experts_pick(self) -> bool:
+        """Whether experts pick tokens: a decision has a column for each expert."""
+        return SELECTS[self.select].experts_pick
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Those of the losses that are taken, by name."""
+        return {name: getattr(self, name) for name in COEFFICIENTS if getattr(self, name)}
 
     @property
     def columns(self) -> int:
         """How many ids a decision has for each token, without padding."""
-        return self.num_experts if self.select == "expert_choice" else self.top_k
+        return self.num_experts if self.experts_pick else self.top_k
 
     def _problems(self) -> dict[str, bool]:
         even = self.num_experts % self.groups == 0
@@ -124,7 +138,7 @@ class RouterConfig:
             ),
             "pad=True fills up to the capacity: set capacity_factor": self.pad and factor is None,
             "pad=True is without meaning in expert choice, where every expert is full": (
-                self.pad and self.select == "expert_choice"
+                self.pad and self.experts_pick
             ),
             f"jitter={self.jitter} is not in 0 <= jitter < 1": not 0 <= self.jitter < 1,
             f"loss coefficients must not be negative: {coefficients}": min(coefficients) < 0,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.routing.decision import Decision
 from trimtab.routing.ids import holds_ids, wide_ids
-from trimtab.routing.recompute import Choice
 from trimtab.whole_files import whole
 
 FORMAT = "trimtab.decisions"
@@ -57,7 +57,7 @@ class Decisions:
                 f"decisions name experts {low}..{high}, the model has 0..{self.num_experts - 1} (-1 for none)"
             )
 
-    def layer(self, name: str) -> Choice:
+    def layer(self, name: str) -> Decision:
         """One layer's, as [B * L, K] int64.
 
         Raises:
@@ -66,7 +66,7 @@ class Decisions:
         if name not in self.layers:
             raise InputError(f"no decisions for layer {name!r}; there are {self.layers}", phase="route")
         ids = self.ids[:, :, self.layers.index(name)].flatten(0, 1).long()
-        return Choice(chosen=torch.where(ids < -1, -2 - ids, ids), kept=ids.clamp(min=-1))
+        return Decision(torch.where(ids < -1, -2 - ids, ids), ids.clamp(min=-1))
 
     def cut(self, start: int, end: int) -> Decisions:
         """Those of the positions start..end - 1 of every sequence: what a rank that holds these replays."""

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from trimtab.guard.shared import SharedByCopies
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.recompute import unseen
+from trimtab.routing.decision import Routing
 from trimtab.routing.scores import count_ids, probabilities
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
@@ -100,61 +100,46 @@ def each_group(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 
 def all_sum(t: Tensor, groups: Groups) -> Tensor:
-    """`t` summed over the ranks of all groups. Selective checkpointing, which can keep no tensor that is written to,
-    does not see it: both runs sum."""
+    """`t` summed over the ranks of all groups."""
     if groups is None:
         return t
-    with unseen():
-        summed = t.clone()
-        for group in each_group(groups):
-            dist.all_reduce(summed, group=group)
+    summed = t.clone()
+    for group in each_group(groups):
+        dist.all_reduce(summed, group=group)
     return summed
 
 
 def balance_losses(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    chosen_TK: Tensor,
-    chosen_E: Tensor,
-    real_T: Tensor | None,
+    routing: Routing,
     *,
     config: RouterConfig,
-    batch: int,
     groups: LossGroups,
     totals: StepTotals | None,
-    counts_before_E: Tensor,
+    counts_before_E: Tensor | None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """(name -> scalar, counts of this micro-batch over all ranks [E] float64). Collective over the groups.
 
-    Args:
-        chosen_TK: ids picked, -1 for none and for tokens that are not real. chosen_E: how often each.
-        counts_before_E: counts of the step's earlier micro-batches, zeros in the first.
+    counts_before_E: counts of the step's earlier micro-batches, for `global_aux_loss`.
 
     Without any coefficient there is nothing to compute, nothing to exchange, and the counts are None.
     """
-    c, num_experts, dtype = config, config.num_experts, logits_TE.dtype
-    coefficients = {
-        "aux": c.aux_loss, "sequence_aux": c.sequence_aux_loss, "global_aux": c.global_aux_loss, "z": c.z_loss,
-    }  # fmt: skip
-    if not any(coefficients.values()):
+    c, num_experts = config, config.num_experts
+    if routing.basis is None or not c.coefficients:
         return {}, None
+    logits, (_, chosen, chosen_E, scores, real_T, batch, _) = routing.logits_TE, routing.basis
+    dtype = logits.dtype
     if real_T is None:
-        real_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool)
-    real_T1 = real_T[:, None]
-    p_TE = probabilities(scores_TE, c.score).masked_fill(~real_T1, 0)
+        real_T = torch.ones_like(logits[:, 0], dtype=torch.bool)
+    p_TE = probabilities(scores, c.score).masked_fill(~real_T[:, None], 0)
     p_E = p_TE.sum(0)
-    z = _log_sum_exp(logits_TE).square().masked_fill(~real_T, 0).sum()
+    z = _log_sum_exp(logits).square().masked_fill(~real_T, 0).sum()
     sequence = z.new_zeros(())
     if c.sequence_aux_loss:
-        f_BE = num_experts * _sequence_fractions(chosen_TK, batch, num_experts, groups).to(dtype)
+        f_BE = num_experts * _sequence_fractions(chosen, batch, num_experts, groups).to(dtype)
         sequence = (f_BE * _per(p_TE, batch)).sum()
     sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
     everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
-    step_E = counts_E + counts_before_E
-    if totals is not None and totals.counts_E is not None:
-        step_E = totals.counts_E.double()
-    f, step_f = num_experts * fraction(counts_E), num_experts * fraction(step_E)
     tokens = (n if totals is None else cast(Tensor, totals.tokens).to(n)).clamp(min=1)
     scale = groups.gradient_scale
 
@@ -162,19 +147,27 @@ def balance_losses(
         value = (everywhere / tokens).to(dtype).sum()  # of one element
         return value + (local - local.detach()) * (scale / tokens).to(dtype).sum()
 
-    found = {
-        "aux": joined((f.to(dtype) * p_E).sum(), (f * sum_p_E).sum()),
-        "sequence_aux": joined(sequence, sum_sequence),
-        "global_aux": joined((step_f.to(dtype) * p_E).sum(), (step_f * sum_p_E).sum()),
-        "z": joined(z, sum_z),
-    }
-    return {name: found[name] * factor for name, factor in coefficients.items() if factor}, counts_E
+    def balance(of_E: Tensor) -> Tensor:
+        f = num_experts * fraction(of_E)
+        return joined((f.to(dtype) * p_E).sum(), (f * sum_p_E).sum())
+
+    found = {}
+    if c.aux_loss:
+        found["aux"] = balance(counts_E) * c.aux_loss
+    if c.sequence_aux_loss:
+        found["sequence_aux"] = joined(sequence, sum_sequence) * c.sequence_aux_loss
+    if c.global_aux_loss:
+        step_E = counts_E if counts_before_E is None else counts_E + counts_before_E
+        if totals is not None and totals.counts_E is not None:
+            step_E = totals.counts_E.double()
+        found["global_aux"] = balance(step_E) * c.global_aux_loss
+    if c.z_loss:
+        found["z"] = joined(z, sum_z) * c.z_loss
+    return found, counts_E
 
 
 def _log_sum_exp(logits_TE: Tensor) -> Tensor:
     """[T]. torch's own asks whether there are any logits, which a graph for any number of tokens cannot answer."""
-    if not torch.compiler.is_compiling():
-        return logits_TE.logsumexp(-1)
     top_T1 = logits_TE.detach().amax(-1, keepdim=True)
     return (logits_TE - top_T1).exp().sum(-1).log() + top_T1[:, 0]
 

@@ -1,259 +1,180 @@
-"""Decisions survive activation recompute: a forward that runs again inside a backward takes the ones it took before.
+"""What a router decided in the first run of a checkpointed block is taken in the second.
 
-The second run of a forward may differ from the first in the last bits, and a near-tie then falls the other way: counts
-change and recompute fails, or worse, does not. So each router remembers its decisions until they cannot be asked for
-any more, and a forward inside a backward asks. Which of several forwards in flight (micro-batches of a pipeline) runs
-again is told by the checkpoint that runs it, and within one by its mask and its logits, of which decisions are made:
-their sum over the tokens, by weights that tell positions apart, is nearly equal for the same tokens in the same order,
-and far from equal for others. A reentrant checkpoint, or another inside or around it, does not say which it is: all are
-looked at then, and in float64 sums must be as near as rounding leaves them, for a forward within a backward may also be
-of tokens of its own. Where several are equal there, so are their decisions, but for a
-jitter from the router's own generator and the step's counts before them, for `global_aux_loss`: a backward asks for
-each of them once, the last forward first, as it goes; backwards of their own, in the order of the forwards, get each
-other's. Those that were given their `ids` are given them again.
+    checkpoint(block, x, use_reentrant=False, context_fn=trimtab.replay_in_recompute)
 
-A decision lives as long as the autograd graph of its forward; under non-reentrant checkpointing, as long as anything
-can be asked for that the checkpoint makes again: of a backward in two halves, the second may run the forward again for
-the weights of shared experts alone, when the router's part of the graph is gone. Where there is none (the first run
-under reentrant `torch.utils.checkpoint` has gradients off) it is kept, in training mode, until it is asked for, `limit`
-of them at most. Under `torch.compile` nothing is remembered: what is run again there is the same compiled graph.
+The second run may differ from the first in the last bits: a near-tie then falls the other way, counts change and the
+recompute fails, or worse, does not. So the first run records the ids, and the second takes them; logits, scores,
+weights and losses are computed again. Loads are counted in the first run only. Every rank issues the same collectives
+in both.
 
-Legend: T tokens, K experts per token, E experts.
+Without it a recompute decides again, and its loads are counted again. Reentrant checkpointing has no `context_fn`: its
+second run decides again, and alone is counted, for the first one runs without gradients.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils.checkpoint import _CachedTorchDispatchMode as _Cached
-from torch.utils.checkpoint import _CachingTorchDispatchMode as _Caching
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from trimtab.autocast import without_autocast
-from trimtab.kernels.memory import no_values
+from trimtab.errors import InputError
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-TOLERANCE = 0.2
-"""How far apart the sums of two runs may be, relative to their size. bfloat16 rounding makes 0.004, and more where the
-router tells tokens apart by less than what they have in common; other tokens are about 1.4 apart."""
-
-IN_FLOAT64 = 1e-4
-"""In place of it for tokens in float64 where no checkpoint says that a forward runs again: it may as well be one of
-tokens that are near others. Those in float32 may have come of bfloat16."""
-
-SAME = 8.0
-"""How many times as far as the nearest may be the sum of the same tokens: other tokens are hundreds of times as far."""
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
-    """Ids: chosen [T, K], and kept [T, K], which is -1 also where the expert had no room. most: how many of the kept
-    are not -1 at most, where a capacity says so. whole: whether all that were chosen are known to name an expert."""
+class _Tape:
+    """What was decided in one run of a block, by kind and in order; and how far a second run has taken it."""
 
-    chosen: Tensor
-    kept: Tensor
-    most: int | None = None
-    whole: bool = False
+    def __init__(self) -> None:
+        self.again = False
+        self._decided: dict[str, list[Sequence[Tensor]]] = {}
+        self._taken: dict[str, int] = {}
 
-    @property
-    def changes(self) -> int:
-        """How often the ids were written to in place, as far as it is counted: not those of an inference mode."""
-        return sum(ids._version for ids in (self.chosen, self.kept) if not ids.is_inference())
+    def begin(self, again: bool) -> None:
+        """A run begins. A backward in two halves begins the second one twice."""
+        self.again = again
+        self._taken.clear()
 
-    def to(self, dtype: torch.dtype) -> Choice:
-        """The same in other integers."""
-        chosen = self.chosen.to(dtype)
-        return replace(self, chosen=chosen, kept=chosen if self.kept is self.chosen else self.kept.to(dtype))
+    def record(self, decided: Sequence[Tensor], kind: str) -> None:
+        """Keep a copy, which nobody writes to."""
+        self._decided.setdefault(kind, []).append([t.clone() for t in decided])
 
+    def take(self, like: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
+        """What was decided at this place.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Remembered:
-    """A choice and the changes of its ids by then, the sum of the logits and the mask that it was made of, the state
-    that their jitter was drawn from, and the counts of the micro-batches before."""
-
-    choice: Choice
-    changes: int
-    sum_E: Tensor
-    real_T: Tensor | None
-    noise: Tensor | None
-    counts_before_E: Tensor
-
-
-class _Hold(Function):
-    """The identity; its node keeps `remembered` alive. No view to autograd: what FSDP2 hangs on a unit's result is lost
-    where that is one and is changed in place, and it warns."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, remembered: Remembered) -> Tensor:
-        ctx.remembered = remembered
-        return weights_TK.view_as(weights_TK).detach()
-
-    @staticmethod
-    def backward(ctx: Any, d_TK: Tensor) -> tuple[Tensor, None]:
-        return d_TK, None
+        Raises:
+            InputError: nothing, or for other tokens.
+        """
+        recorded, at = self._decided.get(kind, []), self._taken.get(kind, 0)
+        self._taken[kind] = at + 1
+        if at >= len(recorded) or [t.shape for t in recorded[at]] != [t.shape for t in like]:
+            raise InputError(
+                "a checkpointed block came to another router, or with another number of tokens, than in its first run: "
+                "what is checkpointed must do the same in both",
+                phase="route",
+            )
+        return recorded[at]
 
 
-def in_backward() -> bool:
-    """Whether this runs inside a backward pass, as a recomputed forward does."""
-    return torch._C._current_graph_task_id() != -1  # no public function says this
+class _Tapes(threading.local):
+    """Those of the blocks that this thread is in, the innermost last, and whether policies are shut out. A context
+    manager around modules that it is not handed can reach them in no other way."""
+
+    def __init__(self) -> None:
+        self.running: list[_Tape] = []
+        self.unseen = False
 
 
-def sum_of(logits_TE: Tensor) -> Tensor:
-    """What tells micro-batches apart: the sum over the tokens, n-th by sin(n^2) and half its sign. Each token counts,
-    and no shift or other order leaves the sum as it is."""
-    logits = logits_TE.detach()
-    n = torch.arange(1, logits.shape[0] + 1, dtype=torch.float32, device=logits.device)
-    by = (n * n).sin()
-    with without_autocast():
-        return (by + by.sign() / 2).to(logits.dtype) @ logits
+_TAPES = _Tapes()
 
 
-def unseen() -> AbstractContextManager[None]:
-    """Around what a recompute leaves out, or does instead: selective checkpointing does not see it, which counts on
-    the same operators in both runs. Other dispatch modes do."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    modes = _get_current_dispatch_mode_stack()
-    return _only([m for m in modes if not _selects(m)]) if any(map(_selects, modes)) else nullcontext()
+class _Run:
+    """The context of one run of a block."""
+
+    def __init__(self, tape: _Tape, again: bool, inner: AbstractContextManager[Any]) -> None:
+        self._tape, self._again = tape, again
+        self._inner: AbstractContextManager[Any] = _Policy(inner) if isinstance(inner, TorchDispatchMode) else inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._tape.begin(self._again)
+        _TAPES.running.append(self._tape)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        _TAPES.running.pop()
+        return self._inner.__exit__(*error)
 
 
-def _selects(mode: TorchDispatchMode) -> bool:
-    return isinstance(mode, (_Caching, _Cached))
+class _Policy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode of selective checkpointing, which is asked for what is not `unseen`."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _TAPES.unseen:
+            return func(*args, **(kwargs or {}))
+        return self._mode.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def _only(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """Of the current dispatch modes these alone, which are not entered anew."""
-    with _disable_current_modes(), ExitStack() as pushed:
-        for mode in modes:
-            _push_mode(mode)
-            pushed.callback(_pop_mode)
-        yield
+class unseen:
+    """Within, selective checkpointing keeps nothing and runs all again, whatever its policy: it can keep no tensor that
+    is written to, and counts on the same operators in both runs, which FSDP2's units do not have."""
+
+    def __enter__(self) -> None:
+        self._before = _TAPES.unseen
+        _TAPES.unseen = bool(_TAPES.running)
+
+    def __exit__(self, *error: object) -> None:
+        _TAPES.unseen = self._before
 
 
-def always_recomputed(function: Callable[P, Result]) -> Callable[P, Result]:
-    """For what writes into memory of its own: selective checkpointing runs all of it again, whatever its policy, which
-    can keep no tensor that is written to later."""
+def replay_in_recompute(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
+    """The two contexts of a non-reentrant `torch.utils.checkpoint`, for its `context_fn`.
 
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with unseen():
-            return function(*args, **kwargs)
+    context_fn: other contexts to be entered as well. With selective checkpointing, whose policy then sees all of a
+    `MoE` but what leads from the router to the combined rows:
 
-    # Dynamo counts compiled graphs by code object, and gives up at eight: each function has a count of its own.
-    wrapped.__code__ = wrapped.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
-    wrapped.always_recomputed = True  # type: ignore[attr-defined]
-    return wrapped
+        selective = partial(create_selective_checkpoint_contexts, policy)
+        checkpoint(block, x, use_reentrant=False, context_fn=partial(replay_in_recompute, selective))
 
-
-def is_always_recomputed(function: Callable[..., Any]) -> bool:
-    """Whether `always_recomputed` is around it."""
-    return getattr(function, "always_recomputed", False)
-
-
-def _checkpoint() -> tuple[_CheckpointFrame | None, bool]:
-    """The non-reentrant checkpoint that this forward is in, which every tensor that it saves holds; and whether the
-    checkpoint runs it again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public function says this
-    pack = None if hooks is None else inspect.unwrap(hooks[0])
-    if getattr(pack, "__module__", "") != torch.utils.checkpoint.__name__:
-        return None, False
-    for held in (cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()):
-        again = isinstance(held, weakref.ref)
-        frame = held() if again else held
-        if isinstance(frame, _CheckpointFrame):
-            return frame, again
-    return None, False
-
-
-class Memory:
-    """The decisions of one router that a recompute may ask for. Copies and pickles are empty.
-
-    Args:
-        limit: how many forwards without a graph are remembered; a pipeline has as many in flight as it has stages.
+    Checkpoints may be nested, and any number of them in flight. In a graph of `torch.compile` that holds the
+    checkpoint, the same graph runs again and nothing needs to be recorded.
     """
+    if torch.compiler.is_compiling():
+        context_fn = context_fn or partial(create_selective_checkpoint_contexts, [])
+        return context_fn()
+    first, second = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+    tape = _Tape()
+    return _Run(tape, False, first), _Run(tape, True, second)
 
-    def __init__(self, limit: int = 64) -> None:
-        self._in_graphs: list[weakref.ref[Remembered]] = []
-        self._held: deque[Remembered] = deque(maxlen=limit)
-        self._asked: WeakKeyDictionary[Remembered, int] = WeakKeyDictionary()  # in which backward, at last
-        self._of: WeakKeyDictionary[_CheckpointFrame, list[Remembered]] = WeakKeyDictionary()  # in their order
 
-    def hold(self, remembered: Remembered, weights_TK: Tensor, training: bool) -> Tensor:
-        """Remember; the weights must be used in place of those given."""
-        if weights_TK.requires_grad:
-            self._in_graphs = [ref for ref in self._in_graphs if ref() is not None]
-            self._in_graphs.append(weakref.ref(remembered))
-            frame, again = _checkpoint()
-            if frame is not None and not again:
-                self._of.setdefault(frame, []).append(remembered)
-            held: Tensor = _Hold.apply(weights_TK, remembered)  # type: ignore[no-untyped-call]
-            return held
-        if training:
-            small = torch.int16 if remembered.sum_E.shape[0] < 1 << 15 else torch.int32  # many may lie here for long
-            choice = remembered.choice.to(small)
-            self._held.append(replace(remembered, choice=choice, changes=choice.changes))
-        return weights_TK
+def running() -> bool:
+    """Whether a block is run whose decisions are recorded or taken."""
+    return bool(_TAPES.running)
 
-    def recall(self, x_TD: Tensor, sum_E: Tensor, real_T: Tensor | None) -> Remembered | None:
-        """What was decided for these tokens, if this is a forward that runs again. One host sync then, on a device."""
-        if not in_backward():
-            return None
-        frame, again = _checkpoint()
-        candidates: Sequence[Remembered] = self._of.get(frame, ()) if frame is not None and again else ()
-        tolerance = TOLERANCE
-        if not candidates:
-            tolerance = IN_FLOAT64 if x_TD.dtype == torch.float64 else TOLERANCE
-            in_graphs = [one for one in (ref() for ref in self._in_graphs) if one is not None]
-            candidates = (*reversed(in_graphs), *reversed(self._held))
-        alike = (x_TD.shape[0], sum_E.dtype, sum_E.device, real_T is None)
-        known = [
-            m for m in candidates
-            if (m.choice.chosen.shape[0], m.sum_E.dtype, m.sum_E.device, m.real_T is None) == alike
-        ]  # fmt: skip
-        if not known:
-            return None
-        size = sum_E.norm().clamp(min=torch.finfo(sum_E.dtype).tiny)
-        far_N = (torch.stack([one.sum_E for one in known]) - sum_E).norm(dim=-1) / size
-        if real_T is not None:
-            masks_NT = torch.stack([one.real_T for one in known if one.real_T is not None])
-            far_N = far_N.masked_fill((masks_NT != real_T).any(-1), math.inf)
-        distances = [0.0] * len(known) if no_values(far_N.device) else far_N.tolist()
-        near = min(distances)
-        if not near <= tolerance:
-            return None
-        same = [one for one, far in zip(known, distances, strict=True) if far <= SAME * near]
-        this = torch._C._current_graph_task_id()
-        found = next((one for one in same if self._asked.get(one) != this), same[0])
-        self._asked[found] = this
-        if any(one is found for one in self._held):
-            self._held = deque((one for one in self._held if one is not found), maxlen=self._held.maxlen)
-        return found
 
-    def alive(self) -> int:
-        """How many decisions may still be asked for."""
-        return len(self._held) + sum(ref() is not None for ref in self._in_graphs)
+def replaying() -> bool:
+    """Whether this is the second run of a block."""
+    return any(tape.again for tape in _TAPES.running)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, (self._held.maxlen,)
+
+def replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
+    """`decided`, or what was decided in the first run if this is the second. kind: of what; each kind in its order."""
+    if not running():
+        return decided
+    taken: Sequence[Tensor] = torch.ops.trimtab.replayed(decided, kind)
+    return taken
+
+
+def _replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
+    given = decided
+    for tape in _TAPES.running:
+        if tape.again:
+            given = tape.take(decided, kind)
+    for tape in _TAPES.running:
+        if not tape.again:
+            tape.record(given, kind)
+    return [t.clone() for t in given]
+
+
+def _replayed_fake(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
+    return [torch.empty_like(t) for t in decided]
+
+
+_LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("replayed(Tensor[] decided, str kind) -> Tensor[]")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("replayed", _replayed, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("trimtab::replayed", _replayed_fake, lib=_LIBRARY)

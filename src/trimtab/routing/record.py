@@ -7,7 +7,8 @@
     with replay(model, Decisions.load("step.pt")):
         model(tokens)                               # the same experts; scores, weights and losses are live
 
-Both see the tokens that this rank routes. A forward repeated by activation checkpointing is recorded once.
+Both see the tokens that this rank routes. A forward that runs again under `trimtab.replay_in_recompute` is recorded
+once.
 
 Legend: B sequences, L positions, T = B * L tokens, K experts per token.
 """
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.bias import routers
+from trimtab.routing.decision import Decision
 from trimtab.routing.decisions import Decisions
-from trimtab.routing.recompute import Choice
+from trimtab.routing.recompute import replaying
 from trimtab.routing.router import Router
 
 
@@ -34,13 +36,14 @@ class Recording:
         self.num_experts = {name: router.config.num_experts for name, router in found.items()}
         self.calls: dict[str, list[Tensor]] = {name: [] for name in found}
 
-    def tap(self, name: str) -> Callable[[Choice, int], None]:
+    def tap(self, name: str) -> Callable[[Decision, int], None]:
         """What router `name` calls with each decision."""
 
-        def keep(choice: Choice, batch: int) -> None:
+        def keep(made: Decision, batch: int) -> None:
             # A slot without room is where the two differ.
-            ids = torch.where(choice.kept == choice.chosen, choice.kept, -2 - choice.chosen)
-            self.calls[name].append(ids.view(batch, ids.shape[0] // max(batch, 1), ids.shape[1]))
+            ids = torch.where(made.kept_TK == made.chosen_TK, made.kept_TK, -2 - made.chosen_TK)
+            if not replaying():
+                self.calls[name].append(ids.view(batch, ids.shape[0] // max(batch, 1), ids.shape[1]))
 
         return keep
 
@@ -110,11 +113,11 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
         raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
     before = {name: router.source for name, router in found.items()}
 
-    def source(name: str, device: torch.device) -> Callable[[int, int], Choice]:
-        choice = decisions.layer(name)
-        there = Choice(chosen=choice.chosen.to(device), kept=choice.kept.to(device))
+    def source(name: str, device: torch.device) -> Callable[[int, int], Decision]:
+        found = decisions.layer(name)
+        there = Decision(found.chosen_TK.to(device), found.kept_TK.to(device))
 
-        def give(tokens: int, batch: int) -> Choice:
+        def give(tokens: int, batch: int) -> Decision:
             has = (batch, tokens // max(batch, 1))
             if has != tuple(decisions.ids.shape[:2]):
                 raise InputError(

@@ -8,7 +8,6 @@ Legend: T tokens of this rank, D model dim, E experts, K experts per token (E wi
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,15 @@ from torch import Tensor, nn
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.routing.capacity import drop_over, most_slots, padding
+from trimtab.routing.capacity import capacity, drop_over, most_slots, padding
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.decision import Basis, Decision, Routing
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.outcome import Pending, Routing
-from trimtab.routing.recompute import Choice, Memory, Remembered, sum_of, unseen
-from trimtab.routing.scores import count_ids, pick_weights, router_logits, score
-from trimtab.routing.select import capacity, select
+from trimtab.routing.recompute import replayed, replaying, running
+from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
+from trimtab.routing.select import select
 from trimtab.validation import VALUES, check_dtype, check_sizes, holds_values
-
-MANY = 1000
-"""Micro-batches that are unlikely to be of one step."""
 
 
 class Router(nn.Module):
@@ -39,13 +35,11 @@ class Router(nn.Module):
 
     Attributes that may be set:
         groups: the ranks over which losses are summed; every rank of them must call.
-        totals: of this optimiser step, for losses over several micro-batches.
+        totals: of this optimizer step, for losses over several micro-batches.
         generator: draws the jitter, on the tokens' device; None for the default one.
 
-    Forwards in training mode add to the loads that `take_loads` gives; see `trimtab.routing.bias`. A forward that is
-    run again by activation checkpointing repeats its decisions and is not counted, see `trimtab.routing.recompute`. It
-    is told by running inside a backward on nearly the same logits: so does another forward there, as of a hook, if its
-    logits are as near as rounding may leave them (in sum within 20 %, in float64 within 1e-4).
+    Forwards in training mode and with gradients add to the loads that `take_loads` gives; see `trimtab.routing.bias`.
+    Under activation checkpointing see `trimtab.replay_in_recompute`.
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
 
@@ -75,13 +69,11 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim, dtype=dtype or torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.bias else None
         self.register_buffer("expert_bias", bias)
-        self.memory = Memory()
-        self.tap: Callable[[Choice, int], None] | None = None
-        self.source: Callable[[int, int], Choice] | None = None
+        self.tap: Callable[[Decision, int], None] | None = None
+        self.source: Callable[[int, int], Decision] | None = None
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
-        self._forwards = 0
         self.reset_parameters()
 
     @torch.no_grad()
@@ -93,12 +85,11 @@ class Router(nn.Module):
             self.expert_bias.zero_()
 
     def take_loads(self) -> Tensor:
-        """How many slots picked each expert since the last call: [E] int64, this rank's. Ends the optimiser step."""
+        """How many slots picked each expert since the last call: [E] int64, this rank's. Ends the optimizer step."""
         self._bring(self.weight.device)
         taken = self._loads.clone()
         self._loads.zero_()
         self._counts.zero_()
-        self._forwards = 0
         return taken
 
     def forward(
@@ -108,169 +99,103 @@ class Router(nn.Module):
         token_mask_T: Tensor | None = None,
         ids_TK: Tensor | None = None,
         batch: int = 1,
-        later: bool = False,
     ) -> Routing:
-        """Route this rank's tokens.
+        """Route this rank's tokens. `losses` takes the balance losses of what comes out.
 
         Args:
             x_TD: in float64, float32, bfloat16 or float16.
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
-            later: leave the losses, for which ranks meet, and what is counted in `pending` for `take_losses`, as `MoE`
-                does: once the experts' ranks have compared their calls, none waits there for one that is elsewhere.
-                Hooks on the router see no losses then.
 
         Raises:
             InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
         """
         self._check(x_TD, token_mask_T, ids_TK, batch)
         self._bring(x_TD.device)
-        c, tokens = self.config, x_TD.shape[0]
-        real_T = token_mask_T
+        c, real_T = self.config, token_mask_T
         x = x_TD if real_T is None else x_TD.masked_fill(~real_T[:, None], 0)
-        remembers = (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()
-        noise, sum_E, again = self._noise(), None, None
-        logits = None if noise is not None else router_logits(self._jittered(x, None), self.weight)
-        if remembers:
-            with unseen():
-                plain = router_logits(x.detach(), self.weight.detach()) if logits is None else logits
-                sum_E = sum_of(plain)
-                again = self.memory.recall(x, sum_E, real_T)
-        if logits is None:
-            logits = router_logits(self._jittered(x, noise if again is None else again.noise), self.weight)
-        scores = score(logits, c.score)
-        with unseen():
-            before_E = self._counts.clone() if again is None else again.counts_before_E
-            if again is not None and ids_TK is None:
-                choice = self._unchanged(again)
-            else:
-                given = self._given(ids_TK, real_T, tokens, batch)
-                choice = given or self._choose(logits.detach(), scores.detach(), real_T)
-        weights = pick_weights(logits, scores, choice.chosen, c, whole=choice.whole)
-        if choice.kept is not choice.chosen:
-            weights = weights.masked_fill(choice.kept < 0, 0)
+        logits = router_logits(self._jittered(x), self.weight)
+        scores = SCORES[c.score].of(logits)
+        decision = self._decide(logits.detach(), scores.detach(), real_T, ids_TK, batch)
+        chosen, ids = decision.chosen_TK, decision.kept_TK
+        weights = pick_weights(logits, scores, chosen, c, complete=decision.complete)
+        if ids is not chosen:
+            weights = weights.masked_fill(ids < 0, 0)
         weights = weights + (logits.detach() * 0.0).sum(-1, keepdim=True)  # NaN where one of them is not finite
-        chosen_E = count_ids(choice.chosen, c.num_experts)
-        if again is None and self.tap is not None:
-            with unseen():
-                self.tap(choice, batch)
-        if sum_E is not None:
-            noise = noise if again is None else again.noise
-            mask_T = None if real_T is None else real_T.clone()
-            made = Remembered(
-                choice=choice, changes=choice.changes, sum_E=sum_E, real_T=mask_T, noise=noise, counts_before_E=before_E
-            )  # fmt: skip
-            weights = self.memory.hold(made, weights, self.training)
-        ids = choice.kept
-        loads = chosen_E if ids is choice.chosen else count_ids(ids, c.num_experts)
-        most = choice.most
+        chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
+        loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
+        if self._counts_now():
+            self._loads.add_(chosen_E, alpha=0 if replaying() else 1)
+        most = decision.most_slots
         if c.pad:
-            room = capacity(tokens, c)
+            room = capacity(x_TD.shape[0], c)
             filled = padding(ids, c, room)
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
             most = None if most is None else most_slots(ids, c, room)
-        counted = None if torch.compiler.is_compiling() else again is not None
-        pending = Pending(ids, logits, scores, choice.chosen, chosen_E, real_T, batch, before_E, counted)
-        losses = {} if later else self.take_losses(pending)
-        if torch.compiler.is_exporting():
-            from trimtab.routing.compiled import storable
+        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, most)
+        return Routing(ids_TK=ids, weights_TK=weights, loads_E=loads_E, logits_TE=logits, basis=basis)
 
-            storable(Routing)
-        return Routing(
-            ids_TK=ids, weights_TK=weights, losses=losses, loads_E=loads, logits_TE=logits, most_slots=most,
-            pending=pending if later else None,
-        )  # fmt: skip
+    def losses(self, routing: Routing) -> dict[str, Tensor]:
+        """The balance losses of a forward, by name, coefficients included: their sum joins the training loss.
 
-    def take_losses(self, pending: Pending) -> dict[str, Tensor]:
-        """The losses of a forward that left them for later, once. Every rank of `groups` must call."""
-        p = pending
-        losses, counts_E = balance_losses(
-            p.logits_TE, p.scores_TE, p.chosen_TK, p.chosen_E, p.real_T,
-            config=self.config, batch=p.batch, groups=self.groups, totals=self.totals,
-            counts_before_E=p.counts_before_E,
-        )  # fmt: skip
-        if self.training and not p.again:
-            with unseen():
-                self._count(p.chosen_E, counts_E, unknown=p.again is None)
-        return losses
+        Every rank of `groups` must call, once per forward and in the same order; nothing is exchanged where no
+        coefficient is set. `MoE` calls it once the experts' ranks have compared their calls.
+        """
+        so_far = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
+        before_E = replayed([self._counts], "counts")[0] if so_far else None
+        found, counts_E = balance_losses(
+            routing, config=self.config, groups=self.groups, totals=self.totals, counts_before_E=before_E
+        )
+        if so_far and counts_E is not None and self._counts_now():
+            self._counts.add_(counts_E, alpha=0 if replaying() else 1)
+        return found
 
-    def _unchanged(self, again: Remembered) -> Choice:
-        """What was decided before, whose ids may have been given out."""
-        if again.choice.changes == again.changes:
-            return again.choice.to(torch.int64)
-        raise InputError(
-            "the ids_TK of a forward that activation checkpointing runs again were changed in place since: change a "
-            "clone of them",
-            layer=self.layer, phase="route",
-        )  # fmt: skip
-
-    def _given(self, ids_TK: Tensor | None, real_T: Tensor | None, tokens: int, batch: int) -> Choice | None:
-        """A decision to replay, if there is one."""
+    def _decide(
+        self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None, ids_TK: Tensor | None, batch: int
+    ) -> Decision:
+        """The decision given, replayed or made; that of the first run in a recompute."""
         if ids_TK is not None:
             ids = ids_TK.long()
-            given = Choice(chosen=ids, kept=ids)
+            made = _own(Decision(ids, ids), real_T)
         elif self.source is not None:
-            given = self.source(tokens, batch)
+            made = _own(self.source(logits_TE.shape[0], batch), real_T)
         else:
-            return None
+            made = self._choose(logits_TE, scores_TE, real_T)
+        made = _of_first_run(made)
+        if self.tap is not None:
+            self.tap(made, batch)
+        return made
 
-        def own(t_TK: Tensor) -> Tensor:  # whoever changes ids in place does not change those that were given
-            return t_TK.clone() if real_T is None else t_TK.masked_fill(~real_T[:, None], -1)
-
-        chosen = own(given.chosen)
-        return Choice(chosen=chosen, kept=chosen if given.kept is given.chosen else own(given.kept))
-
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Choice:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Decision:
         c = self.config
         chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
-        whole = real_T is None and c.select != "expert_choice"
-        if c.select != "expert_choice" and c.capacity_factor is None:
-            return Choice(chosen=chosen, kept=chosen, whole=whole)
+        complete = real_T is None and not c.experts_pick
+        if not c.experts_pick and c.capacity_factor is None:
+            return Decision(chosen, chosen, complete=complete)
         room = capacity(chosen.shape[0], c)
         most = most_slots(chosen, c, room)
-        if c.select == "expert_choice":
-            return Choice(chosen=chosen, kept=chosen, most=most)
-        weights = pick_weights(logits_TE, scores_TE, chosen, c, whole=whole)
-        kept = drop_over(chosen, weights, c.num_experts, room, c.drop)
-        return Choice(chosen=chosen, kept=kept, most=most, whole=whole)
+        if c.experts_pick:
+            return Decision(chosen, chosen, most)
+        weights = pick_weights(logits_TE, scores_TE, chosen, c, complete=complete)
+        return Decision(chosen, drop_over(chosen, weights, c.num_experts, room, c.drop), most, complete)
 
-    def _count(self, chosen_E: Tensor, counts_E: Tensor | None, *, unknown: bool) -> None:
-        """chosen_E: of this rank. counts_E: of all, where a loss counted them. unknown: whether they were before."""
-        of_step = self.config.global_aux_loss > 0 and (self.totals is None or self.totals.counts_E is None)
-        if unknown:
-            from trimtab.routing.compiled import counted_once
+    def _counts_now(self) -> bool:
+        """Whether this forward joins the step's counts. One without gradients does not: it trains nothing, or
+        reentrant checkpointing will run it again."""
+        return self.training and torch.is_grad_enabled()
 
-            chosen_E = counted_once(chosen_E, False)
-            counts_E = None if counts_E is None else counted_once(counts_E, of_step)
-        else:
-            self._forwards += 1
-            if self._forwards == MANY and of_step:
-                warnings.warn(
-                    f"{MANY} forwards, and no step has ended: global_aux_loss is taken from the loads of them all. "
-                    "Call trimtab.update_bias(model) after each optimizer step",
-                    stacklevel=2,
-                )
-        self._loads.add_(chosen_E)
-        if counts_E is not None:
-            self._counts.add_(counts_E)
-
-    def _noise(self) -> Tensor | None:
-        """The state of the generator handed in; the default one is restored by checkpointing itself."""
-        jitters = self.training and self.config.jitter > 0
-        return self.generator.get_state() if jitters and self.generator is not None else None
-
-    def _jittered(self, x_TD: Tensor, noise: Tensor | None) -> Tensor:
-        jitter = self.config.jitter
+    def _jittered(self, x_TD: Tensor) -> Tensor:
+        jitter, generator = self.config.jitter, self.generator
         if not (self.training and jitter):
             return x_TD
-        generator = self.generator
-        with unseen():  # the second run compares for itself, and draws in place
-            if generator is not None and noise is not None and not torch.equal(noise, generator.get_state()):
-                generator = torch.Generator(device=generator.device)  # a repeated draw leaves the generator where it is
-                generator.set_state(noise)
-            wide = torch.promote_types(x_TD.dtype, torch.float32)  # as the logits; bfloat16 has few numbers about 1
-            by_TD = torch.empty_like(x_TD, dtype=wide).uniform_(1 - jitter, 1 + jitter, generator=generator)
+        if generator is not None:
+            state = replayed([generator.get_state()], "noise")[0]  # checkpointing restores the default generator itself
+            if replaying():
+                generator = torch.Generator(device=generator.device)
+                generator.set_state(state)
+        wide = torch.promote_types(x_TD.dtype, torch.float32)  # as the logits; bfloat16 has few numbers about 1
+        by_TD = torch.empty_like(x_TD, dtype=wide).uniform_(1 - jitter, 1 + jitter, generator=generator)
         return x_TD * by_TD
 
     def _bring(self, device: torch.device) -> None:
@@ -316,3 +241,22 @@ class Router(nn.Module):
         """What `print(module)` shows."""
         c = self.config
         return f"{self.dim} -> {c.top_k} of {c.num_experts} experts, {c.score}, select={c.select!r}"
+
+
+def _own(given: Decision, real_T: Tensor | None) -> Decision:
+    """A copy, for whoever changes ids in place, with -1 for tokens that are not real."""
+
+    def own(ids_TK: Tensor) -> Tensor:
+        return ids_TK.clone() if real_T is None else ids_TK.masked_fill(~real_T[:, None], -1)
+
+    chosen = own(given.chosen_TK)
+    return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))
+
+
+def _of_first_run(made: Decision) -> Decision:
+    """In a recompute what the first run decided, else `made`, which is kept for one. Nothing more is known of it: the
+    first run may have been given its decision, and the second one not."""
+    if not running():
+        return made
+    chosen, kept = (ids.long() for ids in replayed([made.chosen_TK.int(), made.kept_TK.int()], "ids"))
+    return Decision(chosen, kept)

@@ -1,19 +1,21 @@
 """Logits, scores and weights of a router, in float32 at least, their gradients too.
 
     logits = x W^T
-    scores = softmax(logits)  |  sigmoid(logits)  |  sqrt(softplus(logits))
-    weight of a pick = scale * score                                     not normalised
-                       scale * score / sum of the scores picked          normalised
+    scores = SCORES[name].of(logits)
+    weight of a pick = scale * score                                     not normalized
+                       scale * score / sum of the scores picked          normalized
 
-Normalised softmax scores are a softmax over the picked logits, and computed so: nothing underflows.
+Normalized softmax scores are a softmax over the picked logits, and computed so: nothing underflows.
 
 Legend: T tokens, D model dim, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +23,43 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, needed, once_differentiable
-from trimtab.routing.config import RouterConfig, Score
+
+if TYPE_CHECKING:
+    from trimtab.routing.config import RouterConfig
 
 _LOWEST = -80.0
 """Below it softplus underflows in float32 and its root has no finite slope; the true slope is below 1e-17."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A way from logits to scores.
+
+    of: logits [T, E] to scores [T, E] >= 0 in the same dtype, differentiable; NaN for a token with a logit of NaN.
+    distribution: a token's scores sum to 1. of_picked: normalized weights are the scores of the picked logits alone.
+    says: one line of help.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    says: str
+    distribution: bool = False
+    of_picked: bool = False
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    return F.softplus(logits.clamp(min=_LOWEST), threshold=50).sqrt()
+
+
+SCORES: dict[str, Score] = {
+    "softmax": Score(of=_softmax, says="softmax over all experts", distribution=True, of_picked=True),
+    "sigmoid": Score(of=torch.sigmoid, says="sigmoid of each logit"),
+    "sqrtsoftplus": Score(of=_sqrt_softplus, says="sqrt(softplus) of each logit"),
+}
+"""`RouterConfig(score=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
 class _Logits(Function):
@@ -55,38 +90,29 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return logits
 
 
-def score(logits_TE: Tensor, kind: Score) -> Tensor:
-    """Scores of all experts, in the logits' dtype."""
-    if kind == "softmax":
-        return logits_TE.softmax(-1)
-    if kind == "sigmoid":
-        return logits_TE.sigmoid()
-    return F.softplus(logits_TE.clamp(min=_LOWEST), threshold=50).sqrt()
-
-
-def probabilities(scores_TE: Tensor, kind: Score) -> Tensor:
+def probabilities(scores_TE: Tensor, kind: str) -> Tensor:
     """Scores as a distribution over experts, for the balance losses."""
-    return scores_TE if kind == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+    if SCORES[kind].distribution:
+        return scores_TE
+    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
 def pick_weights(
-    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig, *, whole: bool = False
+    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig, *, complete: bool = False
 ) -> Tensor:
     """Weights [T, K] of the experts picked; 0 where the id is negative.
 
-    Ids that name no expert read some score of their token: the dispatcher refuses them. whole: all name one.
+    Ids that name no expert read some score of their token: the dispatcher refuses them. complete: all name one.
     """
-    if whole:
-        index, none = ids_TK, None
-    else:
-        index, none = ids_TK.clamp(0, scores_TE.shape[1] - 1), ids_TK < 0
+    score = SCORES[config.score]
+    index = ids_TK if complete else ids_TK.clamp(0, scores_TE.shape[1] - 1)
 
     def filled(t_TK: Tensor, value: float) -> Tensor:
-        return t_TK if none is None else t_TK.masked_fill(none, value)
+        return t_TK if complete else t_TK.masked_fill(ids_TK < 0, value)
 
-    if config.normalize and config.score == "softmax":
+    if config.normalize and score.of_picked:
         picked = logits_TE.gather(1, index)
-        weights = filled(filled(picked, torch.finfo(picked.dtype).min).softmax(-1), 0)
+        weights = filled(score.of(filled(picked, torch.finfo(picked.dtype).min)), 0)
     else:
         weights = filled(scores_TE.gather(1, index), 0)
         if config.normalize:
@@ -94,8 +120,14 @@ def pick_weights(
     return weights if config.scale == 1 else weights * config.scale
 
 
-def count_ids(ids: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is named: [E] int64. Ids that name none are not counted. No host sync."""
-    flat = ids.reshape(-1).clamp(-1, num_experts) + 1
+def count_ids(ids: Tensor, num_experts: int, *, complete: bool = False) -> Tensor:
+    """How often each expert is named: [E] int64. Ids that name none are not counted. No host sync.
+
+    complete: every id is known to name an expert.
+    """
+    flat = ids.reshape(-1)
+    one = torch.ones_like(flat)
+    if complete:
+        return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, one)
     counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add(0, flat, torch.ones_like(flat))[1:-1]
+    return counts.scatter_add(0, flat.clamp(-1, num_experts) + 1, one)[1:-1]

@@ -1,4 +1,4 @@
-"""Which experts a token gets: functions of scores alone, without gradients.
+"""Which experts a token gets: functions of logits and scores alone, without gradients.
 
 Ties go to the lowest expert index (in expert choice: to the first token), always. NaN counts as the largest score.
 
@@ -8,30 +8,44 @@ Legend: T tokens, E experts, K experts per token, G groups of experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trimtab.routing.capacity import least
-from trimtab.routing.config import RouterConfig
+from trimtab.routing.capacity import capacity
+from trimtab.routing.operators import top
 
-FEW = 2048
-"""Scores up to which one stable sort takes less time than K times argmax: on one thread 7 us in place of 37 for a token
-of 8 of 128 experts."""
+if TYPE_CHECKING:
+    from trimtab.routing.config import RouterConfig
 
 
-def top(scores_TE: Tensor, k: int) -> Tensor:
-    """The k best, best first: [T, k] int64. `torch.topk` leaves the order of ties open; argmax takes the first, and a
-    stable sort leaves it in front."""
-    if not torch.compiler.is_compiling() and scores_TE.numel() <= FEW:  # a graph serves any number of tokens
-        return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    left = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).min)  # what was picked lies below any other
-    picks = []
-    for _ in range(k):
-        pick = left.argmax(-1, keepdim=True)
-        left.scatter_(1, pick, -math.inf)
-        picks.append(pick)
-    return torch.cat(picks, dim=1)
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """All that a selection may look at. real_T: the token mask, None where all are real."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    bias_E: Tensor | None
+    real_T: Tensor | None
+    config: RouterConfig
+    training: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Select:
+    """A way to select.
+
+    pick: expert ids int64, [T, K] or, where experts pick tokens, [T, E] with e or -1 in column e. Ids of tokens that
+        are not real are replaced by -1 afterwards.
+    says: one line of help.
+    """
+
+    pick: Callable[[Choosing], Tensor]
+    says: str
+    experts_pick: bool = False
 
 
 def limit_groups(scores_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -49,7 +63,7 @@ def _only(real_T: Tensor | None, values_TE: Tensor) -> Tensor:
 
 
 def sinkhorn(logits_TE: Tensor, real_T: Tensor | None, iterations: int) -> Tensor:
-    """Log of the doubly normalised exp(logits) over the real tokens [T, E] (Sinkhorn-Knopp; as in BASE, S-BASE and
+    """Log of the doubly normalized exp(logits) over the real tokens [T, E] (Sinkhorn-Knopp; as in BASE, S-BASE and
     Megatron-LM), rows last. A fixed number of iterations: nothing is read back to the host."""
     rows = logits_TE
     for _ in range(iterations):
@@ -64,19 +78,41 @@ def expert_choice(scores_TE: Tensor, real_T: Tensor | None, capacity: int) -> Te
     A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
     """
     order = _only(real_T, scores_TE).sort(dim=0, descending=True, stable=True).indices
-    chosen = torch.zeros_like(scores_TE, dtype=torch.bool)
-    if torch.compiler.is_exporting():  # a slice of a symbolic length would be for one alone, or for any but one
-        first_T = torch.arange(order.shape[0], device=order.device) < capacity
-        chosen.scatter_(0, order, first_T[:, None].expand_as(order))
-    else:
-        chosen.scatter_(0, order[:capacity], True)
+    first_T1 = torch.arange(order.shape[0], device=order.device)[:, None] < capacity  # no slice of a symbolic length
+    chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order, first_T1.expand_as(order))
     return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
 
 
-def balanced(tokens: int, config: RouterConfig, device: torch.device) -> Tensor:
-    """Round robin [T, K]: slot n goes to expert n % E."""
-    slots = torch.arange(tokens * config.top_k, device=device)
-    return (slots % config.num_experts).view(tokens, config.top_k)
+def _pick_top(c: Choosing) -> Tensor:
+    values = c.scores_TE if c.bias_E is None else c.scores_TE + c.bias_E
+    return top(limit_groups(values, c.config) if c.config.groups > 1 else values, c.config.top_k)
+
+
+def _pick_sinkhorn(c: Choosing) -> Tensor:
+    if not c.training:
+        return _pick_top(c)
+    return top(sinkhorn(c.logits_TE, c.real_T, c.config.sinkhorn_iterations), c.config.top_k)
+
+
+def _pick_by_experts(c: Choosing) -> Tensor:
+    return expert_choice(c.scores_TE, c.real_T, capacity(c.scores_TE.shape[0], c.config))
+
+
+def _pick_in_turn(c: Choosing) -> Tensor:
+    """Slot n goes to expert n % E."""
+    shape = c.scores_TE.shape[0], c.config.top_k
+    return (torch.arange(shape[0] * shape[1], device=c.scores_TE.device) % c.config.num_experts).view(shape)
+
+
+SELECTS: dict[str, Select] = {
+    "topk": Select(pick=_pick_top, says="each token's best experts"),
+    "sinkhorn": Select(pick=_pick_sinkhorn, says="balanced assignment while training, top-k otherwise"),
+    "expert_choice": Select(
+        pick=_pick_by_experts, says="experts pick tokens (arXiv 2202.09368)", experts_pick=True
+    ),
+    "balanced": Select(pick=_pick_in_turn, says="round robin, whatever the scores: for benchmarks only"),
+}  # fmt: skip
+"""`RouterConfig(select=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
 @torch.no_grad()
@@ -88,30 +124,10 @@ def select(
     config: RouterConfig,
     training: bool,
 ) -> Tensor:
-    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] with expert choice."""
-    tokens = scores_TE.shape[0]
-    if config.select == "balanced":
-        ids = balanced(tokens, config, scores_TE.device)
-    elif config.select == "expert_choice":
-        ids = expert_choice(scores_TE, real_T, capacity(tokens, config))
-    elif config.select == "sinkhorn" and training:
-        ids = top(sinkhorn(logits_TE, real_T, config.sinkhorn_iterations), config.top_k)
-    else:
-        choice = scores_TE if bias_E is None else scores_TE + bias_E
-        ids = top(limit_groups(choice, config) if config.groups > 1 else choice, config.top_k)
+    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick."""
+    ids = SELECTS[config.select].pick(
+        Choosing(
+            logits_TE=logits_TE, scores_TE=scores_TE, bias_E=bias_E, real_T=real_T, config=config, training=training
+        )
+    )
     return ids if real_T is None else ids.masked_fill(~real_T[:, None], -1)
-
-
-def capacity(tokens: int, config: RouterConfig) -> int:
-    """Slots that one expert takes from this rank's `tokens`: ceil(factor * K * T / E)."""
-    factor = 1.0 if config.capacity_factor is None else config.capacity_factor
-    if torch.compiler.is_compiling():
-        from trimtab.routing.compiled import constant
-
-        factor = constant(factor.hex())  # sizes of a graph may depend on no symbol but the number of tokens
-    slots = factor * config.top_k * tokens / config.num_experts
-    if torch.compiler.is_exporting():  # a program with `math.ceil` of a symbol cannot be saved
-        whole = math.trunc(slots)
-        part = math.trunc((slots - whole) * 2.0**52)  # 0 for none alone: behind 1 and more there is none below 2^-52
-        return whole + least(part, 1)
-    return math.ceil(slots)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.backward import in_backward
 from trimtab.convert.layouts import experts_modules
 from trimtab.routing.bias import max_vio
-from trimtab.routing.recompute import in_backward
 from trimtab.routing.scores import count_ids
 
 

@@ -22,12 +22,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.backward import in_backward
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes.base import Operands, RecipeState, Role
 from trimtab.experts.recipes.blocks import Blocks
 from trimtab.experts.recipes.fp8 import FP8Current
 from trimtab.experts.recipes.numbers import ElementFormat, Scale, float_scale
-from trimtab.routing.recompute import in_backward
 from trimtab.validation import is_whole
 
 LARGEST_MARGIN = 11

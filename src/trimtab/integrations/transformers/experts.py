@@ -20,10 +20,8 @@ from trimtab.experts.recomputed import Recomputed
 from trimtab.integrations.transformers.gates import activation_of
 from trimtab.kernels.memory import codes, no_values
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.routing.recompute import always_recomputed
 
 
-@always_recomputed
 def experts_forward(
     module: nn.Module,
     hidden_states: Tensor,
