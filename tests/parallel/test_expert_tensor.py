@@ -58,7 +58,7 @@ def late_on_rank() -> list[str]:
                 (forward(model[1]) if when == "forward" else y).sum().backward()
             said.append(f"{raised.value.ranks} {raised.value}")
         else:
-            time.sleep(6.0)
+            time.sleep(4.0)
         dist.barrier()
     return said
 

@@ -115,21 +115,6 @@ def _summed(parts: Tensor, ranks: int, rows: int) -> Tensor:
     return wide.view(ranks, rows, parts.shape[1]).sum(0).to(parts.dtype)
 
 
-class SplitBias(Function):
-    """A bias [e, …, F] that all ranks hold -> the part [e, …, F / P] of this rank. Backward: the parts, joined."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, ranks: ExpertTensorGroup) -> Tensor:
-        ctx.ranks, ctx.call = ranks, ranks.calls
-        return bias.chunk(ranks.size, -1)[ranks.rank].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        every = ctx.ranks.gather(d.flatten(1), d.shape[0], "backward", ctx.call)
-        return torch.cat(every.view(-1, *d.shape).unbind(), -1), None
-
-
 class FirstRankBias(Function):
     """A bias that all ranks hold, as it is on the group's rank 0 and zeros elsewhere: the sum has it once.
 

@@ -1,8 +1,10 @@
-"""Expert parameters as DTensors of global shape [E, …]; each rank computes with what is its own.
+"""Expert parameters as DTensors of global shape [E, …]; each rank computes with its local part.
 
-    mesh dim    gate_up [E, 2, F, D]    up [E, F, D]    down [E, D, F]    biases [E, …]
-    ep          Shard(0)                Shard(0)        Shard(0)          Shard(0)       r owns r * e .. r * e + e - 1
-    etp         Shard(2)                Shard(1)        Shard(2)          Replicate()    each rank a share of F
+    mesh dim    gate_up [E, 2, F, D] and its bias    up [E, F, D] and its bias    down [E, D, F]    down_bias [E, D]
+    ep          Shard(0)                             Shard(0)                     Shard(0)          Shard(0)
+    etp         Shard(2), a share of F               Shard(1)                     Shard(2)          Replicate()
+
+Rank r of ep owns experts r * e .. r * e + e - 1.
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
 """
@@ -29,10 +31,10 @@ from trimtab.experts.products import lower
 from trimtab.experts.stand_in import standing_in
 from trimtab.guard.shared import SharedByCopies
 from trimtab.layout import experts_per_rank
-from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias, SplitBias
+from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias
 from trimtab.parallel.meshes import check_ascending, check_meshes, local_part
 
-SPLIT = {"gate_up": Shard(2), "up": Shard(1), "down": Shard(2)}
+SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
 
 
@@ -132,7 +134,7 @@ class ParallelExperts(ExpertMLP):
 
     def backward_dw(self) -> None:
         """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
-        order: their data-parallel reduction happens here, and with etp and biases an exchange."""
+        order: their data-parallel reduction happens here."""
         super().backward_dw()
         if self.delay_wgrad and self.reduce_delayed is not None:
             self.reduce_delayed()
@@ -187,8 +189,6 @@ class ParallelExperts(ExpertMLP):
                     setattr(local, attribute, local_part(getattr(param, attribute)))
         elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
-        if name in ("gate_up_bias", "up_bias") and self.etp is not None:
-            local = SplitBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
         if name == "down_bias" and self.etp is not None:
             local = FirstRankBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
         return local
