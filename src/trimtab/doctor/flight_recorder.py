@@ -57,8 +57,6 @@ class Trace:
     """One rank's dump. members: global ranks of each process group by name, where the backend records them."""
 
     rank: int
-    path: Path
-    version: str
     entries: tuple[Entry, ...]
     members: dict[str, tuple[int, ...]]
 
@@ -86,27 +84,28 @@ def read_traces(paths: Sequence[Path]) -> list[Trace]:
     files = [file for file in files if file in paths or (file.is_file() and _LIKELY.search(file.name))]
     if not files:
         raise InputError(f"no Flight Recorder dumps (such as nccl_trace_rank_0) in {', '.join(map(str, paths))}")
-    traces = [read_trace(file) for file in files]
-    by_rank = {trace.rank: trace for trace in traces}
-    if len(by_rank) < len(traces):
-        twice = sorted({t.rank for t in traces if by_rank[t.rank] is not t})
-        raise InputError(f"rank(s) {twice} have more than one dump: keep the files of one job and one moment only")
+    by_rank: dict[int, Trace] = {}
+    for trace in map(read_trace, files):
+        if trace.rank in by_rank:
+            raise InputError(f"rank {trace.rank} has more than one dump: keep the files of one job and one moment only")
+        by_rank[trace.rank] = trace
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def read_trace(path: Path) -> Trace:
     """One dump, pickle or JSON; the rank is the number at the end of its name."""
-    rank = _rank_of(path)
+    numbered = re.search(r"(\d+)(\.(json|pickle|pkl))?$", path.name)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
-    if rank is None:
+    if numbered is None:
         raise InputError(f"{path}: a dump's name ends in its rank, such as nccl_trace_rank_0; rename it")
+    rank = int(numbered[1])
     try:
         data = path.read_bytes()
         dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         entries = tuple(_entry(rank, entry) for entry in dump["entries"])
         members = {str(name): _ranks(group) for name, group in dump.get("pg_config", {}).items()}
-        return Trace(rank=rank, path=path, version=str(dump["version"]), entries=entries, members=members)
+        return Trace(rank=rank, entries=entries, members=members)
     except _Refused as error:
         raise InputError(
             f"{path} is refused: {error}. Reading it in full would run whatever code it names. Make the dump again "
@@ -114,11 +113,6 @@ def read_trace(path: Path) -> Trace:
         ) from error
     except Exception as error:  # whatever a file that is no dump makes of it
         raise InputError(f"{path} is not a Flight Recorder dump ({type(error).__name__}: {error})") from error
-
-
-def _rank_of(path: Path) -> int | None:
-    found = re.search(r"(\d+)(\.(json|pickle|pkl))?$", path.name)
-    return int(found[1]) if found else None
 
 
 def _entry(rank: int, e: dict[str, Any]) -> Entry:
