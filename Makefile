@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify gpu-check gpu-bench bench clean
+.PHONY: help train test check lint house wheel try-wheel verify gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -72,6 +72,10 @@ bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; wr
 	$(BIN)/python -m benchmarks step
 	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks all
+
+docs: $(VENV)/ready  ## the documentation as a site in docs/build, strictly: a broken link fails
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
 
 clean:  ## remove .venv and what the tools left
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

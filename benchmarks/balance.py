@@ -4,7 +4,7 @@ A byte-level language model of one MoE layer learns the source of Python's argpa
 with router weights that win nearly every token. The same model is trained without balancing, with the expert bias
 (aux-loss-free) and with the auxiliary loss. One thread, a few seconds:
 
-    python benchmarks/balance.py [--plot balance.png]
+    python -m benchmarks.balance [--plot balance.png]
 
 max_vio is (largest load - mean load) / mean load of a step: 0 when even, E / K - 1 = 3 when K experts get everything.
 """

@@ -1,6 +1,6 @@
 """Low-precision recipes: how far off the products of each are, as a table in Markdown.
 
-    python benchmarks/recipes.py [--seeds 8] [--width 1024]
+    python -m benchmarks.recipes [--seeds 8] [--width 1024]
 
 Errors are max |err| / max |ref| against float64 for standard normal operands, the largest of the seeds: forward and
 dgrad contract `width`, wgrad the rows of a segment. Takes a minute on one core; the numbers depend on no hardware.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trimtab.routing.record import replay as replay
     from trimtab.routing.router import Router as Router
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AllGather": "trimtab.dispatch.all_gather",
