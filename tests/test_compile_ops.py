@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers.compile_case import inputs, results
 from helpers.layer_case import D, E, K, build
 from trimtab import exported
-from trimtab.dispatch.checks import name_bytes
-from trimtab.dispatch.compiled import checked_ids
+from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
 from trimtab.experts import compiled
 from trimtab.experts.compiled import expert_mlp_backward_op, expert_mlp_op
@@ -66,8 +65,8 @@ def test_experts_pass_opcheck(tokens: int, dtype: torch.dtype, bias: bool, drop:
 
 def test_the_other_operators_pass_opcheck() -> None:
     name = name_bytes("moe")
-    ids, bad = torch.zeros(3, K, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
-    torch.library.opcheck(checked_ids, (ids, bad, name, E), test_utils=ALL)
+    ids, weights = torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K)
+    torch.library.opcheck(checked_ids, (ids, weights, name, E), test_utils=ALL)
     torch.library.opcheck(torch.ops.trimtab.replayed.default, ([ids, ids], "ids"), test_utils=ALL)
     torch.library.opcheck(torch.ops.trimtab.top.default, (torch.randn(3, E), K), test_utils=ALL)
     for tokens, activation in ((3, "swiglu"), (0, "gelu")):
@@ -75,8 +74,9 @@ def test_the_other_operators_pass_opcheck() -> None:
         torch.library.opcheck(activate, (pre.clone().requires_grad_(), activation), test_utils=ALL)
         dh = torch.randn_like(activate(pre, activation))
         torch.library.opcheck(activate_backward, (pre, dh, activation), test_utils=ALL)
-    with pytest.raises(InputError, match=r"layer moe.*4 slot"):
-        checked_ids(ids, bad + 4, name, E)
+    ids[1], weights[2] = E, torch.nan
+    with pytest.raises(InputError, match=rf"layer moe.*{2 * K} slot.*token\(s\) 1, 2"):
+        checked_ids(ids, weights, name, E)
 
 
 def test_experts_keep_nothing_without_a_backward() -> None:

@@ -20,8 +20,8 @@ FLOORS = (
 )  # fmt: skip
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""
 ROOMS = {
-    "(root)": (1300, 20), "checkpoint": (1550, 14), "cli": (700, 11), "convert": (1850, 18), "dispatch": (2700, 25),
-    "doctor": (1450, 16), "experts": (5500, 48), "guard": (1400, 18), "integrations": (1050, 18),
+    "(root)": (1300, 20), "checkpoint": (1550, 14), "cli": (700, 11), "convert": (1850, 18), "dispatch": (2100, 14),
+    "doctor": (1450, 16), "experts": (5500, 48), "guard": (850, 6), "integrations": (1050, 18),
     "kernels": (6900, 61), "parallel": (2000, 22), "routing": (1850, 18), "train": (2600, 23), "verify": (2450, 26),
 }  # fmt: skip
 NEW = (1200, 12)

@@ -28,7 +28,6 @@ from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import SharedExperts
-from trimtab.guard.guard import Guard
 from trimtab.moe import MoEConfig
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.config import RouterConfig
@@ -131,7 +130,6 @@ def test_a_flag_is_true_or_false() -> None:
         partial(FP8Rowwise, backend="emulated"): ("power_of_two",),
         partial(FP8Blockwise, backend="emulated"): ("power_of_two",),
         partial(NVFP4, backend="emulated"): ("square_weights", "stochastic_gradients"),
-        Guard: ("look",),
         partial(clip_grad_norm_, [torch.ones(3)], 1.0): ("error_if_nonfinite",),
     }
     for make, names in takes.items():

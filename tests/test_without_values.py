@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.grouped import StockKernels
 from trimtab.moe import MoE

@@ -6,7 +6,7 @@ Experts of transformers' models need `trimtab.integrations.transformers.compiled
 
 from __future__ import annotations
 
-import trimtab.dispatch.compiled
+import trimtab.dispatch.checks
 import trimtab.experts.compiled
 import trimtab.experts.compiled_activation
 import trimtab.experts.grouped_linear

@@ -41,7 +41,7 @@ def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
     rows = [one.dispatch(x, ids, w) for one in (d[::-1] if guilty and what == "order" else d)]
     if guilty and what == "order":
         rows.reverse()
-    y = [r.x * 2 for r in rows]
+    y = [r.x_MD * 2 for r in rows]
     if guilty and what == "rows":
         y[0] = y[0][1:]
     if guilty and what == "dtype":
@@ -55,7 +55,7 @@ def both_layers(d: list[Dispatcher], guilty: bool, what: str) -> None:
     if guilty and what in KINDS:
         y[0] = KINDS[what](y[0])
     if guilty and what == "swapped routes":
-        d[0].combine(rows[1].x, rows[1])
+        d[0].combine(rows[1].x_MD, rows[1])
     out = d[0].combine(y[0], rows[0])
     if guilty and what == "no backward":
         d[0].dispatch(x, ids, w)
@@ -177,7 +177,7 @@ def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on()
 
 
 def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
-    call_id = CallId(layer="x" * 50 + "é.11", call=3, experts=6, top_k=2, width=8, fingerprint="")
+    call_id = CallId(layer="x" * 50 + "é.11", number=3, experts=6, top_k=2, width=8, fingerprint="")
     rows = torch.tensor([1, 2])
     message = fill(rows, rows, 5, 0, call_id)
     assert message.shape == (2, COLUMNS)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.simulated import connect, move
-from trimtab.dispatch.plan import plan_experts
 from trimtab.dispatch.route import LocalRoute, slots_of
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels.rows import combine_rows, gather_rows
 from trimtab.layout import ALIGNMENTS, segment_offsets
 
@@ -129,7 +129,7 @@ def test_local_slots_come_home_in_the_order_of_k(drawn: tuple[int, list[Tensor]]
     _, ids = drawn
     slots, bags = slots_of(ids[0], None)
     rows = random(len(slots), D, seed=1)
-    home = LocalRoute(ids_TK=ids[0]).combine_slots(rows)
+    home = LocalRoute(ids[0]).combine_slots(rows)
     torch.testing.assert_close(home, combine_rows(rows, bags), rtol=0, atol=0)
     expected = torch.zeros(len(ids[0]), D, dtype=torch.float64)
     expected.index_add_(0, slots // ids[0].shape[1], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,15 +18,16 @@ import trimtab
 from helpers.cases import PATTERNS, case
 from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.checks import assert_good
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
+from trimtab.dispatch.checks import _checked_on_device, name_bytes
+from trimtab.dispatch.dispatcher import COMBINE_MODES, CombineMode, Dispatcher
 from trimtab.dispatch.handshake import COLUMNS
-from trimtab.dispatch.plan import plan_experts
-from trimtab.dispatch.shared_host import HostMemory
+from trimtab.dispatch.host_memory import HostMemory
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
+from trimtab.kernels import rows as rows_module
 from trimtab.kernels.grouped import get_kernels
 from trimtab.verify.ranks import run_ranks
 
@@ -70,45 +72,47 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     return dispatcher.combine(y, rows)
 
 
-def schedule_on_rank(transport: type, combine: CombineMode, guard: bool) -> dict[str, tuple[list[str], list[str]]]:
+def schedule_on_rank(
+    transport: type, kinds: list[tuple[CombineMode, bool]]
+) -> list[dict[str, tuple[list[str], list[str]]]]:
     warnings.simplefilter("error", FutureWarning)  # this process ends with the test
-    dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
-    found = {}
-    turn = HostMemory.turn
-    for pattern in PATTERNS:
-        x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, torch.float32)
-        with recorded() as forward, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostMemory, "turn", lambda self, calls=forward: (calls.append("meet"), turn(self)))
-            y = run_layer(dispatcher, x.requires_grad_(), ids, w.requires_grad_(), mask)
-        with recorded() as backward, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostMemory, "turn", lambda self, calls=backward: (calls.append("meet"), turn(self)))
-            y.square().sum().backward()
-        assert x.grad is not None
-        assert w.grad is not None
-        found[pattern] = (forward, backward)
-    return found
+    turn, every = HostMemory.turn, []
+    for combine, guard in kinds:
+        dispatcher = Dispatcher(E, transport(dist.group.WORLD, guard=guard), combine=combine)
+        found = {}
+        for pattern in PATTERNS:
+            x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), E, K, D, torch.float32)
+            with recorded() as forward, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(HostMemory, "turn", lambda self, calls=forward: (calls.append("meet"), turn(self)))
+                y = run_layer(dispatcher, x.requires_grad_(), ids, w.requires_grad_(), mask)
+            with recorded() as backward, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(HostMemory, "turn", lambda self, calls=backward: (calls.append("meet"), turn(self)))
+                y.square().sum().backward()
+            assert x.grad is not None
+            assert w.grad is not None
+            found[pattern] = (forward, backward)
+        every.append(found)
+    return every
 
 
-@pytest.mark.parametrize("combine", ["sum", "ordered"])
-@pytest.mark.parametrize("guard", [True, False])
 @pytest.mark.parametrize(
     ("transport", "name", "spread"),
     [(AllToAll, "all_to_all_single", 1), (AllGather, ALL_GATHER, 2), (SharedMemory, "meet", 1)],
 )
-def test_every_rank_issues_the_same_collectives_whatever_the_routing(
-    transport: type, name: str, spread: int, guard: bool, combine: CombineMode
-) -> None:
+def test_every_rank_issues_the_same_collectives_whatever_the_routing(transport: type, name: str, spread: int) -> None:
     """Headers, rows out, rows home; and in the backward rows out, rows home. All-gather spreads with an index. Ranks
     that share memory meet as often, and issue no collective.
 
     With a guard each movement but the first, which has its headers, is announced by one more.
     """
-    expected = ([name] * (2 + spread + guard), [name] * (1 + spread + 2 * guard))
-    for found in run_ranks(schedule_on_rank, 4, transport, combine, guard):
-        if transport is SharedMemory:  # the first call is when the ranks get to know each other
-            first = found[PATTERNS[0]][0]
-            assert first.pop(0) == "meet"
-        assert found == dict.fromkeys(PATTERNS, expected)
+    kinds = list(itertools.product(COMBINE_MODES, (True, False)))
+    for every in run_ranks(schedule_on_rank, 4, transport, kinds):
+        for (_, guard), found in zip(kinds, every, strict=True):
+            if transport is SharedMemory:  # the first call is when the ranks get to know each other
+                first = found[PATTERNS[0]][0]
+                assert first.pop(0) == "meet"
+            expected = ([name] * (2 + spread + guard), [name] * (1 + spread + 2 * guard))
+            assert found == dict.fromkeys(PATTERNS, expected)
 
 
 def test_the_older_name_of_the_all_gather_serves_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +165,6 @@ def test_nothing_is_read_back_from_a_device_but_the_headers(transport: type | No
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
 def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
     """What a device runs, on values: slots beyond the kept ones are padding, and no gradient comes from them."""
-    from trimtab.dispatch import plan
-
     x, ids, w, mask = case("dropped", 0, 1, E, K, D, torch.float32)
     up, down = (torch.randn(E, *s).requires_grad_() for s in ((2 * F, D), (D, F)))
 
@@ -180,10 +182,10 @@ def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
         return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]
 
     exact = run(static=False)
-    original = plan.compact
+    original = rows_module.compact
     static_compact = lambda v, k, size=None, static=None: original(v, k, size, static=True)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "compact", static_compact)
+        patch.setattr(rows_module, "compact", static_compact)
         for ours, truth in zip(run(static=True), exact, strict=True):
             torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
 
@@ -206,44 +208,43 @@ def test_differentiating_twice_raises_on_every_rank() -> None:
     assert all("once_differentiable" in answer for answer in run_ranks(twice_on_rank, 2))
 
 
-def refused_on_rank(fault: str) -> tuple[str, str]:
-    rank = dist.get_rank()
-    guilty = rank == 1
-    top_k = 2 if fault == "top_k" and guilty else K
-    layer = "layers.1" if fault == "layer" and guilty else "layers.0"
-    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer=layer)
-    x, ids, w, _ = case("random", rank, 2, E, top_k, D, torch.float32)
-    if fault == "id" and guilty:
-        ids[3, 1] = E
-    if fault == "wild" and guilty:
-        ids[3, 1] = 2**32
-    if fault == "negative" and guilty:
-        ids[3, 1] = -2
-    if fault == "nan" and guilty:
-        w[3, 1] = float("nan")
-    if fault == "step" and guilty:
-        dispatcher.calls = 5
-    with recorded() as calls:
-        try:
-            dispatcher.dispatch(x, ids, w)
-        except (InputError, DesyncError) as error:
-            assert calls == ["all_to_all_single"], "data moved before the error"
-            return type(error).__name__, str(error)
-    return "", ""
+WILD = {"id": E, "wild": 2**32, "negative": -2}
+FAULTS = (*WILD, "nan", "top_k", "layer", "step")
 
 
-@pytest.mark.parametrize("fault", ["id", "wild", "negative", "nan"])
-def test_bad_input_on_one_rank_raises_on_every_rank_before_data_moves(fault: str) -> None:
-    for kind, message in run_ranks(refused_on_rank, 2, fault):
-        assert kind == "InputError"
-        assert re.search(r"layers\.0.*phase route.*rank 1: 1 slot", message)
+def refused_on_rank() -> dict[str, tuple[str, str]]:
+    rank, said = dist.get_rank(), {}
+    transport = AllToAll(dist.group.WORLD)
+    for fault in FAULTS:
+        guilty = rank == 1 and fault
+        layer = "layers.1" if guilty == "layer" else "layers.0"
+        dispatcher = Dispatcher(E, transport, layer=layer)
+        x, ids, w, _ = case("random", rank, 2, E, 2 if guilty == "top_k" else K, D, torch.float32)
+        if guilty in WILD:
+            ids[3, 1] = WILD[guilty]
+        if guilty == "nan":
+            w[3, 1] = float("nan")
+        if guilty == "step":
+            dispatcher.calls = 5
+        with recorded() as calls:
+            try:
+                dispatcher.dispatch(x, ids, w)
+            except (InputError, DesyncError) as error:
+                assert calls == ["all_to_all_single"], "data moved before the error"
+                said[fault] = (type(error).__name__, str(error))
+    return said
 
 
-@pytest.mark.parametrize("fault", ["top_k", "layer", "step"])
-def test_ranks_out_of_step_raise_on_every_rank_before_data_moves(fault: str) -> None:
-    for kind, message in run_ranks(refused_on_rank, 2, fault):
-        assert kind == "DesyncError"
-        assert "are in another call" in message
+def test_bad_input_and_ranks_out_of_step_raise_on_every_rank_before_data_moves() -> None:
+    for said in run_ranks(refused_on_rank, 2):
+        assert tuple(said) == FAULTS
+        for fault, (kind, message) in said.items():
+            if fault in (*WILD, "nan"):
+                assert kind == "InputError"
+                assert re.search(r"layers\.0.*phase route.*rank 1: 1 slot", message)
+            else:
+                assert kind == "DesyncError"
+                assert "are in another call" in message
 
 
 def test_shapes_are_checked_with_what_was_expected() -> None:
@@ -277,9 +278,9 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
         r"|\.sum\(\)\s*\*\s*0|\.any\(\)"
     )
     root = Path(trimtab.__file__).parent
-    rooms = ("dispatch", "kernels", "experts", "hf", "parallel", "routing")
+    rooms = ("dispatch", "kernels", "experts", "integrations", "parallel", "routing")
     files = [p for room in rooms for p in sorted((root / room).rglob("*.py"))] + [root / "moe.py"]
-    assert len(files) > 100
+    assert len(files) > 60
     found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
     # how far a self-test is off, and what a file of recorded decisions holds: no step of a layer
     assert found.keys() == {"kernels/triton/check.py", "routing/decisions.py"}
@@ -292,8 +293,9 @@ def test_the_oracle_is_small_and_stands_alone() -> None:
 
 
 def test_what_is_asserted_on_a_device_names_the_layer() -> None:
-    assert_good(torch.tensor(0), E, layer="blocks.3")
+    ids, weights, name = torch.zeros(2, K, dtype=torch.int64), torch.ones(2, K), name_bytes("blocks.3")
+    assert torch.equal(_checked_on_device(ids, weights, name, E), ids)
     with pytest.raises(
         RuntimeError, match=rf"trimtab: \[layer blocks.3, phase route\] an expert id is outside -1..{E - 1}"
     ):
-        assert_good(torch.tensor(2), E, layer="blocks.3")
+        _checked_on_device(ids + E, weights, name, E)

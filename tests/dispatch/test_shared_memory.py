@@ -6,9 +6,9 @@ import errno
 import gc
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.cases import PATTERNS, case
 from trimtab.dispatch import dispatcher as dispatcher_module
-from trimtab.dispatch import introduction, shared_memory
+from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
-from trimtab.dispatch.introduction import Introductions
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transports import Auto
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
-from trimtab.guard.guard import Guard
-from trimtab.guard.peers import Peer
-from trimtab.guard.waiting import wait_alone
+from trimtab.guard import peers
+from trimtab.guard.guard import Guard, wait_for
+from trimtab.guard.peers import Introductions
 from trimtab.verify.forkserver import forkserver
 from trimtab.verify.ranks import _rank_main, run_ranks
 
@@ -89,10 +88,10 @@ def lives_on_rank() -> dict[str, Any]:
             for one, rows in zip(layers, flying, strict=True):
                 one.combine(rows.x_MD * 2, rows)
                 layer(one, x, ids, torch.rand(ids.shape))
-            found["kept"] &= all(torch.equal(a.x, b) for a, b in zip(flying, copies, strict=True))
+            found["kept"] &= all(torch.equal(a.x_MD, b) for a, b in zip(flying, copies, strict=True))
             found["contiguous"] = all(rows.x_MD.is_contiguous() for rows in flying)
             del flying, rows
-        slots.append(len(transport._host.workspace.slots))
+        slots.append(len(transport._host._slots))
     found["slots"] = slots
     with torch.inference_mode():
         layer(layers[0], x, ids, torch.rand(ids.shape))
@@ -154,9 +153,9 @@ def refused_on_rank() -> dict[str, tuple[str, str]]:
             said[what] = (type(error).__name__, str(error))
 
     x, ids, w, _ = case("random", rank, 2, E, K, D, torch.float32)
-    me = Peer.me
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(introduction.Peer, "me", lambda *a: replace(me(*a), here=f"host {rank}", host=f"h{rank}"))
+        patch.setattr(peers, "_here", lambda: f"host {rank}")
+        patch.setattr(socket, "gethostname", lambda: f"h{rank}")
         shared, auto = SharedMemory(group), Auto(group)
         told("hosts", lambda: Dispatcher(E, shared).dispatch(x, ids, w))
         told("auto", lambda: layer(Dispatcher(E, auto), x, ids, w))
@@ -168,35 +167,9 @@ def refused_on_rank() -> dict[str, tuple[str, str]]:
     said["auto here chose"] = (type(here.chosen).__name__, here.why)
     good = SharedMemory(group, guard=Guard(deadline=20.0))
     layer(Dispatcher(E, good), x, ids, w)
-    columns = torch.zeros(2, 40, dtype=torch.int64)
-    told("columns", lambda: good.handshake(columns))
-    told("device later", lambda: good.handshake(columns[:, :4].to("meta") if rank else columns[:, :4]))
-    child = os.fork()
-    if child == 0:
-        try:
-            good.handshake(columns[:, :4])
-        except BackendError as error:
-            os._exit(7 if "forked child" in str(error) else 1)
-        os._exit(2)
-    said["fork"] = (str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), "")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(introduction.Peer, "me", lambda *a: no_descriptor_in(patch, me(*a)))
-        auto = Auto(group, guard=False)
-        told("auto without descriptors", lambda: layer(Dispatcher(E, auto), x, ids, w))
-    said["auto without descriptors chose"] = (type(auto.chosen).__name__, auto.why)
+    message = torch.zeros(2, 4, dtype=torch.int64)
+    told("device later", lambda: good.handshake(message.to("meta") if rank else message))
     return said
-
-
-def no_descriptor_in(patch: pytest.MonkeyPatch, peer: Peer) -> Peer:
-    """From now on, this process can open no file."""
-
-    def open_(path: str, *_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
-
-    patch.setattr(os, "open", open_)
-    patch.setattr(Path, "read_text", open_)
-    return peer
 
 
 def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -> None:
@@ -211,13 +184,8 @@ def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -
         assert "the tensors are on cpu, meta, and only those of the CPU can be shared" in said["device"][1]
         assert said["auto here"] == ("nothing", "")
         assert said["auto here chose"] == ("SharedMemory", "")
-        assert said["columns"][0] == "BackendError"
         assert said["device later"][0] == "BackendError", rank
         assert "rank 1 brings tensors of meta" in said["device later"][1]
-        assert said["fork"] == ("7", "")
-        assert said["auto without descriptors"] == ("nothing", "")
-        assert said["auto without descriptors chose"][0] == "AllToAll"
-        assert "rank 1 cannot open what its peers share: [Errno 24]" in said["auto without descriptors chose"][1]
 
 
 INSIDE = ("inbox_of", "_part", "take", "turn", "plan_ranks", "experts")
@@ -258,7 +226,7 @@ def fails_inside_on_rank() -> dict[str, tuple[str, str]]:
                     turn = host.turn
                     patch.setattr(host, "turn", lambda: (turn(), fail()))
                 elif rank == 1 and place != "experts":
-                    modules = {"_part": shared_memory, "plan_ranks": dispatcher_module, "take": host.workspace}
+                    modules = {"_part": shared_memory, "plan_ranks": dispatcher_module, "take": host}
                     patch.setattr(modules.get(place, host), place, fail)
 
             between = place in INSIDE[-2:]
@@ -388,24 +356,6 @@ def test_without_a_guard_the_group_s_timeout_ends_the_wait_and_the_transport_is_
     assert "was given up on rank 0 (PhaseTimeout" in again
 
 
-class Broken:
-    """Ranks 1 and 2 are late, 3 is dead."""
-
-    missing, gone = {1: "late", 2: "late", 3: "dead"}, (3,)
-
-    def wait(self, timeout: timedelta) -> None:
-        raise RuntimeError("the process of rank 3 has ended")
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def test_the_dead_are_named_and_not_the_late() -> None:
-    with pytest.raises(PeerLost) as raised:
-        wait_alone(Broken(), 5.0)
-    assert raised.value.ranks == (3,)
-
-
 def store_dies_on_rank() -> list[str]:
     introductions = Introductions(dist.group.WORLD, "test")
 
@@ -414,7 +364,7 @@ def store_dies_on_rank() -> list[str]:
 
     introductions._store = SimpleNamespace(check=check)
     said = []
-    for wait in (lambda: introductions.wait(timedelta(seconds=1)), lambda: wait_alone(introductions, 5.0)):
+    for wait in (lambda: introductions.wait(timedelta(seconds=1)), lambda: wait_for(introductions, None, 5.0)):
         with pytest.raises(RuntimeError) as raised:
             wait()
         said.append(str(raised.value))

@@ -29,7 +29,7 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import backends, loopback, machine, versions
 from trimtab.doctor.checkup import judge_places
 from trimtab.doctor.findings import Finding, as_text, exit_code
-from trimtab.guard.place import Place
+from trimtab.guard.record import Place
 from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
 from trimtab.verify.ranks import run_ranks
 
@@ -293,7 +293,8 @@ def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        (stopped,) = judge_places([(process.pid, 3, Place(layer="a", phase="count", direction="forward", call=2), 7.2)])
+        place = Place(layer="a", phase="count", direction="forward", call=2, since=time.monotonic() - 7.2)
+        (stopped,) = judge_places([(process.pid, 3, place)])
     finally:
         process.kill()
         process.wait()

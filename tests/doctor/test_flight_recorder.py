@@ -155,11 +155,11 @@ def frames(*places: str) -> list[dict[str, Any]]:
 
 STACKS = {
     "count": frames("/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/dispatcher.py:dispatch"),
-    "dispatch": frames("/x/trimtab/dispatch/route.py:dispatch", "/x/trimtab/dispatch/autograd.py:forward"),
-    "dispatch backward": frames("/x/trimtab/dispatch/route.py:combine", "/x/trimtab/dispatch/autograd.py:backward"),
+    "dispatch": frames("/x/trimtab/dispatch/route.py:dispatch", "/x/trimtab/dispatch/route.py:forward"),
+    "dispatch backward": frames("/x/trimtab/dispatch/route.py:combine", "/x/trimtab/dispatch/route.py:backward"),
     "recomputed": frames(
         "/x/trimtab/dispatch/route.py:dispatch",
-        "/x/trimtab/dispatch/autograd.py:forward",
+        "/x/trimtab/dispatch/route.py:forward",
         "/p/torch/utils/checkpoint.py:recompute_fn",
         "/p/torch/autograd/graph.py:_engine_run_backward",
         "/p/torch/_tensor.py:backward",
@@ -167,9 +167,9 @@ STACKS = {
     "check": frames(
         "/x/trimtab/dispatch/all_to_all.py:handshake",
         "/x/trimtab/dispatch/route.py:combine",
-        "/x/trimtab/dispatch/autograd.py:forward",
+        "/x/trimtab/dispatch/route.py:forward",
     ),
-    "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/autograd.py:forward"),
+    "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/route.py:forward"),
     "fsdp": frames("/p/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_all_gather"),
     "hook": frames("/p/torch/autograd/graph.py:_engine_run_backward", "/p/torch/_tensor.py:backward", "/me.py:step"),
 }

@@ -19,12 +19,12 @@ from helpers.comparing import assert_close
 from helpers.emulated import INSTRUCTIONS, fenced, fences
 from helpers.threads import torch_threads
 from trimtab import oracle
-from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels.compiled import CompiledKernels
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share

@@ -15,7 +15,6 @@ from helpers.comparing import assert_close
 from helpers.cut import cut
 from helpers.threads import torch_threads
 from trimtab import oracle
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import InputError
 from trimtab.experts import expert_call, mlp
 from trimtab.experts.activations import BY_NAME, GELU, ClampedSwiGLU, GeGLU, SwiGLU
@@ -23,6 +22,7 @@ from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
 from trimtab.experts.mlp_fused import FusedMLP, covers
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.grouped import get_kernels
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from helpers.comparing import assert_close
 from helpers.cut import cut
 from trimtab import oracle
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
 from trimtab.experts.activations import Activation, SwiGLU
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.grouped import get_kernels
 

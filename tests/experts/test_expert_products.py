@@ -7,11 +7,11 @@ import torch
 
 from experts.test_expert_mlp import CPU, E, T, route, tensors
 from helpers.comparing import assert_close
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.products import Plain
 from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.grouped import get_kernels

@@ -12,12 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from helpers.wrapped import Outside, Quantised
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.expert_call import ExpertMath
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.plan import plan_experts
 
 M, K, D, F, E = 12, 2, 16, 24, 4
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -31,7 +31,6 @@ class Fault:
     kind: kill (SIGKILL), freeze (SIGSTOP), raise (an error of the user's), stall (longer than the deadline), delay
         (shorter: nothing may be raised); the rest are mistakes in what the rank calls.
     store: a file, or served by rank 0.
-    look: whether ranks read each other's records in memory, as on one host, or ask through the store, as between hosts.
     """
 
     kind: Kind
@@ -43,13 +42,12 @@ class Fault:
     ranks: int = 3
     transport: Literal["alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
-    look: bool = True
     store: Literal["file", "tcp"] = "file"
 
     def __str__(self) -> str:
         where = f" in {self.phase} {self.direction}" if self.kind in _PLACED else ""
-        how = "" if self.look else f", asking through a {self.store} store"
-        return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({self.transport}, {self.combine}{how})"
+        how = f"{self.transport}, {self.combine}, {self.store} store"
+        return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({how})"
 
 
 _PLACED = ("kill", "freeze", "raise", "stall", "delay", "wrong_splits")
@@ -112,9 +110,9 @@ def fault_cases() -> list[Fault]:
     places = (("count", "forward"), ("experts", "forward"), ("combine", "backward"))
     for kind in ("kill", "freeze", "raise", "stall"):
         cases += [Fault(kind=kind, phase=p, direction=d, transport="allgather", combine="ordered") for p, d in places]
-        cases += [Fault(kind=kind, phase=p, direction=d, look=False, ranks=4, rank=2) for p, d in places]
+        cases += [Fault(kind=kind, phase=p, direction=d, ranks=4, rank=2) for p, d in places]
         cases += [Fault(kind=kind, phase="experts", rank=0, ranks=2, store="tcp")]
-        cases += [Fault(kind=kind, phase="experts", rank=rank, store="tcp", look=False) for rank in (0, 1)]
+        cases += [Fault(kind=kind, phase="experts", rank=rank, store="tcp") for rank in (0, 1)]
     return cases
 
 
@@ -144,9 +142,8 @@ def problems_of(
         if fault.kind in ("kill", "freeze", "raise", "stall"):
             if o.ranks != (fault.rank,):
                 problems.append(f"{who} named ranks {o.ranks}: {o.message}")
-            known = fault.look or fault.kind == "stall"
-            if known and (o.phase, o.layer) != (fault.phase, f"layers.{fault.layer}"):
+            if (o.phase, o.layer) != (fault.phase, f"layers.{fault.layer}"):
                 problems.append(f"{who} named phase {o.phase} of {o.layer}: {o.message}")
-            if known and f"{fault.phase} {fault.direction}" not in o.message:
+            if f"{fault.phase} {fault.direction}" not in o.message:
                 problems.append(f"{who} did not say {fault.phase} {fault.direction}: {o.message}")
     return problems

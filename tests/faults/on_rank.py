@@ -161,7 +161,7 @@ def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
     """The program of every rank."""
     torch.manual_seed(rank)
     saboteur = Saboteur(fault, rank, deadline, pipe)
-    guard = Guard(deadline=deadline, look=fault.look, patience=min(1.0, deadline / 2))
+    guard = Guard(deadline=deadline)
     group = dist.group.WORLD
     assert group is not None
     inner = TRANSPORTS[fault.transport](group, guard=guard)

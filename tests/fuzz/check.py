@@ -21,13 +21,13 @@ from fuzz.cases import Case
 from fuzz.layer import LinearExperts
 from fuzz.truth import Truth, truth_of
 from fuzz.world import MemoryGroup, MemoryTransport, Turns
-from trimtab.dispatch import plan as plans
 from trimtab.dispatch import sequence_shard
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
-from trimtab.dispatch.plan import ExpertPlan
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import first_line
+from trimtab.experts import plan as plans
+from trimtab.experts.plan import ExpertPlan
 from trimtab.layout import SequenceLayout, segment_offsets
 
 

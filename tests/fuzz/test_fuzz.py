@@ -17,9 +17,11 @@ from fuzz.check import check
 from fuzz.run import FuzzResult, parse_case, run_case, run_fuzz
 from fuzz.truth import truth_of
 from fuzz.world import OutOfStep, Turns
-from trimtab.dispatch import dispatcher, plan, route, sequence_shard
-from trimtab.dispatch.plan import ExpertPlan, RankSort
+from trimtab.dispatch import dispatcher, route, sequence_shard
+from trimtab.dispatch.plan import RankSort
 from trimtab.errors import InputError
+from trimtab.experts import plan
+from trimtab.experts.plan import ExpertPlan
 from trimtab.kernels.rows import Csr
 from trimtab.layout import SequenceLayout
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Handshake, SplitSizes
+from trimtab.dispatch.transport import Handshake, SplitSizes, pack, unpack
 
 Result = TypeVar("Result")
 

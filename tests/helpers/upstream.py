@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchtitan.models.common import config_utils, token_dispatcher
 
-from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.plan import plan_experts
 from trimtab.integrations.torchtitan import TokenDispatcher
 from trimtab.integrations.torchtitan.exchange import ToExperts
 

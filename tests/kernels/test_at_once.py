@@ -12,9 +12,9 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from helpers.threads import torch_threads
-from trimtab.dispatch.plan import plan_experts
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels

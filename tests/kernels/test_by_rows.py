@@ -9,12 +9,12 @@ from torch import Tensor
 
 from helpers.emulated import emulated
 from helpers.threads import torch_threads
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import BackendError
 from trimtab.experts.activations import ClampedSwiGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertMath, ExpertWeights
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
 

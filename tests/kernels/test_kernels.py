@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.comparing import assert_close
-from trimtab.dispatch.plan import plan_experts
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels import reference
 from trimtab.kernels.grouped import Kernels, get_kernels
 from trimtab.kernels.rows import REST, Csr, combine_rows, cut_rest, gather_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from trimtab.dispatch.plan import ExpertPlan, plan_experts
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.compiled import compiled_kernels
 from trimtab.layout import ALIGNMENTS
 

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.dispatch import all_gather, autograd, dispatcher, route
+from trimtab.dispatch import all_gather, dispatcher, route
 from trimtab.dispatch.all_gather import AllGather
-from trimtab.dispatch.autograd import Combine, Dispatch
 from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
-from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.plan import RankPlan, RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.route import RankRoute, Route
-from trimtab.dispatch.transport import SplitSizes
+from trimtab.dispatch.route import Combine, Dispatch, RankRoute, Route
+from trimtab.dispatch.transport import SplitSizes, pack, unpack
 from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
@@ -153,7 +151,7 @@ def _wrong_transpose(p: Patches) -> None:
     def gather(rows: Tensor, index: Tensor) -> Tensor:
         return gather_rows(rows, index.flip(0))
 
-    p.put(autograd, "gather_rows", gather)
+    p.put(route, "gather_rows", gather)
 
 
 MUTANTS = (

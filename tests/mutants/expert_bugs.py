@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mutants.patching import Mutant, Patches
-from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.experts import mlp, module
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertGradients
 from trimtab.experts.per_group import Gradients
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.grouped import Block, LoopKernels
 from trimtab.kernels.rows import Csr, combine_rows
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.dispatch import dispatcher
+from trimtab.dispatch import checks
 from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
 from trimtab.experts import mlp
 from trimtab.moe import MoE
@@ -75,15 +75,16 @@ def _to_expert_0(p: Patches) -> None:
 
 
 def _nan_passes(p: Patches) -> None:
-    def bad_ids(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
-        return ((ids_TK < -1) | (ids_TK >= num_experts)).sum()
+    def bad_ids(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> int:
+        return int(((ids_TK < -1) | (ids_TK >= num_experts)).sum())
 
-    p.put(dispatcher, "bad_slots", bad_ids)
+    p.everywhere(checks.count_bad, bad_ids)
 
 
 def _raised_alone(p: Patches) -> None:
     def alone(self: Dispatcher, bad_P: list[int], *args: Any) -> None:
-        rank = 0 if self.transport is None else self.transport.rank
+        assert self.transport is not None
+        rank = self.transport.rank
         original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args)
 
     original = Dispatcher._raise_if_bad

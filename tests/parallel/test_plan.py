@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from helpers.layout_truth import Model
-from trimtab.dispatch import shared_host
+from trimtab.dispatch import host_memory
 from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.moe import MoE, MoEConfig, MoEOutput
@@ -127,7 +127,7 @@ def refused_whole_on_rank() -> dict[str, tuple[str, str, list[str]]]:
         def none_here(*_: object) -> int:
             raise OSError(27, "File too large")
 
-        patch.setattr(shared_host, "reserve", none_here)
+        patch.setattr(host_memory, "reserve", none_here)
         attempt("transport", ExpertParallel(transport="shared_memory"), mesh, build(), build(bias=True))
     return said
 

@@ -56,7 +56,7 @@ def test_transformers_holds_the_truth_on_two_ranks() -> None:
     ("topology", "pattern", "reason"),
     [
         ("2r-ep2-tp2-sharded", "random", "sequence-sharded"),
-        ("2r-ep2-allgather", "random", "all-gather"),
+        ("2r-ep2-allgather", "random", "transport allgather"),
         ("2r-ep2-ordered", "random", "ordered combine"),
         ("2r-ep2-ddp", "random", "DDP"),
         ("4r-ep2-hsdp", "random", "HSDP"),

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
     elif options.places:
         from trimtab.doctor.checkup import judge_places
-        from trimtab.guard.scan import places_here
+        from trimtab.guard.record import places_here
 
         parts = [("ranks of this host", judge_places(places_here()))]
     else:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.packing import pack, unpack
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values, watched
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, pack, refuse_without_values, unpack, watched
 from trimtab.guard.guard import Guard
 
 

@@ -8,10 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.packing import gather_packed, pack, packed_already, row_bytes, unpack
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values, watched
-from trimtab.dispatch.workspace import Workspace
+from trimtab.dispatch.transport import (
+    Handshake,
+    OverGroup,
+    SplitSizes,
+    gather_packed,
+    pack,
+    packed_already,
+    refuse_without_values,
+    row_bytes,
+    unpack,
+    watched,
+)
 from trimtab.guard.guard import Guard
+from trimtab.kernels.buffer_pool import HostBufferPool
 
 PACKED_BYTES = 1 << 20
 """Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
@@ -31,7 +41,7 @@ class AllToAll(OverGroup):
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
         super().__init__(group, guard=guard)
-        self._workspace = Workspace()
+        self._pool = HostBufferPool()
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         refuse_without_values(message_PC, self.rank)
@@ -62,8 +72,9 @@ class AllToAll(OverGroup):
         return unpack(received, like)
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
-        """Memory for packed rows, [rows, B]."""
+        """Memory for packed rows, [rows, B]; of its own also for none: `combine_parts` tells parts apart by it."""
         width = row_bytes(like)
         if like[0].device.type != "cpu":
             return like[0].new_empty(rows, width, dtype=torch.uint8)
-        return self._workspace.take(rows * width).bytes(rows * width).view(rows, width)
+        # By powers of two calls with other numbers of rows share it; pages that are not written take no room.
+        return self._pool.empty(1 << max(rows - 1, 0).bit_length(), width, dtype=torch.uint8)[:rows]

@@ -1,10 +1,11 @@
-"""Whether what a rank was given can be dispatched. Local, and without a host sync.
+"""Whether what a rank was given can be dispatched, and the operator that asks it of ids and weights.
 
-Legend: T local tokens, K experts per token.
+Legend: T local tokens, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.routing.ids import holds_ids
+from trimtab.routing.ids import holds_ids, wide_ids
 from trimtab.validation import VALUES, holds_values
 
-NAME_BYTES = 64
-SHOWN = 8
+_NAME_BYTES = 64
+_SHOWN = 8
 """Tokens that a message names."""
 
 
@@ -57,15 +58,23 @@ def meeting_device(*tensors: Tensor) -> torch.device:
     return max((t.device for t in tensors), key=lambda device: ("meta", "cpu", device.type).index(device.type))
 
 
-def name_bytes(layer: str) -> Tensor:
-    """A layer's name as data on the host: layers that differ in it alone share one graph of `torch.compile`."""
-    name = layer.encode()[:NAME_BYTES].ljust(NAME_BYTES)
-    return torch.tensor(list(name), dtype=torch.uint8, device="cpu")
+def prepared(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids that compare with any number of experts, -1 in masked tokens; weights in float32 at least."""
+    ids_TK = wide_ids(ids_TK)
+    if mask_T is not None:
+        ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
+    return ids_TK, w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
 
 
 def bad_slots(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
     return _bad(ids_TK, w_TK, num_experts).sum()
+
+
+def count_bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> int:
+    """`bad_slots` on the CPU, where hardly ever one is."""
+    good = torch.equal(ids_TK.clamp(-1, num_experts - 1), ids_TK) and math.isfinite(w_TK.detach().sum())
+    return 0 if good else int(bad_slots(ids_TK, w_TK, num_experts))
 
 
 def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
@@ -76,14 +85,7 @@ def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
 
 def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
-    bad_w = w_TK.detach() * 0.0 != 0  # NaN of NaN and of infinity; an integer 0 would be folded by Inductor
-    return bad_ids | (bad_w & (ids_TK >= 0))
-
-
-def assert_good(bad: Tensor, num_experts: int, *, layer: str) -> None:
-    """`raise_if_bad` where the host does not wait: an assertion on the device, which is of no use after it."""
-    problem = f"an expert id is outside -1..{num_experts - 1} or a weight is not finite"
-    torch._assert_async(bad == 0, f"trimtab: {InputError(problem, layer=layer, phase='route')}")
+    return bad_ids | (~w_TK.detach().isfinite() & (ids_TK >= 0))
 
 
 def raise_if_bad(
@@ -93,10 +95,47 @@ def raise_if_bad(
     this rank's own have some, if that is known."""
     guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
     if guilty:
-        own = f", here those of token(s) {', '.join(map(str, tokens[:SHOWN]))}" if tokens else ""
-        more = f" and {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
+        own = f", here those of token(s) {', '.join(map(str, tokens[:_SHOWN]))}" if tokens else ""
+        more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
         raise InputError(
             f"{'; '.join(guilty.values())} with an expert id outside -1..{num_experts - 1} or a weight that "
             f"is not finite{own}{more}. Look at the router's logits there; -1 drops a slot",
             ranks=tuple(guilty) if ranked else (), layer=layer, phase="route",
         )  # fmt: skip
+
+
+def name_bytes(layer: str) -> Tensor:
+    """A layer's name as data on the host: layers that differ in it alone share one graph of `torch.compile`."""
+    name = layer.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+    return torch.tensor(list(name), dtype=torch.uint8, device="cpu")
+
+
+_OPERATORS = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATORS.define(  # type: ignore[no-untyped-call]
+    "checked_ids(Tensor ids_TK, Tensor w_TK, Tensor name, SymInt num_experts) -> Tensor"
+)
+checked_ids = torch.ops.trimtab.checked_ids.default
+"""(ids, weights without a gradient, `name_bytes`, E) -> the ids, if all slots are good. What is made of them needs this
+operator, so that it stays in a graph. Raises InputError; on a device an assertion there."""
+
+
+def _checked_on_cpu(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -> Tensor:
+    if bad := count_bad(ids_TK, w_TK, num_experts):
+        raise_if_bad([bad], num_experts, layer=_layer(name), tokens=bad_tokens(ids_TK, w_TK, num_experts))
+    return ids_TK.clone()
+
+
+def _checked_on_device(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -> Tensor:
+    problem = f"an expert id is outside -1..{num_experts - 1} or a weight is not finite"
+    error = InputError(problem, layer=_layer(name), phase="route")
+    torch._assert_async(bad_slots(ids_TK, w_TK, num_experts) == 0, f"trimtab: {error}")
+    return ids_TK.clone()
+
+
+def _layer(name: Tensor) -> str:
+    return bytes(name.tolist()).decode(errors="replace").rstrip()
+
+
+_OPERATORS.impl("checked_ids", _checked_on_cpu, "CPU")  # type: ignore[no-untyped-call]
+_OPERATORS.impl("checked_ids", _checked_on_device, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("trimtab::checked_ids", lambda ids_TK, *_: torch.empty_like(ids_TK), lib=_OPERATORS)

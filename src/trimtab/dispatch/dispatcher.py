@@ -12,54 +12,35 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.autograd import (
+from trimtab.dispatch import checks, handshake
+from trimtab.dispatch.handshake import NOTHING, CallId, Shared
+from trimtab.dispatch.plan import plan_ranks, sort_by_rank
+from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
     Dispatch,
     DispatchSlots,
-    Trained,
+    LocalRoute,
+    RankRoute,
+    Route,
+    ZeroGradients,
+    outside_graph,
+    slots_of,
     wants_gradient,
     with_others,
 )
-from trimtab.dispatch.checks import (
-    assert_good,
-    bad_slots,
-    bad_tokens,
-    meeting_device,
-    name_bytes,
-    raise_if_bad,
-    rows_problem,
-    shape_problems,
-)
-from trimtab.dispatch.handshake import (
-    BAD,
-    GRAD,
-    NOTHING,
-    ROWS,
-    SLOTS,
-    TOKENS,
-    UNUSABLE,
-    CallId,
-    Shared,
-    fill,
-    raise_if_desynced,
-    raise_if_unlike,
-    raise_if_unusable,
-)
-from trimtab.dispatch.named import NamedTransport
-from trimtab.dispatch.plan import plan_ranks, sort_by_rank
-from trimtab.dispatch.route import LocalRoute, RankRoute, Route, slots_of
-from trimtab.dispatch.transport import Transport, guard_of
+from trimtab.dispatch.transport import Transport, layer_frame
 from trimtab.errors import ConfigError, DesyncError, InputError
-from trimtab.kernels.memory import no_values
+from trimtab.guard.guard import Guard
+from trimtab.kernels.rows import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
@@ -69,19 +50,17 @@ _OLD_FIELDS = {"x": "x_MD", "ids": "ids_MK", "weights": "weights_MK"}
 
 
 def check_combine(combine: str, layer: str = "") -> None:
-    """Raises:
-    ConfigError: no such way to combine.
-    """
+    """Raises ConfigError for no such way to combine."""
     if combine not in COMBINE_MODES:
         raise ConfigError(f"combine={combine!r} is not one of {COMBINE_MODES}", layer=layer)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Dispatched:
-    """What a rank's experts run on, and the way home. Belongs to one layer call.
+    """What a rank's experts run on, and the way home, of one layer call. With combine="ordered" a row per kept slot.
 
-    x_MD: [M', D] in the tokens' dtype. With combine="ordered" one row per kept slot.
-    ids_MK: [M', K] int32 local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
+    x_MD: [M', D] in the tokens' dtype.
+    ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
     weights_MK: [M', K] float32 (float64 for float64 tokens).
     num_slots: how many ids are not -1, or how many at most, where the host knows it.
     """
@@ -92,7 +71,7 @@ class Dispatched:
     num_slots: int | None
     route: Route
     sent: Tensor
-    slot_row_R: Tensor | None
+    slot_row_R: Tensor | None = None
 
     def __getattr__(self, name: str) -> Tensor:
         """The names of release 0.1."""
@@ -109,11 +88,9 @@ class Dispatcher:
     Args:
         num_experts: E, over all ranks; rank r owns experts r * e .. r * e + e - 1.
         transport: the expert group, or None where this rank owns all experts.
-        combine: "sum" takes the weighted sum over a rank's experts there and sends one row back; "ordered"
-            sends every slot back and sums at home in the order of k, so that a token's bits do not depend on
-            the number of ranks.
-        layer: the layer's name, for errors and to tell layers apart; without one they are told apart by the order
-            in which they were built on their guard.
+        combine: "sum" takes the weighted sum over a rank's experts there and sends one row back; "ordered" sends every
+            slot back and sums at home in the order of k, so that bits do not depend on the number of ranks.
+        layer: the layer's name, for errors; without one layers are numbered in the order they were built.
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
 
     Raises:
@@ -128,31 +105,34 @@ class Dispatcher:
         combine: CombineMode = "sum",
         layer: str = "",
         fingerprint: str = "",
+        facts: str | None = None,
     ) -> None:
         check_combine(combine, layer)
         check_sizes(num_experts=num_experts)
         self.transport = transport
         self.num_experts = num_experts
         self.ranks = 1 if transport is None else transport.size
+        self._rank = None if transport is None else transport.rank
         self.experts_per_rank = experts_per_rank(num_experts, self.ranks)
         self.combine_mode = combine
         self.layer = layer
-        self.fingerprint = fingerprint
+        if facts is not None:
+            warnings.warn("facts= of a Dispatcher is now fingerprint=", DeprecationWarning, stacklevel=2)
+        self.fingerprint = fingerprint if facts is None else facts
         self.calls = 0
-        self.guard = guard_of(transport)
+        self.guard: Guard | None = getattr(transport, "guard", None)
         if self.guard is not None:
             self.layer = layer or f"(unnamed {self.guard.layers})"
             self.guard.layers += 1
-        self._named = None if transport is None else NamedTransport(transport, self.layer)
-        self._layer_bytes = name_bytes(self.layer)
+        self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
-        if self._runs_eagerly():
-            self._eagerly(self.begin)
-            return
-        with self._alone("route"):
-            self._at("route")
+        if self.guard is not None and torch.compiler.is_compiling():
+            outside_graph(self.begin)
+        elif self.guard is not None:
+            with self.guard.alone(self.layer, "route"):
+                self._at("route")
 
     def dispatch(
         self,
@@ -171,178 +151,146 @@ class Dispatcher:
             ids_TK: global expert ids, int; -1 drops a slot.
             w_TK: routing weights, in one of these dtypes; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
-            most_slots: how many ids are not -1 at most, where less than T * K: what is made for them on a device, or
-                in a graph of `torch.compile`, is of so many rows. Over ranks they are counted anyway.
+            most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
-                out of range or weights not finite. On every rank of the group. (What ids and weights are is asserted on
-                the device, and not raised, where the host does not wait for one: CUDA without a transport.)
-            DesyncError: the ranks of the group are not in the same call, or have not as much of what is shared; another
-                thread of this rank is in an exchange (`Guard.alone`).
-            PeerLost, PhaseTimeout: a rank did not come; where the guard waits, see `trimtab.guard.guard`.
+                out of range or weights not finite (on CUDA without a transport these two are asserted on the device).
+                On every rank of the group.
+            DesyncError: the ranks are not in the same call, or have not as much of what is shared; another thread of
+                this rank is in an exchange.
+            PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
         """
-        if self._runs_eagerly():
-            return cast(Dispatched, self._eagerly(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
-        with self._alone("route"):
-            return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots, shared)
+        if self.transport is None:
+            self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
+            ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, token_mask_T)
+            ids_TK = checks.checked_ids(ids_TK, w_TK.detach(), self._name, self.num_experts)
+            rows = Dispatched(
+                x_MD=x_TD, ids_MK=ids_TK, weights_MK=w_TK, num_slots=most_slots, route=LocalRoute(ids_TK), sent=ids_TK
+            )
+        elif torch.compiler.is_compiling():  # an exchange reads counts, and is in no graph
+            return cast(Dispatched, outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
+        else:
+            with nullcontext() if self.guard is None else self.guard.alone(self.layer, "route"):
+                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared)
+        return rows if self.combine_mode == "sum" else _by_slot(rows)
 
     def _dispatch(
-        self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None, most_slots: int | None,
-        shared: Shared,
-    ) -> Dispatched:  # fmt: skip
+        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None, shared: Shared
+    ) -> Dispatched:
         self._at("route")
-        self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
-        ids = ids_TK.long().clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
-        if token_mask_T is not None:
-            ids = ids.masked_fill(~token_mask_T[:, None], -1)
-        w = w_TK.to(torch.promote_types(x_TD.dtype, torch.float32))
-        bad = bad_slots(ids, w, self.num_experts)
-        if self._named is None:
-            if torch.compiler.is_compiling():
-                from trimtab.dispatch.compiled import checked_ids
-
-                ids = checked_ids(ids, bad, self._layer_bytes, self.num_experts)
-            elif no_values(bad.device):
-                pass
-            elif bad.device.type == "cpu":
-                self._raise_if_bad([int(bad)], ids, w)
-            else:
-                assert_good(bad, self.num_experts, layer=self.layer)
-            route: Route = LocalRoute(ids_TK=ids, num_slots=most_slots)
-            x, rows_w, rows_ids, sent = x_TD, w, ids, x_TD.new_empty(0)
-        else:
-            own = wants_gradient(x_TD, w)
-            route, wanted = self._connect(ids, w, bad, self._named, x_TD, own, shared)
-            w = with_others(w, wanted, own)
-            x, rows_w, rows_ids, sent = Dispatch.apply(route, x_TD, w, ids)  # type: ignore[no-untyped-call]
-            # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
-            first = self._named.rank * self.experts_per_rank - 1
-            rows_ids = rows_ids.contiguous() - first  # strided, ops are 10x slower
-            mine = (rows_ids > 0) & (rows_ids <= self.experts_per_rank)
-            rows_ids = rows_ids.mul_(mine).sub_(1)
-        if self.combine_mode == "sum":
-            return Dispatched(
-                x_MD=x, ids_MK=rows_ids, weights_MK=rows_w, num_slots=route.num_slots, route=route, sent=sent,
-                slot_row_R=None,
-            )  # fmt: skip
-        slots, slot_csr = slots_of(rows_ids, route.num_slots)
-        row_R = slots.div(ids.shape[1], rounding_mode="floor")
-        beyond = torch.arange(slots.shape[0], device=slots.device) >= slot_csr.indptr[-1]
-        return Dispatched(
-            x_MD=DispatchSlots.apply(x, row_R, slot_csr),  # type: ignore[no-untyped-call]
-            ids_MK=rows_ids.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
-            weights_MK=rows_w.reshape(-1).index_select(0, slots)[:, None],
-            num_slots=route.num_slots,
-            route=route,
-            sent=sent,
-            slot_row_R=row_R,
-        )
+        self._refuse_shapes(x_TD, ids_TK, w_TK, mask_T)
+        ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
+        ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
+        own = wants_gradient(x_TD, w_TK)
+        route, wanted = self._connect(transport, x_TD, ids_TK, w_TK, own, shared)
+        w_TK = with_others(w_TK, wanted, own)
+        x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, ids_TK)  # type: ignore[no-untyped-call]
+        # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
+        ids_MK = ids_MK.contiguous() - (transport.rank * self.experts_per_rank - 1)  # strided, ops are 10x slower
+        mine = (ids_MK > 0) & (ids_MK <= self.experts_per_rank)
+        ids_MK = ids_MK.mul_(mine).sub_(1)
+        n = sum(route.slots.incoming)
+        return Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
 
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
 
         params: those of experts that may leave some out, as a loop does that skips experts without rows: they get
-            gradients of zero. On a rank without rows `y` would depend on nothing, and where the tokens need no gradient
-            either, this combine would have a backward on the other ranks alone, who would wait for it.
+            gradients of zero, so that this combine has a backward on every rank.
 
         Raises:
-            InputError: `y` is not [M', D] like the rows that dispatch gave out, dense, on their device and in float64,
-                float32, bfloat16 or float16; on every rank of the group where a guard waits, else here alone.
+            InputError: `y` is not [M', D] like the rows that dispatch gave out, dense, on their device and of a dtype
+                that dispatch takes; on every rank of the group where a guard waits, else here alone.
             DesyncError, PeerLost, PhaseTimeout: as `dispatch`, where a guard waits.
         """
-        if self._runs_eagerly():
-            return cast(Tensor, self._eagerly(self.combine, y, rows, tuple(params)))
-        if problem := rows_problem(y, rows.x_MD):
-            rank = None if self.transport is None else self.transport.rank
-            rows.route.refuse(InputError(problem, rank=rank, layer=self.layer, phase="combine"), rows.x_MD)
+        if self.transport is not None and torch.compiler.is_compiling():
+            return cast(Tensor, outside_graph(self.combine, y, rows, tuple(params)))
+        if problem := checks.rows_problem(y, rows.x_MD):
+            rows.route.refuse(InputError(problem, rank=self._rank, layer=self.layer, phase="combine"), rows.x_MD)
         if params := tuple(params):
-            y = Trained.apply(y, *params)  # type: ignore[no-untyped-call]
+            y = ZeroGradients.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None:
-            out: Tensor = CombineSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
-        elif self.transport is None:
-            out = y
-        else:
-            out = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
-        return out
-
-    def _runs_eagerly(self) -> bool:
-        """Whether a graph is being traced that ends here: what goes over ranks reads counts, and is no part of any."""
-        return self._named is not None and torch.compiler.is_compiling()
-
-    def _eagerly(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from trimtab.eager import eagerly
-
-        return eagerly(method, *args, **kwargs)
+            y = CombineSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
+        elif self.transport is not None:
+            y = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+        return y
 
     def _connect(
-        self, ids_TK: Tensor, w_TK: Tensor, bad: Tensor, transport: Transport, x_TD: Tensor, grad: bool, shared: Shared
+        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, grad: bool, shared: Shared
     ) -> tuple[RankRoute, bool]:
-        """Sort, count, tell the peers, and check what they told, before any row moves. And whether any rank's `grad`
-        says that it wants gradients of what it sends."""
+        """Sort, count, tell the peers, and check what they told, before any row moves. And whether any has `grad`."""
+        count = checks.bad_slots if static_by_default(ids_TK) else checks.count_bad
+        bad = count(ids_TK, w_TK, self.num_experts)
         sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
-        call_id = self._call_id(x_TD, ids_TK)
-        message = fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, call_id, grad=grad, shared=shared)
+        call = self._call_id(x_TD, ids_TK)
+        message = handshake.fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, call, grad=grad, shared=shared)
         self._at("count")
-        told = transport.handshake(message)
+        told = self._run(transport.handshake, message)
         self.calls += 1
-        raise_if_unusable(told.received, self.layer, "count")
-        raise_if_desynced(told, transport.rank, call_id, "count")
-        raise_if_unlike(told.received, self.layer)
-        self._raise_if_bad([header[BAD] for header in told.received], ids_TK, w_TK)
-        rows, slots = told.split_sizes(ROWS), told.split_sizes(SLOTS)
+        handshake.compare(told, transport.rank, call, "count")
+        self._raise_if_bad([said[handshake.BAD] for said in told.received], ids_TK, w_TK)
+        rows, slots = told.split_sizes(handshake.ROWS), told.split_sizes(handshake.SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
         if plan.row_token_M.shape[0] != sum(rows.outgoing):
-            error = DesyncError(
-                f"rank {transport.rank} has {plan.row_token_M.shape[0]} rows to send and told its peers of "
-                f"{sum(rows.outgoing)}: the transport did not carry what was counted",
-                rank=transport.rank, layer=self.layer, phase="count",
-            )  # fmt: skip
+            what = f"{plan.row_token_M.shape[0]} rows are there to be sent, and {sum(rows.outgoing)} were counted"
+            error = DesyncError(what, rank=transport.rank, layer=self.layer, phase="count")
             if self.guard is not None:
                 self.guard.fail(error)
             raise error
-        tokens = tuple(header[TOKENS] for header in told.received)
-        route = RankRoute(transport=transport, plan=plan, rows=rows, slots=slots, tokens=tokens, call_id=call_id)
-        return route, any(header[GRAD] for header in told.received)
+        tokens = tuple(said[handshake.TOKENS] for said in told.received)
+        route = RankRoute(
+            transport=transport, guard=self.guard, run=self._run, plan=plan, rows=rows, slots=slots, tokens=tokens,
+            call=call,
+        )  # fmt: skip
+        return route, any(said[handshake.GRAD] for said in told.received)
 
     def _call_id(self, x: Tensor, ids: Tensor) -> CallId:
         own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
         return CallId(
             layer=self.layer,
-            call=self.calls,
+            number=self.calls,
             experts=self.num_experts,
             top_k=ids.shape[-1] if ids.dim() else 0,
             width=x.shape[-1] if x.dim() else 0,
             fingerprint=f"{own}, {self.fingerprint}" if self.fingerprint else own,
         )
 
-    def _alone(self, phase: str) -> AbstractContextManager[None]:
-        """For an exchange, see `Guard.alone`."""
-        return nullcontext() if self.guard is None else self.guard.alone(self.layer, phase)
-
     def _at(self, phase: str) -> None:
-        """Note where this rank is."""
         if self.guard is not None:
             self.guard.at(self.layer, phase, "forward", self.calls)
 
     def _refuse_shapes(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> None:
-        problems = shape_problems(x, ids, w, mask)
+        problems = checks.shape_problems(x, ids, w, mask)
         if not problems:
             return
-        if self._named is not None:  # take part all the same, so that the peers raise instead of waiting
-            device = meeting_device(x, ids, w)
-            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=device)
-            call_id = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
-            message = fill(nothing_P, nothing_P, 0, UNUSABLE, call_id)
+        if self.transport is not None:  # take part all the same, so that the peers raise instead of waiting
+            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=checks.meeting_device(x, ids, w))
+            call = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
             self._at("count")
-            self._named.handshake(message)
+            self._run(self.transport.handshake, handshake.fill(nothing_P, nothing_P, 0, handshake.UNUSABLE, call))
             self.calls += 1
-        rank = None if self.transport is None else self.transport.rank
-        raise InputError("; ".join(problems), rank=rank, layer=self.layer, phase="dispatch")
+        raise InputError("; ".join(problems), rank=self._rank, layer=self.layer, phase="dispatch")
 
     def _raise_if_bad(self, bad_P: list[int], ids_TK: Tensor, w_TK: Tensor) -> None:
         if any(bad_P):
-            own = bad_tokens(ids_TK, w_TK, self.num_experts)
-            raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=self.transport is not None, tokens=own)
+            own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
+            checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)
+
+
+def _by_slot(rows: Dispatched) -> Dispatched:
+    """One row per kept slot, which all come home."""
+    slots, csr = slots_of(rows.ids_MK, rows.num_slots)
+    row_R = slots.div(rows.ids_MK.shape[1], rounding_mode="floor")
+    beyond = torch.arange(slots.shape[0], device=slots.device) >= csr.indptr[-1]
+    return Dispatched(
+        x_MD=DispatchSlots.apply(rows.x_MD, row_R, csr),  # type: ignore[no-untyped-call]
+        ids_MK=rows.ids_MK.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
+        weights_MK=rows.weights_MK.reshape(-1).index_select(0, slots)[:, None],
+        num_slots=rows.num_slots,
+        route=rows.route,
+        sent=rows.sent,
+        slot_row_R=row_R,
+    )

@@ -7,8 +7,8 @@
     combine   backward   the same
     dispatch  backward   the same
 
-Whatever two ranks meet at, control meets control of the same shape, so a rank out of step is an error with both sides'
-names on every rank, and never rows of one call taken for those of another.
+Whatever two ranks meet at, they compare the same columns, so a rank out of step is an error with both sides' names on
+every rank, and never rows of one call taken for those of another.
 
 Legend: P ranks, C columns.
 """
@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.transport import Handshake, SplitSizes, Transport, guard_of
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError
+from trimtab.guard.guard import Guard
 from trimtab.validation import DTYPES
 
 NAME_COLUMNS = 4
@@ -40,8 +41,7 @@ _HALF = 1 << 32
 
 
 class Shared(NamedTuple):
-    """What of this rank's tokens other ranks of the group must have as much of: it travels with the count, and ranks of
-    other groups are not asked.
+    """What of this rank's tokens other ranks of the group must have as much of.
 
     tp, cp: the first rank of this one's line of the mesh, -1 where nothing is compared along it.
     sequences, positions: how many. positions: of each sequence, compared along tp; -1 where they may differ.
@@ -65,7 +65,7 @@ class CallId:
     """One layer call, as every rank of the group must have it. `fingerprint`: what else must be equal."""
 
     layer: str
-    call: int
+    number: int
     experts: int
     top_k: int
     width: int
@@ -81,18 +81,18 @@ class CallId:
         tail = self.layer.encode()[-8 * NAME_COLUMNS :].rjust(8 * NAME_COLUMNS, b"\0")
         name = [int.from_bytes(tail[i : i + 8], "little", signed=True) for i in range(0, len(tail), 8)]
         checksum = zlib.crc32(f"{self.layer} {self.fingerprint}".encode())
-        return [self.call, self.experts, self.top_k, self.width, checksum, *name]
+        return [self.number, self.experts, self.top_k, self.width, checksum, *name]
 
 
 def fill(
-    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, call_id: CallId, *, grad: bool = False,
+    rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, call: CallId, *, grad: bool = False,
     shared: Shared = NOTHING,
 ) -> Tensor:  # fmt: skip
     """The message [P, C] int64 of a count, made on the device of the counts: no copy to it and no sync.
 
     grad: whether this rank's tokens or their weights want a gradient.
     """
-    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *call_id.columns("count", "forward")]
+    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *call.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
@@ -104,71 +104,77 @@ def fill(
 
 
 def announce(
-    transport: Transport, splits: SplitSizes, call_id: CallId, phase: str, direction: str, rows: Tensor | None
-) -> None:
+    transport: Transport, guard: Guard, splits: SplitSizes, call: CallId, phase: str, direction: str,
+    rows: Tensor | None,
+) -> None:  # fmt: skip
     """Tell each peer what comes and check what they tell, before rows move on the CPU. Collective.
 
-    rows: those whose width and dtype the call id does not say; None for what this rank cannot send.
+    rows: those whose width and dtype the call does not say; None for what this rank cannot send.
 
     Raises:
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
     kind = [0, UNUSABLE, 0] if rows is None else [rows.shape[1], 0, DTYPES.index(rows.dtype)]
-    tail = [*kind, *NOTHING.columns(), *call_id.columns(phase, direction)]
-    pairs = zip(splits.outgoing, splits.incoming, strict=True)
-    told = transport.handshake(torch.tensor([[going, coming, *tail] for going, coming in pairs], device="cpu"))
-    raise_if_unusable(told.received, call_id.layer, phase)
-    raise_if_desynced(told, transport.rank, call_id, phase)
+    tail = [*kind, *NOTHING.columns(), *call.columns(phase, direction)]
+    counts = list(zip(splits.outgoing, splits.incoming, strict=True))
+    told = transport.handshake(torch.tensor([[*count, *tail] for count in counts], device="cpu"))
+    compare(told, transport.rank, call, phase)
     kinds = [(said[VALUES], said[DTYPE]) for said in told.received]
     if len(set(kinds)) > 1:
         each = ", ".join(f"{values} {str(DTYPES[dtype]).removeprefix('torch.')}" for values, dtype in kinds)
         raise DesyncError(
-            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {call_id.call}): the width or the "
+            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {call.number}): the width or the "
             "dtype of what the experts gave back differs between ranks",
             ranks=tuple(p for p, kind in enumerate(kinds) if kind != kinds[transport.rank]),
-            layer=call_id.layer, phase=phase,
+            layer=call.layer, phase=phase,
         )  # fmt: skip
     wrong = {
         p: f"rank {p} will send {said[ROWS]} rows where {coming} are expected, and expects {said[EXPECTED]} where "
         f"{going} come"
-        for p, (said, going, coming) in enumerate(zip(told.received, splits.outgoing, splits.incoming, strict=True))
+        for p, (said, (going, coming)) in enumerate(zip(told.received, counts, strict=True))
         if (said[ROWS], said[EXPECTED]) != (coming, going)
     }
     if wrong:
         error = DesyncError(
-            f"{'; '.join(wrong.values())} ({direction}, call {call_id.call}), as rank {transport.rank} sees it. The "
+            f"{'; '.join(wrong.values())} ({direction}, call {call.number}), as rank {transport.rank} sees it. The "
             "ranks hold different plans of one call",
-            ranks=tuple(wrong), layer=call_id.layer, phase=phase,
+            ranks=tuple(wrong), layer=call.layer, phase=phase,
         )  # fmt: skip
-        if (guard := guard_of(transport)) is not None:
-            guard.fail(error)
+        guard.fail(error)
         raise error
 
 
-def raise_if_desynced(told: Handshake, rank: int, call_id: CallId, phase: str) -> None:
-    """Every rank sees every call_id, so either all raise or none."""
+def compare(told: Handshake, rank: int, call: CallId, phase: str) -> None:
+    """What is wrong with what the ranks told each other. Every rank sees all of it, so either all raise or none.
+
+    Raises:
+        InputError: a rank was given what it cannot send.
+        DesyncError: the ranks are not in the same call, or have not as much of what they share.
+    """
+    _raise_if_unusable(told.received, call.layer, phase)
+    _raise_if_desynced(told, rank, call, phase)
+    _raise_if_unlike(told.received, call.layer)
+
+
+def _raise_if_desynced(told: Handshake, rank: int, call: CallId, phase: str) -> None:
     mine = told.sent[rank]
-    others = tuple(p for p, h in enumerate(told.received) if h[MOVEMENT:] != mine[MOVEMENT:])
+    others = tuple(p for p, said in enumerate(told.received) if said[MOVEMENT:] != mine[MOVEMENT:])
     if others:
-        sides = "; ".join(f"rank {p}: {_say(h, mine)}" for p, h in enumerate(told.received))
+        sides = "; ".join(f"rank {p}: {_in_words(said, mine)}" for p, said in enumerate(told.received))
         raise DesyncError(
             f"rank(s) {', '.join(map(str, others))} are in another call than rank {rank}. {sides}. "
-            f"Rank {rank} also has ({call_id.fingerprint}). Every rank of an expert group must run the same layers in "
-            "the same order with the same configuration",
-            ranks=others, layer=call_id.layer, phase=phase,
+            f"Rank {rank} also has ({call.fingerprint}). Every rank of an expert group must run the same layers in the "
+            "same order with the same configuration",
+            ranks=others, layer=call.layer, phase=phase,
         )  # fmt: skip
 
 
-def raise_if_unlike(received: Sequence[Sequence[int]], layer: str) -> None:
-    """Every rank sees what each shares, so either all raise or none.
-
-    Raises:
-        DesyncError: ranks that must have as many sequences or positions have other numbers of them.
-    """
+def _raise_if_unlike(received: Sequence[Sequence[int]], layer: str) -> None:
+    """Ranks that must have as many sequences or positions."""
     lines: dict[tuple[str, int], dict[tuple[int, int], list[int]]] = {}
-    for rank, told in enumerate(received):
-        (tp, cp), (sequences, positions) = divmod(told[LINES], _HALF), divmod(told[SIZES], _HALF)
+    for rank, said in enumerate(received):
+        (tp, cp), (sequences, positions) = divmod(said[LINES], _HALF), divmod(said[SIZES], _HALF)
         for mesh, line, size in (("tp_mesh", tp, (sequences, positions)), ("cp_mesh", cp, (sequences, 0))):
             if line:
                 lines.setdefault((mesh, line), {}).setdefault(size, []).append(rank)
@@ -188,9 +194,9 @@ def raise_if_unlike(received: Sequence[Sequence[int]], layer: str) -> None:
             )  # fmt: skip
 
 
-def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:
+def _raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str) -> None:
     """A rank that was given something that it cannot send says so instead of staying away."""
-    guilty = tuple(p for p, told in enumerate(received) if told[BAD] == UNUSABLE)
+    guilty = tuple(p for p, said in enumerate(received) if said[BAD] == UNUSABLE)
     if guilty:
         raise InputError(
             f"rank(s) {', '.join(map(str, guilty))} were given tensors of the wrong shape or dtype, "
@@ -199,13 +205,13 @@ def raise_if_unusable(received: Sequence[Sequence[int]], layer: str, phase: str)
         )  # fmt: skip
 
 
-def _say(told: Sequence[int], mine: Sequence[int]) -> str:
-    """One rank's call_id in words, as far as it came over the wire."""
-    phase, direction = MOVEMENTS[told[MOVEMENT]]
-    tail = b"".join(value.to_bytes(8, "little", signed=True) for value in told[NAME:]).lstrip(b"\0")
+def _in_words(said: Sequence[int], mine: Sequence[int]) -> str:
+    """One rank's call, as far as it came over the wire."""
+    phase, direction = MOVEMENTS[said[MOVEMENT]]
+    tail = b"".join(value.to_bytes(8, "little", signed=True) for value in said[NAME:]).lstrip(b"\0")
     name = ("…" if len(tail) == 8 * NAME_COLUMNS else "") + tail.decode(errors="replace")
-    text = f"{phase} {direction} of layer {name}, call {told[CALL]}"
-    text += f" ({told[EXPERTS]} experts, top-{told[TOP_K]}, width {told[WIDTH]})"
+    text = f"{phase} {direction} of layer {name}, call {said[CALL]}"
+    text += f" ({said[EXPERTS]} experts, top-{said[TOP_K]}, width {said[WIDTH]})"
     named = (*range(MOVEMENT, FINGERPRINT), *range(NAME, COLUMNS))
-    only_fingerprint = told[FINGERPRINT] != mine[FINGERPRINT] and all(told[i] == mine[i] for i in named)
+    only_fingerprint = said[FINGERPRINT] != mine[FINGERPRINT] and all(said[i] == mine[i] for i in named)
     return f"{text}, with another dtype, combine, guard or fingerprint" if only_fingerprint else text

@@ -1,28 +1,35 @@
-"""A route: the sparse linear map of one layer call, P, and its transpose, without gradients.
+"""A route, the sparse linear map of one layer call, P, with its transpose; and the autograd pair over it.
 
-    spread   P    tokens -> rows on the ranks that own their experts
-    collect  P^T  rows -> sum per token, back home
+    Dispatch   forward P,   backward P^T     tokens and routing weights -> rows on the ranks that own their experts
+    Combine    forward P^T, backward P       rows -> sum per token, back home
 
-`RankRoute` composes SpreadRanks with a transport; `LocalRoute` is the identity of a group of one rank.
+Each one's backward is the other, so both directions issue the same collectives. Neither saves a tensor, and neither can
+be differentiated twice. Combine also takes `sent`, of no elements, which Dispatch gave out beside the rows: so
+Dispatch's backward follows its own on every rank, even where the experts in between returned rows that depend on
+nothing. `RankRoute` composes SpreadRanks with a transport; `LocalRoute` is the identity of a group of one rank.
 
-Legend: T local tokens, M' rows received, R kept slots received, D model dim.
+Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol, cast
+from functools import partial
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
+from trimtab.backward import once_differentiable
 from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
-from trimtab.dispatch.plan import RankPlan, csr_of
-from trimtab.dispatch.transport import SplitSizes, Transport, guard_of
+from trimtab.dispatch.plan import RankPlan
+from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.errors import InputError
-from trimtab.kernels.rows import Csr, combine_rows
+from trimtab.guard.guard import Guard
+from trimtab.kernels.rows import Csr, combine_rows, csr_of, gather_rows
 
 Direction = Literal["forward", "backward"]
 
@@ -41,40 +48,29 @@ class Route(Protocol):
     `direction` says whose turn it is: the transpose of the one is the backward of the other.
     """
 
-    @property
-    def num_slots(self) -> int | None:
-        """Kept slots among the received rows, or how many at most, where the host knows it."""
-        ...
-
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
-        ...
 
     def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
-        ...
 
     def combine_slots(self, rows_RD: Tensor) -> Tensor:
         """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
-        ...
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
         """Raise `error` in place of a combine, on every rank that would wait for this one."""
-        ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class LocalRoute:
     """The identity: all experts are on this rank, nothing moves and nothing is counted."""
 
-    ids_TK: Tensor
-    num_slots: int | None = None
+    def __init__(self, ids_TK: Tensor) -> None:
+        self.ids_TK = ids_TK
 
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         return list(tensors)
 
-    def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        return list(tensors)
+    combine = dispatch
 
     def combine_slots(self, rows_RD: Tensor) -> Tensor:
         kept_N = self.ids_TK.reshape(-1) >= 0
@@ -86,78 +82,78 @@ class LocalRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRoute:
-    """SpreadRanks and an exchange over `transport`. `call_id`: the call that every rank must be in."""
+    """SpreadRanks and an exchange over `transport`.
+
+    run: `layer_frame` of the layer. call: which every rank must be in.
+    """
 
     transport: Transport
+    guard: Guard | None
+    run: Callable[..., Any]
     plan: RankPlan
     rows: SplitSizes
     slots: SplitSizes
     tokens: tuple[int, ...]
-    call_id: CallId
-
-    @property
-    def num_slots(self) -> int:
-        return sum(self.slots.incoming)
+    call: CallId
 
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         if torch.compiler.is_compiling():
-            return _eagerly(self.dispatch, tensors, direction)
+            return cast(list[Tensor], outside_graph(self.dispatch, tensors, direction))
         phase = "dispatch" if direction == "forward" else "combine"
-        with self._movement(phase, direction, self.rows, tensors):
-            return self.transport.dispatch(tensors, self.plan.row_token_M, self.rows, self.tokens)
+        send = partial(self.transport.dispatch, tensors, self.plan.row_token_M, self.rows, self.tokens)
+        return self._move(phase, direction, self.rows, tensors[0], send)
 
     def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         if torch.compiler.is_compiling():
-            return _eagerly(self.combine, tensors, direction)
-        splits = self.rows.reversed()
-        phase = "combine" if direction == "forward" else "dispatch"
-        with self._movement(phase, direction, splits, tensors):
-            received = self.transport.combine(tensors, splits, self.tokens)
-        return combine_parts(received, self.plan.token_csr)
+            return cast(list[Tensor], outside_graph(self.combine, tensors, direction))
+        phase, splits = "combine" if direction == "forward" else "dispatch", self.rows.reversed()
+        send = partial(self.transport.combine, tensors, splits, self.tokens)
+        return combine_parts(self._move(phase, direction, splits, tensors[0], send), self.plan.token_csr)
 
     def combine_slots(self, rows_RD: Tensor) -> Tensor:
-        splits, bags = self.slots.reversed(), self.plan.slot_csr
-        assert bags is not None
-        with self._movement("combine", "forward", splits, [rows_RD]):
-            (received,) = self.transport.combine([rows_RD], splits, self.tokens)
-        return combine_rows(received, bags)
+        splits, csr = self.slots.reversed(), self.plan.slot_csr
+        assert csr is not None
+        send = partial(self.transport.combine, [rows_RD], splits, self.tokens)
+        (received,) = self._move("combine", "forward", splits, rows_RD, send)
+        return combine_rows(received, csr)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
-        guard = guard_of(self.transport)
-        if guard is not None and like.device.type == "cpu":
-            with suppress(InputError), guard.alone(self.call_id.layer, "combine"):
-                announce(self.transport, self.rows.reversed(), self.call_id, "combine", "forward", None)
+        if self.guard is not None and like.device.type == "cpu":
+            with suppress(InputError), self.guard.alone(self.call.layer, "combine"):
+                announce(self.transport, self.guard, self.rows.reversed(), self.call, "combine", "forward", None)
         raise error
 
-    @contextmanager
-    def _movement(self, phase: str, direction: Direction, splits: SplitSizes, rows: Sequence[Tensor]) -> Iterator[None]:
-        """Say where this rank is and, where the host waits anyway, see that all are there before rows move."""
-        guard, call_id = guard_of(self.transport), self.call_id
-        if guard is None:
-            yield
-            return
-        with guard.alone(call_id.layer, phase):
-            guard.at(call_id.layer, phase, direction, call_id.call)
-            if rows[0].device.type == "cpu" and (phase, direction) in MOVEMENTS:
-                announce(self.transport, splits, call_id, phase, direction, rows[0])
-            yield
+    def _move(
+        self, phase: str, direction: Direction, splits: SplitSizes, rows: Tensor, send: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        """Move rows. Under a guard: say where this rank is and, where the host waits anyway, see that all are there
+        before rows move."""
+        call, run = self.call, self.run
+        if self.guard is None:
+            return cast(list[Tensor], run(send))
+        with self.guard.alone(call.layer, phase):
+            self.guard.at(call.layer, phase, direction, call.number)
+            if rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
+                run(announce, self.transport, self.guard, splits, call, phase, direction, rows)
+            received: list[Tensor] = run(send)
         after, turn, state = _AFTER[phase, direction]
-        guard.at(call_id.layer, after, turn, call_id.call, state)
+        self.guard.at(call.layer, after, turn, call.number, state)
+        return received
 
 
-def _eagerly(move: Callable[..., list[Tensor]], tensors: Sequence[Tensor], direction: Direction) -> list[Tensor]:
-    """Out of the graph of a backward, which compiled autograd traces: an exchange and its guard are in none."""
+def outside_graph(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """method(*args, **kwargs), out of the graph that is being traced: an exchange and its guard are in none."""
     from trimtab.eager import eagerly
 
-    return cast(list[Tensor], eagerly(move, tensors, direction))
+    return eagerly(method, *args, **kwargs)
 
 
 def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Csr]:
-    """The kept slots of received rows in the order (row, k): their numbers row * K + k, and one bag per row."""
+    """The kept slots of received rows in the order (row, k): their numbers row * K + k, and one sum per row."""
     kept_N = (ids_MK >= 0).reshape(-1)
-    bags = csr_of(torch.arange(kept_N.shape[0], device=kept_N.device), kept_N, ids_MK.shape[0], num_slots)
-    place = Csr(indices=torch.arange(bags.indices.shape[0], device=kept_N.device), indptr=bags.indptr)
-    return bags.indices, place
+    csr = csr_of(torch.arange(kept_N.shape[0], device=kept_N.device), kept_N, ids_MK.shape[0], num_slots)
+    place = Csr(indices=torch.arange(csr.indices.shape[0], device=kept_N.device), indptr=csr.indptr)
+    return csr.indices, place
 
 
 def combine_parts(parts: Sequence[Tensor], csr: Csr) -> list[Tensor]:
@@ -176,3 +172,95 @@ def combine_parts(parts: Sequence[Tensor], csr: Csr) -> list[Tensor]:
         summed[:, start : start + part.shape[1]] if part.dtype == first.dtype else combine_rows(part, csr)
         for part, start in zip(parts, starts, strict=True)
     ]
+
+
+def wants_gradient(x_TD: Tensor, w_TK: Tensor) -> bool:
+    """Whether what this rank sends is to have a gradient, so that its `Dispatch` has a backward."""
+    return torch.is_grad_enabled() and (x_TD.requires_grad or w_TK.requires_grad)
+
+
+def with_others(w_TK: Tensor, wanted: bool, own: bool) -> Tensor:
+    """The weights, with a gradient that nobody reads where it is other ranks alone who want theirs: a backward is one
+    of all ranks. wanted: whether any rank does; own: whether this one does. A rank without a graph, as under
+    `torch.no_grad`, takes part in no backward, whatever others want."""
+    return w_TK.clone().requires_grad_() if wanted and not own and torch.is_grad_enabled() else w_TK
+
+
+class Dispatch(Function):
+    """(x [T, D], weights [T, K], ids [T, K]) -> the same three for the rows of this rank, [M', *], and `sent`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, route: Route, x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.route = route
+        x, w, ids = route.dispatch([x_TD, w_TK, ids_TK])
+        ctx.mark_non_differentiable(ids)
+        return x, w, ids, x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dw: Tensor, *_: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        dx_TD, dw_TK = ctx.route.combine([dx, dw], "backward")
+        return None, dx_TD, dw_TK, None
+
+
+class Combine(Function):
+    """Rows [M', D] -> tokens [T, D]. `sent` is Dispatch's."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
+        ctx.route = route
+        return route.combine([rows])[0].data  # no view of another: an in-place sum on it keeps its hooks, FSDP's
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.route.dispatch([dy_TD], "backward")[0], None
+
+
+class DispatchSlots(Function):
+    """Rows [M', D] -> one row per kept slot [R, D], in the order (row, k). Local."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_R: Tensor, csr: Csr) -> Tensor:
+        ctx.csr = csr
+        return gather_rows(rows, row_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None, None]:
+        return combine_rows(d_RD.contiguous(), ctx.csr), None, None
+
+
+class CombineSlots(Function):
+    """One row per kept slot [R, D], in the order (row, k) -> tokens [T, D], summed at home in the order of k.
+
+    The same map as DispatchSlots^T then Combine, with the sum taken in one place; so its backward is theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
+        ctx.route, ctx.row_R = route, row_R
+        return route.combine_slots(rows_RD).data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
+        (dy,) = ctx.route.dispatch([dy_TD], "backward")
+        return None, gather_rows(dy, ctx.row_R), None, None
+
+
+class ZeroGradients(Function):
+    """Identity on `y` that puts parameters into its graph, with gradients of zero: what a loop over experts leaves out
+    because no row of this rank needs it still gets a gradient, as collectives of a backward expect on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = [(p.shape, p.dtype, p.device) for p in params]
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)

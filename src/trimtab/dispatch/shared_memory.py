@@ -7,26 +7,24 @@
 Each byte is copied once, and nothing passes through the kernel. The parts of a row lie apart, each as one contiguous
 tensor. Counts go the same way.
 
-Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
+Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.introduction import wait_for
-from trimtab.dispatch.shared_host import MAX_COLUMNS, SLOT_BYTES, HostMemory
+from trimtab.dispatch.host_memory import LIMITS, SLOT_BYTES, HostMemory, Slot
 from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values
-from trimtab.dispatch.workspace import Slot
 from trimtab.errors import BackendError, TrimtabError
-from trimtab.guard.group import timeout_of
-from trimtab.guard.guard import Guard
-from trimtab.guard.waiting import Waiting
+from trimtab.guard.guard import Guard, Waiting, wait_for
+from trimtab.guard.peers import timeout_of
 from trimtab.layout import align_up
 
 _ALIGNMENT = 64
@@ -41,37 +39,32 @@ class SharedMemory(OverGroup):
     Args:
         group: the expert group; only its store is used. Every rank of it must build its transport.
         guard: as for `AllToAll`.
+        agree: where this system has no shared memory of the kind, raise in the first exchange, on every rank.
 
     Raises:
         BackendError: this system has no shared memory of the kind. In the first exchange, on every rank: one of them
-            cannot open a peer's memory; in any: tensors of a device, no memory for the rows, or an exchange before was
-            given up, here or by another rank (with a guard that rank's own error is raised).
-        ConfigError: in the first exchange, on every rank: the ranks are not all on one host, or bring tensors of a
-            device.
+            cannot open a peer's. In any: tensors of a device, no memory for the rows, or an exchange before was given
+            up, here or by another rank (with a guard that rank's own error is raised).
+        ConfigError: in the first exchange, on every rank: they are not all on one host, or bring tensors of a device.
         DesyncError: in any exchange, on every rank: one of them has left a call in the middle and is in another.
         PeerLost, PhaseTimeout: in any exchange; without a guard no error names layer and phase.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True, agree: bool = False) -> None:
         super().__init__(group, guard=guard)
         self._host = HostMemory(group)
+        if self._host.lack and not agree:
+            raise BackendError(f"{self._host.lack}; {LIMITS}", rank=self.rank)
         self._timeout = timeout_of(group)
         self._met = False
         self._broken = ""
 
     def handshake(self, message_PC: Tensor) -> Handshake:
-        self._begin(message_PC)
-        columns = message_PC.shape[1]
-        if columns > MAX_COLUMNS:
-            raise BackendError(f"headers of {columns} columns: shared memory carries {MAX_COLUMNS}", rank=self.rank)
-        try:
-            headers_PPC = self._host.headers(columns)
-            headers_PPC[self.rank].copy_(message_PC)
+        with self._exchange("counts", message_PC):
+            told_PPC = self._host.headers(message_PC.shape[1])
+            told_PPC[self.rank].copy_(message_PC)
             self._meet(self._host.inbox, rows=False)
-            everyone = headers_PPC.tolist()
-        except BaseException as error:
-            self._give_up(error, "counts")
-            raise
+            everyone = told_PPC.tolist()
         return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
     def dispatch(
@@ -80,75 +73,42 @@ class SharedMemory(OverGroup):
         def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
             torch.index_select(part, 0, row_token_M[start:end], out=out)
 
-        return self._exchange(tensors, splits, write)
+        return self._move(tensors, splits, write)
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
             out.copy_(part[start:end])
 
-        return self._exchange(tensors, splits, write)
-
-    def _exchange(
-        self, tensors: Sequence[Tensor], splits: SplitSizes, write: Callable[[Tensor, int, int, Tensor], None]
-    ) -> list[Tensor]:
-        """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
-        self._begin(tensors[0])
-        layout = [0]
-        try:
-            host, sources = self._host, [tensor.detach() for tensor in tensors]
-            cuts = [0, *accumulate(splits.outgoing)]
-            for rank in range(self.size):
-                column = [row[rank] for row in splits.everyone]
-                layout = _layout(sources, sum(column))
-                memory = host.inbox_of(rank, self._fits(layout[-1]))
-                first, rows = sum(column[: self.rank]), splits.outgoing[rank]
-                for source, begin in zip(sources, layout, strict=False):
-                    write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
-            mine, total = host.inbox, sum(splits.incoming)
-            layout = _layout(sources, total)
-            self._meet(host.workspace.take(layout[-1], besides=mine), rows=True)
-            memory = mine.bytes(layout[-1])
-            parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
-            return [part.data for part in parts]  # each counts its own changes in place
-        except BaseException as error:
-            self._give_up(error, f"{layout[-1]} bytes of rows")
-            raise
-
-    def _begin(self, like: Tensor) -> None:
-        """Refuse what cannot be; at the first call, get to know the peers."""
-        self._host.check()
-        if self._broken:
-            raise BackendError(
-                f"this shared memory was given up on rank {self.rank} ({self._broken}): build new transports on all "
-                "ranks",
-                rank=self.rank,
-            )
-        self.meet_peers(like.device)
-        if like.device.type != "cpu":
-            where = f"rank {self.rank} brings tensors of {like.device}"
-            refused = BackendError(f"{where}: shared memory moves those of the CPU", rank=self.rank)
-            self._leave(refused, untold=refused)
-            raise refused
-        refuse_without_values(like, self.rank)
+        return self._move(tensors, splits, write)
 
     def meet_peers(self, device: torch.device) -> None:
         """Get to know the peers, if not done: what the first exchange does. All ranks must call, or all exchange.
 
         device: of the tensors that this rank brings. Raises as the first exchange does.
         """
-        if self._met:
-            return
-        try:
-            self._host.introduce(device)
-            self._wait(self._host.introductions)
-            self._host.open()
-            self._wait(self._host.reached)
-            self._host.agree()
-            self._met = True
-            self._meet(self._host.inbox, rows=False)
-        except BaseException as error:
-            self._give_up(error, "introductions")
-            raise
+        with self._exchange("introductions", torch.empty(0, device=device)):
+            pass
+
+    def _move(
+        self, tensors: Sequence[Tensor], splits: SplitSizes, write: Callable[[Tensor, int, int, Tensor], None]
+    ) -> list[Tensor]:
+        """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
+        with self._exchange("rows", tensors[0]):
+            host, sources = self._host, [tensor.detach() for tensor in tensors]
+            cuts = [0, *accumulate(splits.outgoing)]
+            for rank in range(self.size):
+                column = [row[rank] for row in splits.everyone]
+                layout = _layout(sources, sum(column))
+                memory = host.inbox_of(rank, layout[-1])
+                first, rows = sum(column[: self.rank]), splits.outgoing[rank]
+                for source, begin in zip(sources, layout, strict=False):
+                    write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
+            mine, total = host.inbox, sum(splits.incoming)
+            layout = _layout(sources, total)
+            self._meet(host.take(layout[-1], besides=mine), rows=True)
+            memory = mine.bytes(layout[-1])
+            parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
+            return [part.data for part in parts]  # each counts its own changes in place
 
     def _meet(self, next_inbox: Slot, *, rows: bool) -> None:
         """All ranks come here before any goes on."""
@@ -162,47 +122,67 @@ class SharedMemory(OverGroup):
     def _wait(self, work: Waiting) -> None:
         wait_for(work, self.guard, self._timeout)
 
-    def _give_up(self, error: BaseException, what: str) -> None:
-        """After an error inside an exchange: this rank's next ring would be taken for the one that is missing.
+    @contextmanager
+    def _exchange(self, what: str, like: Tensor) -> Iterator[None]:
+        """At the first, get to know the peers. After an error this transport is of no more use: this rank's next ring
+        would be taken for the one that is missing.
 
         Raises BackendError in place of what the system says.
         """
         if self._broken:
-            return
-        if isinstance(error, TrimtabError):  # a guard's others have it too
+            raise BackendError(
+                f"this shared memory was given up on rank {self.rank} ({self._broken}): build new transports on all "
+                "ranks",
+                rank=self.rank,
+            )
+        try:
+            if not self._met:
+                self._host.meet(like.device, self._wait)
+                self._met = True
+                self._meet(self._host.inbox, rows=False)
+            if like.device.type != "cpu":
+                raise RuntimeError(f"rank {self.rank} brings tensors of {like.device}")
+            refuse_without_values(like, self.rank)
+            yield
+        except TrimtabError as error:
             self._leave(error)
+            raise
+        except BaseException as error:
+            failed = self._failed(error, what)
+            self._leave(error, tell=failed)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
+
+    def _leave(self, error: BaseException, *, tell: TrimtabError | None = None) -> None:
+        """Take part in no further exchange, and see that the others do not wait. tell: what they do not know yet."""
+        if self._broken:
             return
+        self._broken = f"{type(error).__name__}: {error}"
+        if self.guard is not None and self.guard.gloo:
+            if tell is not None:
+                self.guard.fail(tell)
+        elif self._met:
+            self._host.give_up()
+
+    def _failed(self, error: BaseException, what: str) -> BackendError:
         place = None if self.guard is None else self.guard.place()
         lacking = isinstance(error, OSError | MemoryError)
         advice = "free memory or raise this process's limits (ulimit -a), or use the transport alltoall; " * lacking
-        failed = BackendError(
+        return BackendError(
             f"{type(error).__name__} inside an exchange of {what} through shared memory: {error}; {advice}build new "
             "transports on all ranks",
             rank=self.rank, layer=place.layer if place else None, phase=place.phase if place else None,
         )  # fmt: skip
-        self._leave(error, untold=failed)
-        if lacking:
-            raise failed from error
-
-    def _leave(self, error: BaseException, *, untold: TrimtabError | None = None) -> None:
-        """Take part in no further exchange, and see that the others do not wait. untold: what they do not know yet."""
-        self._broken = f"{type(error).__name__}: {error}"
-        if self.guard is not None and self.guard.gloo:
-            if untold is not None:
-                self.guard.fail(untold)
-        elif self._met:
-            self._host.give_up()
-
-    def _fits(self, size: int) -> int:
-        if size > SLOT_BYTES:
-            raise BackendError(f"{size} bytes of rows for one rank: shared memory holds {SLOT_BYTES}", rank=self.rank)
-        return size
 
 
 def _layout(like: Sequence[Tensor], rows: int) -> list[int]:
     """Where each part of so many rows starts, and the end of the last."""
     sizes = [align_up(rows * t.shape[1] * t.element_size(), _ALIGNMENT) for t in like]
-    return [0, *accumulate(sizes)]
+    layout = [0, *accumulate(sizes)]
+    if layout[-1] > SLOT_BYTES:
+        raise BackendError(f"{layout[-1]} bytes of rows for one rank: shared memory holds {SLOT_BYTES}")
+    return layout
 
 
 def _part(memory: Tensor, start: int, like: Tensor, first: int, rows: int) -> Tensor:

@@ -1,25 +1,32 @@
 """What a transport is: it counts, and it moves rows between the ranks of one expert group.
 
-A transport knows nothing of experts, weights or gradients, and never asks whether a count is zero.
+A transport knows nothing of experts, weights or gradients, and never asks whether a count is zero. What belongs to a
+token travels together, packed as bytes of one row:
 
-Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
+    [ tokens D x dtype | weights K x float32 | ids K x int32 ]      each part starts at a multiple of 8 bytes
+
+Legend: n rows, T local tokens, P ranks, C columns of the message, M rows sent, M' rows received, B bytes of a row.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.dispatch import LAYER_FILE
 from trimtab.errors import InputError
-from trimtab.guard.group import has_gloo
-from trimtab.guard.guard import Guard
-from trimtab.guard.shared import SharedByCopies
+from trimtab.guard.guard import Guard, SharedByCopies
+from trimtab.guard.peers import has_gloo
 from trimtab.kernels.memory import no_values
+from trimtab.kernels.row_major import row_major
 from trimtab.launched import end_behind_gloo
+from trimtab.layout import align_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +95,6 @@ class OverGroup(SharedByCopies):
         self.size = dist.get_world_size(group)
 
 
-def guard_of(transport: Transport | None) -> Guard | None:
-    """The transport's guard, if it has one."""
-    guard: Guard | None = getattr(transport, "guard", None)
-    return guard
-
-
 def watched(guard: Guard | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run a collective of torch.distributed whose first argument is its output. The guard waits where the host does."""
     if guard is None or not guard.gloo or args[0].device.type != "cpu":
@@ -113,7 +114,6 @@ class Transport(Protocol):
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         """Give row p of `message_PC` [P, C] int64 to rank p. The only host sync of a layer."""
-        ...
 
     def dispatch(
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
@@ -122,7 +122,6 @@ class Transport(Protocol):
 
         Tensors of one call differ in dtype and width, which are the same on all ranks. tokens: [P] each rank's T.
         """
-        ...
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, grouped by source rank.
@@ -131,4 +130,59 @@ class Transport(Protocol):
 
         What comes out belongs to the caller; its rows may be parts of longer ones (`route.combine_parts`).
         """
-        ...
+
+
+def layer_frame(layer: str) -> Callable[..., Any]:
+    """A function that returns fn(*args) of its own arguments (fn, *args), through a stack frame called `layer`.
+
+    Flight Recorder dumps, py-spy, profilers and tracebacks know functions by the name in their code, and nothing else.
+    """
+    code = _call.__code__.replace(co_name=layer, co_qualname=layer, co_filename=LAYER_FILE, co_firstlineno=1)
+    return types.FunctionType(code, _call.__globals__)  # torch.compile looks for the builtins in them
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+PART_ALIGNMENT = 8
+
+
+def row_bytes(like: Sequence[Tensor]) -> int:
+    """B of rows that hold one row [*] of each tensor [n, *]."""
+    return sum(align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in like)
+
+
+def packed_already(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
+    first = tensors[0]
+    return len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
+    if out is None and packed_already(tensors):
+        return row_major(tensors[0].detach()).view(torch.uint8)
+    if out is None:
+        out = torch.empty(tensors[0].shape[0], row_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
+        part.copy_(tensor.detach())
+    return out
+
+
+def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor) -> Tensor:
+    """`out`, filled with rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
+        torch.index_select(tensor.detach(), 0, row_token_M, out=part)
+    return out
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of [n, B], in its memory, as [n, *] with the widths and dtypes of `like` (whose own n may differ); each
+    counts its own changes in place."""
+    parts, start = [], 0
+    for tensor in like:
+        size = tensor.shape[1] * tensor.element_size()
+        parts.append(packed[:, start : start + size].view(tensor.dtype).data)
+        start += align_up(size, PART_ALIGNMENT)
+    return parts

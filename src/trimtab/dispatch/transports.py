@@ -16,11 +16,9 @@ from torch import Tensor
 
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.introduction import Introductions, wait_for, why_not_shared
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, Transport
-from trimtab.errors import BackendError
-from trimtab.guard.group import timeout_of
+from trimtab.errors import BackendError, ConfigError
 from trimtab.guard.guard import Guard
 
 
@@ -35,7 +33,6 @@ class Auto(OverGroup):
         super().__init__(group, guard=guard)
         self.chosen: Transport | None = None
         self.why = ""
-        self._introductions = Introductions(group, "auto")
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         return self._choice(message_PC.device).handshake(message_PC)
@@ -51,20 +48,12 @@ class Auto(OverGroup):
     def _choice(self, device: torch.device) -> Transport:
         if self.chosen is None:
             guard = False if self.guard is None else self.guard
-            shared, lack = None, ""
+            shared = SharedMemory(self.group, guard=guard, agree=True)
             try:
-                shared = SharedMemory(self.group, guard=guard)
-            except BackendError as error:
-                lack = error.message
-            self._introductions.say(device.type, lack=lack)
-            wait_for(self._introductions, self.guard, timeout_of(self.group))
-            self.why = why_not_shared(self._introductions.read())
-            if not self.why and shared is not None:
-                try:
-                    shared.meet_peers(device)
-                except BackendError as error:  # the same on every rank
-                    self.why = error.message
-            self.chosen = AllToAll(self.group, guard=guard) if self.why or shared is None else shared
+                shared.meet_peers(device)
+                self.chosen = shared
+            except (BackendError, ConfigError) as error:  # the same on every rank
+                self.chosen, self.why = AllToAll(self.group, guard=guard), error.message
         return self.chosen
 
 
@@ -74,4 +63,13 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "shared_memory": SharedMemory,
     "auto": Auto,
 }
-"""Each is called with a process group, and guard= if another one than by default."""
+"""Each is called with a process group, and guard= if another one than by default. A row here is all that a new one
+takes: names are compared with this, and tests and topologies go through it."""
+
+
+def check_transport(name: str) -> None:
+    """Raises:
+    ConfigError: no transport of this name.
+    """
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport={name!r} is not one of {tuple(TRANSPORTS)}")

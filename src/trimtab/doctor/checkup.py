@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from trimtab.doctor import backends, loopback, machine, versions
 from trimtab.doctor.findings import Finding, Part
 from trimtab.guard.peers import process_state, start_of
-from trimtab.guard.place import Place
+from trimtab.guard.record import Place
 
 
 def checkup() -> Iterator[Part]:
@@ -19,8 +19,8 @@ def checkup() -> Iterator[Part]:
     yield "loopback", loopback.look()
 
 
-def judge_places(places: Iterable[tuple[int, int, Place, float]]) -> list[Finding]:
-    """Findings about what `trimtab.guard.scan.places_here` read from outside; the ranks need not answer."""
+def judge_places(places: Iterable[tuple[int, int, Place]]) -> list[Finding]:
+    """Findings about what `trimtab.guard.record.places_here` read from outside; the ranks need not answer."""
     found = [_stands(*place) for place in places]
     if found:
         return found
@@ -29,8 +29,8 @@ def judge_places(places: Iterable[tuple[int, int, Place, float]]) -> list[Findin
     return [Finding("note", "this host", what, do)]
 
 
-def _stands(pid: int, rank: int, place: Place, seconds: float) -> Finding:
-    where, what = f"pid {pid}, rank {rank} of its group", f"{place}, for {seconds:.0f} s"
+def _stands(pid: int, rank: int, place: Place) -> Finding:
+    where, what = f"pid {pid}, rank {rank} of its group", f"{place}, for {place.seconds:.0f} s"
     if process_state(pid, start_of(pid)) != "stopped":
         return Finding("ok", where, what)
     what += ": the process is stopped (SIGSTOP or a debugger)"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from trimtab.dispatch.layer_frame import LAYER_FILE
+from trimtab.dispatch import LAYER_FILE
 from trimtab.doctor.flight_recorder import Entry, Frame
 
 

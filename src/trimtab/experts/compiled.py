@@ -24,11 +24,11 @@ from torch import Tensor
 
 from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import Context, may_have_tangents
-from trimtab.dispatch.plan import plan_experts
 from trimtab.eager import eagerly
 from trimtab.experts.activations import spelled
 from trimtab.experts.expert_call import ExpertCall, ExpertMath, ExpertWeights
 from trimtab.experts.mlp import function_of
+from trimtab.experts.plan import plan_experts
 from trimtab.kernels.apart import apart
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.selftest import KernelChoice

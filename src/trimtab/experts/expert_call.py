@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import Activation, SwiGLU
 from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients, joined
+from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.products import Products
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, Kernels

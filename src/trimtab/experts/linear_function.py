@@ -18,11 +18,11 @@ from torch.autograd.function import Function
 
 from trimtab.autocast import without_autocast
 from trimtab.backward import eager_backward, forward_of, needed
-from trimtab.dispatch.plan import ExpertPlan, plan_experts
 from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.products import GroupWeights, Products, bias_gradients
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.rows import combine_rows, gather_padded

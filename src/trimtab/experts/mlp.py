@@ -29,7 +29,6 @@ from torch.autograd.function import Function
 
 from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import eager_backward, forward_of, needed
-from trimtab.dispatch.plan import ExpertPlan
 from trimtab.errors import ConfigError
 from trimtab.experts.delayed import Defer
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients, TwoProducts
@@ -38,6 +37,7 @@ from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp_fused import FusedMLP, covers, number_of
 from trimtab.experts.mlp_lowered import LoweredMLP
+from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.slots import row_dot, slot_grads, slot_weights
 from trimtab.kernels.grouped import Block, Kernels
 from trimtab.kernels.rows import combine_rows

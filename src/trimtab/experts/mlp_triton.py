@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, needed
-from trimtab.dispatch.plan import ExpertPlan
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import ExpertCall
+from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.slots import slot_grads, slot_weights
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad

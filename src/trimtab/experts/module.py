@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
-from trimtab.dispatch.plan import plan_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import BY_NAME
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.plan import ExpertPlan
+from trimtab.experts.plan import ExpertPlan
 from trimtab.kernels.hidden import row_dot as row_dot
 
 

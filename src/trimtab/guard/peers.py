@@ -1,32 +1,162 @@
-"""Who the ranks of a group are (host, process), and what can be seen of those on this host without asking them."""
+"""Who the ranks of a group are, what can be seen of those on this host, and how they tell each other at the start."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from trimtab.guard.place import SlateView
+import torch
+import torch.distributed as dist
 
-_ENDED = "ZXx"
-_STOPPED = "Tt"
+from trimtab.errors import first_line
+from trimtab.guard.record import RankRecord
+
 _NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
-def _read(path: str) -> str:
-    """Empty if nothing is there for this process to read. OSError if it lacks descriptors or memory to look."""
+@dataclass(frozen=True, kw_only=True)
+class PeerInfo:
+    """What a rank says of itself through the group's store.
+
+    here: equal on ranks that can look at each other in /proc. record: descriptor of its `RankRecord`, or -1.
+    transport: the kind it exchanges by. device: type of its tensors. rows, control: descriptors of memory that it
+    shares, or -1. lack: why it can't share memory, if so. pid 0: it has not said who it is.
+    """
+
+    rank: int
+    global_rank: int
+    host: str = ""
+    here: str = ""
+    pid: int = 0
+    start: int = 0
+    record: int = -1
+    transport: str = ""
+    device: str = ""
+    rows: int = -1
+    control: int = -1
+    lack: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on this host, in the same container."""
+        return self.here == _here()
+
+    def state(self) -> str:
+        """As `process_state`; unknown on another host."""
+        return process_state(self.pid, self.start) if self.is_local else "unknown"
+
+    def open(self) -> RankRecord | None:
+        """Its record, if it is on this host and may be read."""
+        if self.record < 0 or not self.is_local:
+            return None
+        try:
+            return RankRecord.open(self.pid, self.record, self.rank)
+        except (OSError, ValueError):
+            return None
+
+    def __str__(self) -> str:
+        parts = [] if self.global_rank == self.rank else [f"global rank {self.global_rank}"]
+        parts += [f"host {self.host}", f"pid {self.pid}"] if self.pid else []
+        return f"rank {self.rank} ({', '.join(parts)})" if parts else f"rank {self.rank}"
+
+
+class Introductions:
+    """What the ranks of a group say of themselves. Each speaks without waiting for the others, and reads later.
+
+    Every rank of the group must make it, in the same order where there are several. what: names their kind.
+    Can be waited for as `torch.distributed.Work` can: until all ranks have spoken.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self.rank, self._world = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self._start = start_of(os.getpid())  # now: shared memory may take the last descriptor
+        store = group.get_group_store()
+        number = store.add(f"trimtab/{what}/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"trimtab/{what}/{number}", store)
+        self._keys = [f"rank/{rank}" for rank in range(len(self._world))]
+        self._failure = ""
+
+    def say(
+        self, *, record: int = -1, transport: str = "", device: str = "", rows: int = -1, control: int = -1,
+        lack: str = "",
+    ) -> None:  # fmt: skip
+        """Of this rank; see `PeerInfo`."""
+        me = PeerInfo(
+            rank=self.rank, global_rank=self._world[self.rank], host=socket.gethostname(), here=_here(),
+            pid=os.getpid(), start=self._start, record=record, transport=transport, device=device, rows=rows,
+            control=control, lack=lack,
+        )  # fmt: skip
+        self._store.set(self._keys[self.rank], json.dumps(asdict(me)))
+
+    def read(self) -> list[PeerInfo]:
+        """What each rank has said, by rank; of those that have not spoken only who they are."""
+        if self._store.check(self._keys):
+            return [PeerInfo(**json.loads(text)) for text in self._store.multi_get(self._keys)]
+        return [
+            PeerInfo(**json.loads(self._store.get(key)))
+            if self._store.check([key])
+            else PeerInfo(rank=rank, global_rank=self._world[rank])
+            for rank, key in enumerate(self._keys)
+        ]
+
+    def wait(self, timeout: timedelta) -> None:
+        end, pause = time.monotonic() + timeout.total_seconds(), 1e-3
+        while not self.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("not all ranks have come to their first exchange")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        if self._failure:
+            raise RuntimeError(self._failure)
+
+    def is_completed(self) -> bool:
+        """Whether all have spoken, or never will: the store has failed."""
+        try:
+            return bool(self._store.check(self._keys))
+        except RuntimeError as error:
+            self._failure = first_line(error)
+            return True
+
+
+def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the host waits for this group's collectives on CPU tensors through Gloo."""
+    return "cpu:gloo" in dist.get_backend_config(group).lower().split(",")
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which this group's own collectives on CPU tensors give up."""
+    if not has_gloo(group):
+        return dist.default_pg_timeout.total_seconds()
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+def process_state(pid: int, start: int) -> str:
+    """running, stopped or gone; unknown if this process lacks descriptors or memory to look."""
     try:
-        return Path(path).read_text()
-    except _NOT_THERE:
-        return ""
+        fields = _stat(pid)
+    except OSError:
+        return "unknown"
+    if not fields or fields[0] in "ZXx" or int(fields[19]) != start:
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "running"
+
+
+def start_of(pid: int) -> int:
+    """When a process began, in clock ticks: tells it from a later one with the same number. 0 if it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
 
 
 @cache
 def _here() -> str:
-    """Names this host and its process numbers: equal only where one process can look at the other in /proc."""
+    """Names this host and its process numbers."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except _NOT_THERE:
@@ -39,95 +169,9 @@ def _stat(pid: int) -> list[str]:
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
-def start_of(pid: int) -> int:
-    """When a process began, in clock ticks: tells it from a later one with the same number. 0 if it is gone."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-@cache
-def _own_start(pid: int) -> int:
-    """`start_of` this process, whose number is pid: read once, for later there may be no descriptor to read it by."""
-    return start_of(pid)
-
-
-def process_state(pid: int, start: int) -> str:
-    """running, stopped or gone; unknown if it lives and cannot be looked at: descriptors or memory are short."""
+def _read(path: str) -> str:
+    """Empty if nothing is there for this process to read. OSError if it lacks descriptors or memory to look."""
     try:
-        fields = _stat(pid)
-    except OSError:
-        return _state_by_signal(pid)
-    if not fields or fields[0] in _ENDED or int(fields[19]) != start:
-        return "gone"
-    return "stopped" if fields[0] in _STOPPED else "running"
-
-
-def _state_by_signal(pid: int) -> str:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "gone"
-    except PermissionError:
-        pass
-    return "unknown"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """One rank of the group. `here` and `fd` say where its record can be read; transport: the kind it exchanges by.
-
-    left: the note of a record that nobody can have opened yet, once the rank has ended.
-    """
-
-    rank: int
-    global_rank: int
-    host: str
-    here: str
-    pid: int
-    start: int
-    fd: int
-    transport: str = ""
-    left: str = ""
-
-    @classmethod
-    def me(cls, rank: int, global_rank: int, fd: int, transport: str = "") -> Peer:
-        """This process."""
-        pid = os.getpid()
-        return cls(
-            rank=rank, global_rank=global_rank, host=socket.gethostname(), here=_here(), pid=pid,
-            start=_own_start(pid), fd=fd, transport=transport,
-        )  # fmt: skip
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Peer:
-        return cls(**json.loads(text))
-
-    @classmethod
-    def absent(cls, rank: int, global_rank: int) -> Peer:
-        """A rank that has not said who it is."""
-        return cls(rank=rank, global_rank=global_rank, host="unknown", here="", pid=0, start=0, fd=-1)
-
-    @property
-    def is_absent(self) -> bool:
-        return self.pid == 0
-
-    def state(self) -> str:
-        """As `process_state`; unknown on another host."""
-        return process_state(self.pid, self.start) if self.fd >= 0 and self.here == _here() else "unknown"
-
-    def open(self) -> SlateView | None:
-        """Its record, if it is on this host and may be read."""
-        if self.fd < 0 or self.here != _here():
-            return None
-        try:
-            return SlateView.open(self.pid, self.fd, self.rank)
-        except (OSError, ValueError):
-            return None
-
-    def __str__(self) -> str:
-        world = [] if self.global_rank == self.rank else [f"global rank {self.global_rank}"]
-        parts = world if self.is_absent else [*world, f"host {self.host}", f"pid {self.pid}"]
-        return f"rank {self.rank} ({', '.join(parts)})" if parts else f"rank {self.rank}"
+        return Path(path).read_text()
+    except _NOT_THERE:
+        return ""

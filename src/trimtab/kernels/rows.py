@@ -1,4 +1,4 @@
-"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `combine_rows` its transpose.
+"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `combine_rows` its transpose. And what plans are made of.
 
 Legend: n rows, D row width.
 """
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from trimtab.kernels.memory import no_values
 
 REST = 256
 """Bags that share what lies behind the last one, where the host does not know how much that is."""
@@ -41,7 +43,7 @@ def gather_padded(x_nD: Tensor, index: Tensor) -> Tensor:
 
 
 def combine_rows(rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> Tensor:
-    """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [csr, D].
+    """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [n, D].
 
     With `weights_n` [n] in the rows' dtype, row i counts weights_n[i] times. An empty bag sums to zero; rows that
     no bag names are not read.
@@ -58,3 +60,39 @@ def cut_rest(csr: Csr) -> Tensor:
     last = csr.indptr[-1:]
     part = torch.arange(1, REST, device=last.device)
     return torch.cat((csr.indptr, last + (csr.indices.shape[0] - last) * part // REST))
+
+
+def narrow(key_N: Tensor, groups: int) -> Tensor:
+    """Sort keys 0..groups in the narrowest dtype that holds them: radix sorts cost by the byte."""
+    return key_N.to(torch.int16 if groups < 2**15 else torch.int32)
+
+
+def inverse_of(order_N: Tensor) -> Tensor:
+    """The inverse of a permutation [N]."""
+    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(order_N.shape[0], device=order_N.device))
+
+
+def static_by_default(t: Tensor) -> bool:
+    """Whether sizes must not depend on what `t` holds."""
+    return t.device.type != "cpu" or torch.compiler.is_compiling() or no_values(t.device)
+
+
+def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static: bool | None = None) -> Tensor:
+    """The kept values in order.
+
+    Static (the default on a device and under `torch.compile`): nothing is read back to the host, so the result has
+    `size` elements, the number of kept values where it is known and N where it is not, filled up with zeros.
+    """
+    if not (static_by_default(values_N) if static is None else static):
+        return values_N[keep_N]
+    n = values_N.shape[0] if size is None else size
+    place_N = torch.where(keep_N, keep_N.cumsum(0) - 1, n).clamp_(max=n)
+    return values_N.new_zeros(n + 1).scatter_(0, place_N, values_N)[:n]
+
+
+def csr_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Csr:
+    """Csr from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
+    kept_per_bag = keep_N.view(bags, rows_N.shape[0] // max(bags, 1)).sum(1)
+    offsets = torch.zeros(bags + 1, dtype=torch.int64, device=rows_N.device)
+    torch.cumsum(kept_per_bag, 0, out=offsets[1:])
+    return Csr(indices=compact(rows_N, keep_N, size, static=static), indptr=offsets)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPlaces:
-    """What `trimtab.dispatch.plan.ExpertPlan` holds, as tensors."""
+    """What `trimtab.experts.plan.ExpertPlan` holds, as tensors."""
 
     slot_R: Tensor
     row_R: Tensor

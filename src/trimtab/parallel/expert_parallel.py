@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.transport import Transport
-from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.guard.guard import Guard
@@ -58,9 +58,9 @@ class ExpertParallel(ParallelStyle):
     same order. It communicates only where `src_data_rank` (of `parallelize_module`: 0) asks for values of one rank.
 
     Args:
-        transport: "alltoall"; "shared_memory" for ranks of one host without a GPU, faster there; "auto" for that one
-            where the ranks can use it, and "alltoall" where they can't; or "allgather" for small groups. Layers that
-            one style is applied to share one transport for each group; a group of one rank needs none.
+        transport: a name in `trimtab.dispatch.transports.TRANSPORTS`: "alltoall"; "shared_memory" for ranks of one host
+            without a GPU, faster there; "auto" for that one where the ranks can use it; "allgather" for small groups.
+            Layers of one style share a transport for each group; a group of one rank needs none.
         tokens: "own", each rank has tokens of its own; "replicated", the ranks of `tp_mesh` hold the same [.., L, D]
             and each takes its share of the L positions; "sharded", each holds its positions of every sequence, any
             number. With the latter two the layer's other parameters (router, shared experts, projections) have their
@@ -86,7 +86,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        transport: Literal["alltoall", "allgather", "shared_memory", "auto"] = "alltoall",
+        transport: str = "alltoall",
         tokens: TokenMode = "own",
         tp_mesh: DeviceMesh | None = None,
         cp_mesh: DeviceMesh | None = None,
@@ -94,8 +94,7 @@ class ExpertParallel(ParallelStyle):
         combine: CombineMode | None = None,
     ) -> None:
         super().__init__()
-        if transport not in TRANSPORTS:
-            raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
+        check_transport(transport)
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
         check_meshes(**{name: mesh for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)) if mesh is not None})

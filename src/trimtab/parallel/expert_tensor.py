@@ -3,7 +3,7 @@
     spread   own rows -> rows of all ranks, in the order of ranks
     collect  parts for the rows of all ranks -> sums of own rows
 
-Each is the transpose of the other, so they are a route between `Dispatch` and `Combine` of `dispatch.autograd`. Numbers
+Each is the transpose of the other, so they are a route between `Dispatch` and `Combine` of `dispatch.route`. Numbers
 of rows may differ and be zero. Sums are taken in the order of ranks, in float32 at least, so they are the same from
 run to run.
 
@@ -24,10 +24,8 @@ from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.all_gather import all_gather_tensor, gather_uneven
-from trimtab.dispatch.layer_frame import layer_frame
-from trimtab.dispatch.packing import pack, unpack
 from trimtab.dispatch.route import Direction
-from trimtab.dispatch.transport import watched
+from trimtab.dispatch.transport import layer_frame, pack, unpack, watched
 from trimtab.errors import DesyncError
 from trimtab.guard.guard import Guard
 

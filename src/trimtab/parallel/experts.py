@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.backward import once_differentiable
-from trimtab.dispatch.autograd import Combine, Dispatch, wants_gradient, with_others
+from trimtab.dispatch.route import Combine, Dispatch, wants_gradient, with_others
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.products import lower
 from trimtab.experts.stand_in import standing_in
-from trimtab.guard.shared import SharedByCopies
+from trimtab.guard.guard import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias
 from trimtab.parallel.meshes import check_ascending, check_meshes, local_part

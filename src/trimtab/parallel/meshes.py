@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trimtab.errors import ConfigError
-from trimtab.guard.shared import SharedByCopies
+from trimtab.guard.guard import SharedByCopies
 from trimtab.routing.losses import LossGroups
 
 

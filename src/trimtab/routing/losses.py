@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.guard.shared import SharedByCopies
+from trimtab.guard.guard import SharedByCopies
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing
 from trimtab.routing.scores import count_ids, probabilities

@@ -25,7 +25,8 @@ class Topology:
     cp: data-parallel ranks with positions of the same sequences; there the layers have a loss per sequence besides.
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
-    transport: "local" where ep = 1. combine: as in `Dispatcher`. etp: ranks that split each expert's hidden dim.
+    transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
+    etp: ranks that split each expert's hidden dim.
     """
 
     ranks: int
@@ -35,7 +36,7 @@ class Topology:
     etp: int = 1
     data: Data = "none"
     tokens: Tokens = "own"
-    transport: Literal["local", "alltoall", "allgather", "shared_memory"] = "alltoall"
+    transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
 
     @property
@@ -65,19 +66,22 @@ class Topology:
 
 def default_topologies() -> list[Topology]:
     """1 to 8 ranks, each way of keeping parameters, each way of holding tokens, each transport."""
+    from trimtab.dispatch.transports import TRANSPORTS  # here: commands start without torch
+
     t = Topology
+    others = [name for name in TRANSPORTS if name not in ("alltoall", "auto")]
     local: dict[str, Any] = {"transport": "local"}
     return [
         t(ranks=1, **local), t(ranks=1, combine="ordered", **local), t(ranks=1, data="fsdp", **local),
         t(ranks=2, data="fsdp", **local), t(ranks=2, data="ddp", **local),
         t(ranks=2, tp=2, tokens="sharded", **local), t(ranks=2, ep=2), t(ranks=2, ep=2, combine="ordered"),
-        t(ranks=2, ep=2, transport="allgather"), t(ranks=2, ep=2, transport="shared_memory"),
+        *(t(ranks=2, ep=2, transport=name) for name in others),
         t(ranks=2, ep=2, data="fsdp"), t(ranks=2, ep=2, data="ddp"),
         t(ranks=2, ep=2, tp=2, tokens="replicated"), t(ranks=2, ep=2, tp=2, tokens="sharded"),
         t(ranks=2, etp=2, **local), t(ranks=3, ep=3), t(ranks=3, data="ddp", **local),
         t(ranks=3, ep=3, tp=3, tokens="replicated", data="fsdp"),
         t(ranks=3, ep=3, tp=3, tokens="sharded", transport="allgather", combine="ordered"), t(ranks=4, ep=4),
-        t(ranks=4, ep=4, transport="allgather"), t(ranks=4, ep=4, transport="shared_memory"),
+        *(t(ranks=4, ep=4, transport=name) for name in others),
         t(ranks=4, ep=2, tp=2, tokens="sharded", data="fsdp", transport="shared_memory", combine="ordered"),
         t(ranks=4, ep=4, combine="ordered"), t(ranks=4, ep=2, data="fsdp"),
         t(ranks=4, ep=2, data="ddp"), t(ranks=4, ep=2, data="hsdp"), t(ranks=4, ep=4, data="fsdp"),

@@ -31,11 +31,10 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
             it was registered with other options.
     """
     from trimtab.dispatch.dispatcher import check_combine
-    from trimtab.dispatch.transports import TRANSPORTS
+    from trimtab.dispatch.transports import TRANSPORTS, check_transport
     from trimtab.errors import BackendError, ConfigError
 
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"transport={transport!r} is not one of {tuple(TRANSPORTS)}")
+    check_transport(transport)
     check_combine(combine)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autocast import narrowed
-from trimtab.dispatch.autograd import Trained
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
+from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.integrations.transformers.experts import experts_forward
@@ -97,5 +97,5 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
             self.experts.post_expert_norm(rows.x_MD[:0])
         y = self.experts_forward(rows.x_MD, ids, rows.weights_MK.masked_fill(absent, 0))
-        trained: Tensor = Trained.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
+        trained: Tensor = ZeroGradients.apply(y, *self.experts.parameters())  # type: ignore[no-untyped-call]
         return trained

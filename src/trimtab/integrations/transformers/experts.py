@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
-from trimtab.dispatch.plan import ExpertPlan, plan_experts, static_by_default
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.recomputed import Recomputed
 from trimtab.integrations.transformers.gates import activation_of
 from trimtab.kernels.memory import codes, no_values
+from trimtab.kernels.rows import static_by_default
 from trimtab.kernels.selftest import KernelChoice
 
 

@@ -43,8 +43,7 @@ class Impl:
             "its expert parallelism has no sequence-sharded tokens: each rank of a tp group holds them all": (
                 t.tokens == "sharded"
             ),
-            "it has no all-gather transport": t.transport == "allgather",
-            "it has no shared-memory transport": t.transport == "shared_memory",
+            f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
             "it has no loss per sequence, and so nothing over context-parallel ranks": t.cp > 1,
             "it has no ordered combine": t.combine == "ordered",
             "it does not split experts over etp as well as over ep": t.etp > 1,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
 
-import pytest
-
-from trimtab.guard.doorbell import STRIDE, Doorbells
-from trimtab.guard.memory import SIZE, map_range, open_readonly, reserve
+from trimtab.dispatch.doorbells import Doorbells
+from trimtab.guard.memory import map_range, reserve
 
 
 def made() -> Doorbells:
-    memory = map_range(reserve("test-bells", SIZE), SIZE)
-    start = ctypes.addressof(memory)
-    bells = Doorbells(memory, [start + STRIDE * i for i in range(2)])
+    bells = Doorbells(map_range(reserve("test-bells", 4096), 4096), 2)
     bells.begin()
     return bells
 
@@ -64,13 +59,3 @@ def test_a_signal_does_not_end_a_wait() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert caught == [1]
-
-
-def test_reserved_memory_is_not_taken_for_a_record() -> None:
-    fd = reserve("test-size", 1 << 40)
-    try:
-        assert os.fstat(fd).st_blocks == 0, "reserving takes no memory"
-        with pytest.raises(OSError, match="does not hold a record"):
-            open_readonly(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)

@@ -11,86 +11,84 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import DesyncError
-from trimtab.guard.judge import Answer, Cause, judge
-from trimtab.guard.peers import Peer, process_state, start_of
-from trimtab.guard.place import DIRECTIONS, PHASES, STATES, Place, Slate, SlateView
-from trimtab.guard.scan import places_here
+from trimtab.guard.peers import PeerInfo, _here, process_state, start_of
+from trimtab.guard.record import DIRECTIONS, PHASES, STATES, Place, RankRecord, places_here
+from trimtab.guard.verdict import Seen, Verdict, judge
 
 
 def test_a_place_is_read_as_it_was_written() -> None:
-    slate = Slate(3)
-    assert slate.view().place() is None
+    record = RankRecord.create(3)
+    assert record.place() is None
     for state in range(len(STATES)):
         for phase in range(len(PHASES)):
-            slate.write(b"layers.1", phase, phase % 2, 2**40, state)
-            place = slate.view().place()
+            record.write("layers.1", PHASES[phase], DIRECTIONS[phase % 2], 2**40, STATES[state])
+            place = record.place()
             assert place is not None
             assert (place.layer, place.call) == ("layers.1", 2**40)
             assert (place.phase, place.direction, place.state) == (PHASES[phase], DIRECTIONS[phase % 2], STATES[state])
             assert 0 <= time.monotonic() - place.since < 5
-    slate.wait(True)
-    waiting = slate.view().place()
+    record.wait(True)
+    waiting = record.place()
     assert waiting is not None
     assert str(waiting) == "waiting in combine forward of layer layers.1, call 1099511627776"
-    assert slate.view().note() == ""
-    slate.write_note("é" * 10_000)
-    assert set(slate.view().note().rstrip("\ufffd")) == {"é"}
-    slate.close()
+    assert record.note() == ""
+    record.write_note("é" * 10_000)
+    assert set(record.note().rstrip("\ufffd")) == {"é"}
+    record.close()
 
 
 def test_a_verdict_of_many_ranks_is_read_whole() -> None:
-    peers = [Peer(rank=r, global_rank=r, host="h" * 60, here="", pid=10**6 + r, start=1, fd=3) for r in range(512)]
+    peers = [PeerInfo(rank=r, global_rank=r, host="h" * 60, pid=10**6 + r) for r in range(512)]
     left = "it ended with ValueError: " + "é" * 20_000
     here = Place(layer="ü" * 60, phase="count", direction="forward", call=3)
-    kinds = ({"heard": False}, {"process": "gone"}, {"process": "stopped"}, {"left": left, "heard": True})
-    slate = Slate(0)
-    for kind in kinds:
-        cause = judge([Answer(peer=peer, **kind) for peer in peers], here, 30.0)
-        slate.write_note(cause.to_json())
-        assert Cause.in_note(slate.view().note()) == cause
-        assert cause.ranks == tuple(range(512))
-        assert "left" in kind or cause.message.count("rank 7 (") == 1
-        assert "rank 8 (" not in cause.message
-        assert "left" in kind or "So it is with 504 more." in cause.message
-    told = Cause.of(DesyncError("so " * 50_000, ranks=tuple(range(5_000))))
-    slate.write_note(told.to_json())
-    assert Cause.in_note(slate.view().note()) == told
-    assert Cause.in_note(told.to_json()[:-9]) is None, "in the middle of being written"
-    assert Cause.in_note("it ended its program") is None
-    slate.close()
+    record = RankRecord.create(0)
+    for kind in ({}, {"process": "gone"}, {"process": "stopped"}, {"left": left}):
+        verdict = judge([Seen(peer=peer, **kind) for peer in peers], here, 30.0)
+        record.write_note(verdict.to_note())
+        assert Verdict.in_note(record.note()) == verdict
+        assert verdict.ranks == tuple(range(512))
+        assert "left" in kind or verdict.message.count("rank 6 (") == 1
+        assert "rank 8 (" not in verdict.message
+        assert "left" in kind or " more." in verdict.message
+    told = Verdict.of(DesyncError("so " * 50_000, ranks=tuple(range(5_000))))
+    record.write_note(told.to_note())
+    assert Verdict.in_note(record.note()) == told
+    assert Verdict.in_note(told.to_note()[:-9]) is None, "in the middle of being written"
+    assert Verdict.in_note("it ended its program") is None
+    record.close()
 
 
 def test_this_process_is_seen_too() -> None:
-    slate = Slate(5)
-    slate.write(b"layers.2", 1, 0, 4, 0)
-    assert (os.getpid(), 5) in {(pid, rank) for pid, rank, _, _ in places_here()}
-    slate.close()
+    record = RankRecord.create(5)
+    record.write("layers.2", "count", "forward", 4)
+    assert (os.getpid(), 5) in {(pid, rank) for pid, rank, _ in places_here()}
+    record.close()
 
 
 def test_a_reader_keeps_no_file_open() -> None:
-    slates = [Slate(rank) for rank in range(3)]
+    records = [RankRecord.create(rank) for rank in range(3)]
     before = len(os.listdir("/proc/self/fd"))
-    views = [SlateView.open(os.getpid(), slate.fd, slate.rank) for slate in slates]
+    views = [RankRecord.open(os.getpid(), record.fd, record.rank) for record in records]
     assert len(os.listdir("/proc/self/fd")) == before
-    assert [view.rank() for view in views] == [0, 1, 2]
-    for slate in slates:
-        slate.close()
+    assert [view.rank for view in views] == [0, 1, 2]
+    for record in records:
+        record.close()
     assert len(os.listdir("/proc/self/fd")) == before - 3
-    slates[2].write(b"after", 0, 0, 0, 0)
+    records[2].write("after", "route", "forward", 0)
     assert str(views[2].place()) == "in route forward of layer after, call 0"
     with pytest.raises(OSError):
-        SlateView.open(os.getpid(), slates[0].fd, 0)
+        RankRecord.open(os.getpid(), records[0].fd, 0)
 
 
 def test_writing_takes_microseconds() -> None:
-    slate = Slate(0)
+    record = RankRecord.create(0)
     best = 1.0
     for _ in range(5):
         start = time.perf_counter()
         for call in range(1000):
-            slate.write(b"layers.1", 2, 0, call, 0)
+            record.write("layers.1", "dispatch", "forward", call)
         best = min(best, (time.perf_counter() - start) / 1000)
-    slate.close()
+    record.close()
     assert best < 20e-6, f"{best * 1e6:.1f} us"
 
 
@@ -102,20 +100,20 @@ def test_a_peer_reads_the_record_of_a_process_that_runs_is_stopped_and_is_dead()
     down, up = os.pipe()
     pid = os.fork()
     if pid == 0:  # nothing of torch or pytest may run here
-        slate = Slate(1)
-        slate.write(b"layers.7", PHASES.index("experts"), 1, 5, 0)
-        slate.write_note("last words")
-        os.write(up, Peer.me(1, 9, slate.fd).to_json().encode())
+        record = RankRecord.create(1)
+        record.write("layers.7", "experts", "backward", 5)
+        record.write_note("last words")
+        os.write(up, f"{record.fd} {start_of(os.getpid())}".encode())
         signal.pause()
         os._exit(0)
     try:
-        peer = Peer.from_json(os.read(down, 4096))
-        assert peer.pid == pid
-        assert str(peer).startswith("rank 1 (global rank 9, host ")
+        fd, started = map(int, os.read(down, 4096).split())
+        peer = PeerInfo(rank=1, global_rank=9, host="h", here=_here(), pid=pid, start=started, record=fd)
+        assert str(peer) == f"rank 1 (global rank 9, host h, pid {pid})"
         view = peer.open()
         assert view is not None
         assert process_state(pid, peer.start) == "running"
-        assert [(p, r, str(at)) for p, r, at, _ in places_here() if p == pid] == [
+        assert [(p, r, str(at)) for p, r, at in places_here() if p == pid] == [
             (pid, 1, "in experts backward of layer layers.7, call 5")
         ]
         os.kill(pid, signal.SIGSTOP)
@@ -124,7 +122,7 @@ def test_a_peer_reads_the_record_of_a_process_that_runs_is_stopped_and_is_dead()
         assert process_state(pid, peer.start + 1) == "gone", "another process with the same number"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Path, "read_text", no_descriptor)
-            assert process_state(pid, peer.start) == peer.state() == "unknown", "it lives"
+            assert process_state(pid, peer.start) == peer.state() == "unknown"
     finally:
         os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -132,7 +130,6 @@ def test_a_peer_reads_the_record_of_a_process_that_runs_is_stopped_and_is_dead()
     os.waitpid(pid, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_text", no_descriptor)
-        assert peer.state() == "gone"
         with pytest.raises(OSError, match="Too many open files"):
             start_of(pid)
     assert process_state(pid, peer.start) == "gone"

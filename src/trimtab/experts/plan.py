@@ -1,0 +1,120 @@
+"""The rows that a rank holds, grouped by expert: M rows -> R rows, one per kept (row, slot), segments aligned.
+
+One stable sort of narrow keys over the slots; nothing of size M x E is made. A slot that is dropped gets the key behind
+the last expert and so falls off the end.
+
+Legend: M rows, K experts per row, N = M * K slots, R expert rows (with padding), e local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError, InputError
+from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.rows import Csr, csr_of, inverse_of, narrow, static_by_default
+from trimtab.kernels.slot_places import SlotPlaces
+from trimtab.layout import ALIGNMENTS
+from trimtab.routing.ids import wide_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """SpreadExperts for the rows that one rank holds.
+
+    slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
+    row_R: [R] row of each expert row; -1 in padding.
+    row_csr: one bag per row over the R expert rows, in the order of k.
+    counts_e: [e] kept slots per local expert.
+    offsets_e: [e + 1] start of each expert's segment and the end of the last; multiples of the alignment, if any.
+    top_k: K.
+    """
+
+    slot_R: Tensor
+    row_R: Tensor
+    row_csr: Csr
+    counts_e: Tensor
+    offsets_e: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, places: SlotPlaces, top_k: int) -> ExpertPlan:
+        """As kernels placed the slots."""
+        bags = Csr(indices=places.bag_index, indptr=places.bag_offsets)
+        return cls(
+            slot_R=places.slot_R, row_R=places.row_R, row_csr=bags, counts_e=places.counts_e,
+            offsets_e=places.offsets_e, top_k=top_k,
+        )  # fmt: skip
+
+
+def _in_memory(t: Tensor) -> bool:
+    """Whether its values lie where the host can read them: no subclass, nothing fake, nothing on a device."""
+    return type(t) is Tensor and type(t.new_empty(0)) is Tensor and t.device.type == "cpu"
+
+
+def plan_experts(
+    ids_MK: Tensor,
+    num_experts: int,
+    *,
+    alignment: int = 1,
+    num_slots: int | None = None,
+    static: bool | None = None,
+    kernels: object = None,
+) -> ExpertPlan:
+    """Group the slots of `ids_MK` [M, K] by local expert.
+
+    Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
+    `num_slots` is the number of kept slots, or a bound of it, where the caller knows one. Without it a static plan (the
+    default on a device, of tensors without values and under `torch.compile`: nothing is read back) takes the bound N
+    (+ padding); its expert rows beyond offsets_e[-1] are padding too.
+    `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
+
+    Raises:
+        ConfigError: no such alignment.
+        InputError: more slots are kept than `num_slots`; a static plan does not see it.
+    """
+    if alignment not in ALIGNMENTS:
+        raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
+    ids_MK = wide_ids(ids_MK)
+    rows, top_k = ids_MK.shape
+    static = static_by_default(ids_MK) if static is None else static
+    if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
+        places = kernels.place_slots(ids_MK, num_experts, alignment)
+        _check_slots(num_slots, places.bag_index.shape[0])
+        return ExpertPlan.of(places, top_k)
+    ids_N = ids_MK.reshape(-1)
+    kept_N = (ids_N >= 0) & (ids_N < num_experts)
+    key_N = torch.where(kept_N, ids_N, num_experts)
+    order_N = torch.argsort(narrow(key_N, num_experts), stable=True)
+    counts_e = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
+    counts_e = counts_e.scatter_add(0, key_N.long(), torch.ones_like(order_N))[:num_experts]
+    aligned_e = (counts_e + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    offsets_e = torch.nn.functional.pad(aligned_e.cumsum(0), (1, 0))
+    # An aligned segment starts later than a dense one by the padding of the experts before it.
+    shift_e = offsets_e[:-1] - (counts_e.cumsum(0) - counts_e)
+    place_N = inverse_of(order_N) + shift_e[key_N.clamp(max=num_experts - 1).long()]
+    bound = (ids_N.shape[0] if num_slots is None else num_slots) + num_experts * (alignment - 1)
+    total = bound if static else int(offsets_e[-1])
+    slot_R = order_N.new_full((total + 1,), -1)
+    slots_N = torch.arange(ids_N.shape[0], device=ids_N.device)
+    slot_R = slot_R.scatter_(0, torch.where(kept_N, place_N, total), slots_N)[:total]
+    row_R = slot_R.div(max(top_k, 1), rounding_mode="floor")
+    row_csr = csr_of(place_N, kept_N, rows, num_slots, static=static)
+    if not static:
+        _check_slots(num_slots, row_csr.indices.shape[0])
+    return ExpertPlan(
+        slot_R=slot_R,
+        row_R=row_R,
+        row_csr=row_csr,
+        counts_e=counts_e,
+        offsets_e=offsets_e,
+        top_k=top_k,
+    )
+
+
+def _check_slots(num_slots: int | None, kept: int) -> None:
+    if num_slots is not None and kept > num_slots:
+        raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")

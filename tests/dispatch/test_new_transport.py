@@ -1,0 +1,83 @@
+"""A transport from outside: a class and a row in `TRANSPORTS`, and layers run over it with every gradient right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import trimtab
+from dispatch.test_layer_on_ranks import layer_on_rank
+from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, pack, unpack
+from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.verify.ranks import run_ranks
+
+BOUND = 1e-12
+
+
+class PointToPoint(OverGroup):
+    """Over sends and receives of each pair of ranks."""
+
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        received = self._swap(message_PC, [1] * self.size, [1] * self.size)
+        return Handshake(sent=message_PC.tolist(), received=received.tolist(), everyone=[])
+
+    def dispatch(
+        self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
+    ) -> list[Tensor]:
+        return self.combine([t.index_select(0, row_token_M) for t in tensors], splits, tokens)
+
+    def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        return unpack(self._swap(pack(tensors), splits.outgoing, splits.incoming), tensors)
+
+    def _swap(self, rows: Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> Tensor:
+        received = rows.new_empty(sum(incoming), rows.shape[1])
+        sent, parts = rows.contiguous().split(list(outgoing)), received.split(list(incoming))
+        parts[self.rank].copy_(sent[self.rank])
+        ops = [
+            dist.P2POp(op, part, group=self.group, group_peer=peer)
+            for peer in range(self.size)
+            for op, part in ((dist.isend, sent[peer]), (dist.irecv, parts[peer]))
+            if peer != self.rank
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return received
+
+
+def errors_on_rank(combine: str) -> dict[str, float]:
+    TRANSPORTS["point_to_point"] = PointToPoint
+    return layer_on_rank("point_to_point", combine, torch.float64)
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+def test_a_row_in_the_table_is_a_transport(combine: str) -> None:
+    for errors in run_ranks(errors_on_rank, 2, combine):
+        assert not {name: error for name, error in errors.items() if not error <= BOUND}
+
+
+def gradients(transport: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    config = trimtab.MoEConfig(
+        dim=8, hidden=12, router=trimtab.RouterConfig(num_experts=4, top_k=2), dtype=torch.float64
+    )
+    style = trimtab.ExpertParallel(transport=transport)
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = trimtab.parallelize(nn.Sequential(config.build()), mesh["ep"], {"0": style})
+    x = torch.randn(5 + dist.get_rank(), 8, dtype=torch.float64, requires_grad=True)
+    model(x).y.square().sum().backward()
+    return [x.grad, *(getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())]  # type: ignore[list-item]
+
+
+def style_on_rank() -> bool:
+    TRANSPORTS["point_to_point"] = PointToPoint
+    return all(map(torch.equal, gradients("point_to_point"), gradients("alltoall")))
+
+
+def test_a_plan_takes_it_by_name() -> None:
+    assert run_ranks(style_on_rank, 2) == [True, True]
+    with pytest.raises(trimtab.dispatch.transports.ConfigError, match="'point_to_point' is not one of"):
+        trimtab.ExpertParallel(transport="point_to_point")
