@@ -38,6 +38,7 @@ house: $(VENV)/ready  ## what the package measures: lines of each room, what an 
 	PYTHONPATH=tests $(BIN)/python -m helpers.house
 
 wheel: $(VENV)/ready  ## build dist/*.whl
+	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 try-wheel: wheel  ## the wheel in a fresh environment without the repository: README's example and the quick ledger

@@ -105,3 +105,8 @@ def test_a_star_imports_the_public_names() -> None:
     found: dict[str, object] = {}
     exec("from trimtab import *", found)
     assert set(trimtab._HOMES) <= set(found)
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (house.TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert not [name for name in trimtab._HOMES if f":: trimtab.{name}\n" not in page]

@@ -1,6 +1,6 @@
 """torchtitan's own unit tests with our dispatcher in the place of its all-to-all one:
 
-    python -m titan.upstream FOLDER/OF/torchtitan/tests/unit_tests        (with tests/ and torchtitan on the path)
+    python -m helpers.upstream FOLDER/OF/torchtitan/tests/unit_tests        (with tests/ and torchtitan on the path)
 
 Every name under which torchtitan or its tests hold the class is replaced before a test runs. Its tests of a helper of
 that class are answered by our plan. Not collected by pytest: torchtitan does not install its tests.
