@@ -191,6 +191,8 @@ def _defined() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _last(node.value) == "self":
                 found.add(node.attr)
+            elif isinstance(node, ast.Call) and _last(node.func) == "__setattr__" and len(node.args) > 1:
+                found |= {part.value for part in node.args[1:2] if isinstance(part, ast.Constant)}
     return found
 
 
