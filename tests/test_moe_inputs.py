@@ -123,7 +123,7 @@ def test_a_flag_is_true_or_false() -> None:
         partial(RouterConfig, num_experts=E, top_k=K): ("normalize", "bias", "pad"),
         build: ("bias", "shared_gate", "delay_wgrad"),
         partial(ExpertMLP, E, D, 8): ("bias", "delay_wgrad"),
-        partial(GroupedLinear, E, D, 8): ("bias", "single_parameter", "delay_wgrad", "save_original_input"),
+        partial(GroupedLinear, E, D, 8): ("bias", "single_parameter", "delay_wgrad"),
         partial(SharedExperts, D, 8): ("gated",),
         partial(FP8Delayed, backend="emulated"): ("hybrid",),
         partial(MXFP8, backend="emulated"): ("hybrid",),

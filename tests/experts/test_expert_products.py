@@ -12,7 +12,7 @@ from trimtab.experts.activations import SwiGLU
 from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.products import Plain
+from trimtab.experts.products import Products
 from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.grouped import get_kernels
 
@@ -24,7 +24,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         expert_mlp(
             x, w, plan, ExpertWeights(up=up, down=down), ExpertMath(post_norm=norm), kernels, defer=lambda job: None
         )
-    products = TwoProducts(*(Plain(kernels, plan.offsets_e) for _ in range(2)))
+    products = TwoProducts(*(Products(kernels, plan.offsets_e) for _ in range(2)))
     turned = ExpertWeights(up=up.mT, down=down.mT, transposed=True)
     for weights, math in (
         (ExpertWeights(up=up, down=down), ExpertMath(post_norm=norm)),
@@ -38,7 +38,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_products_that_do_not_quantise_give_the_same_numbers() -> None:
     """The whole-rows path against the block-by-block one."""
     plan, kernels = plan_experts(route("dropped", T), E), get_kernels("loop", CPU)
-    products = TwoProducts(*(Plain(kernels, plan.offsets_e) for _ in range(2)))
+    products = TwoProducts(*(Products(kernels, plan.offsets_e) for _ in range(2)))
     for weights in ("experts", "combine"):
         found = []
         for given in (None, products):

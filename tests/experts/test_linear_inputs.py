@@ -80,10 +80,10 @@ def test_bad_device_sizes_are_refused_by_form() -> None:
 
 
 def test_bad_device_sizes_trip_an_assertion_on_the_device() -> None:
-    assert _on_device(torch.tensor([2, 0, 1]), 3, 4).tolist() == [0, 2, 2, 3]
+    assert _on_device(torch.tensor([2, 0, 1]), 4).tolist() == [0, 2, 2, 3]
     for bad in ([2, 3], [4, -1]):
         with pytest.raises(RuntimeError, match="group_sizes are negative or sum to more"):
-            _on_device(torch.tensor(bad), 2, 4)
+            _on_device(torch.tensor(bad), 4)
 
 
 def test_bad_rows_and_options_are_refused() -> None:

@@ -24,7 +24,7 @@ DELAYED = {
     "fp8_delayed_latest": FP8Delayed(backend="emulated", history=8, algorithm="latest"),
     "fp8_delayed_short": FP8Delayed(backend="emulated", history=1),  # fewer steps than are in flight
 }
-LAYERS = ("linear", "linear_original", "mlp", "mlp_combine", "mlp_delayed")
+LAYERS = ("linear", "mlp", "mlp_combine", "mlp_delayed")
 NAMES = (*(n for n in RECIPES if n != "nvfp4"), *DELAYED)  # nvfp4 draws other noise
 
 
@@ -32,7 +32,7 @@ def make(layer: str, name: str) -> tuple[torch.nn.Module, Callable[..., Tensor]]
     torch.manual_seed(0)
     recipe = (RECIPES | DELAYED)[name]
     if layer.startswith("linear"):
-        linear = GroupedLinear(E, D, D, recipe=recipe, save_original_input=layer == "linear_original")
+        linear = GroupedLinear(E, D, D, recipe=recipe)
         return linear, lambda x, ids, w: linear(x, torch.bincount(ids[:, 0], minlength=E).tolist()) * w[:, :1]
     options = {"weights": "combine" if layer == "mlp_combine" else "experts", "delay_wgrad": layer == "mlp_delayed"}
     mlp = ExpertMLP(E, D, F, recipe=recipe, bias=True, **options)

@@ -47,45 +47,92 @@ def grouped_linear(
         transposed: how the weight lies.
         kernels: those of a `KernelChoice`, or their names joined by commas, which `torch.compile` can trace.
     """
+    biases = () if bias is None else (bias,)
+    return linear_of(x_SA, (weight,), biases, offsets_e, stacked=True, transposed=transposed, kernels=kernels)
+
+
+def linear_of(
+    x_SA: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    offsets_e: Tensor,
+    *,
+    stacked: bool,
+    transposed: bool = False,
+    kernels: Kernels | str,
+) -> Tensor:
+    """`grouped_linear` in x's dtype, whatever the parameters': gradients are in their own.
+
+    Args:
+        weights, biases: one of each and all groups' where `stacked`, else one per group; no biases at all are fine.
+    """
     name = kernels if isinstance(kernels, str) else name_of(kernels)
     with without_autocast():
-        y: Tensor = forward_of(_GroupedLinear, x_SA.contiguous(), weight, bias, offsets_e, transposed, name, kernels)
+        y: Tensor = forward_of(
+            _GroupedLinear,
+            x_SA.contiguous(),
+            offsets_e,
+            len(weights),
+            stacked,
+            transposed,
+            name,
+            kernels,
+            *weights,
+            *biases,
+        )
     return y
 
 
 class _GroupedLinear(Function):
+    """What is saved is the parameters, not their copies in x's dtype: others may want the memory (FSDP2)."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_SA: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         offsets_e: Tensor,
+        count: int,
+        stacked: bool,
         transposed: bool,
         name: str,
         kernels: Kernels | str,
+        *params: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x_SA, weight, offsets_e)
-        ctx.options, ctx.kernels = (True, transposed, name), kernels  # which live as long as their name is used
-        y: Tensor = grouped_linear_op(x_SA, [weight], [] if bias is None else [bias], offsets_e, True, transposed, name)
+        trained = any(ctx.needs_input_grad[7 : 7 + count])
+        ctx.save_for_backward(x_SA if trained else None, offsets_e, *params)
+        ctx.count, ctx.options = count, (stacked, transposed, name)
+        ctx.kernels = kernels  # their name stands for them as long as they live
+        weights, biases = (_cast(part, x_SA.dtype) for part in (params[:count], params[count:]))
+        y: Tensor = grouped_linear_op(x_SA, weights, biases, offsets_e, *ctx.options)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_SA, weight, offsets_e = ctx.saved_tensors
-        stacked, transposed, name = ctx.options
-        need_x, need_weight, need_bias = needed(ctx)[:3]
-        dy_SB = dy.contiguous()
-        dx = dw = db = None
+        x_SA, offsets_e, *params = ctx.saved_tensors
+        (stacked, transposed, name), count = ctx.options, ctx.count
+        need_x, *needs = (need for i, need in enumerate(needed(ctx)) if i == 0 or i > 6)
+        weights, dy_SB, dx = params[:count], dy.contiguous(), None
+        grads: list[Tensor | None] = [None] * len(params)
         if need_x:
-            dx = grouped_linear_op(dy_SB, [weight], [], offsets_e, stacked, not transposed, name)
-        if need_weight:
-            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            weight_gradient_op([dw], [False], x_SA, dy_SB, offsets_e, stacked, transposed, name)
-        if need_bias:
-            db = grouped_sum_op(dy_SB, offsets_e, name)
-        return dx, dw, db, None, None, None, None
+            dx = grouped_linear_op(dy_SB, _cast(weights, dy.dtype), [], offsets_e, stacked, not transposed, name)
+        if any(needs[:count]):
+            dw = [torch.empty_like(w) for w in weights]
+            weight_gradient_op(dw, [False] * count, x_SA, dy_SB, offsets_e, stacked, transposed, name)
+            grads[:count] = dw
+        if any(needs[count:]):
+            grads[count:] = segment_sums(dy_SB, offsets_e, params[-1].dtype, stacked, name)
+        return dx, *(None for _ in range(6)), *(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def _cast(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [p if p.dtype == dtype else p.to(dtype) for p in params]
+
+
+def segment_sums(dy_SB: Tensor, offsets_e: Tensor, dtype: torch.dtype, stacked: bool, name: str) -> list[Tensor]:
+    """What biases get of the rows: one [e, B], or e of [B], in `dtype`."""
+    db_eB = grouped_sum_op(dy_SB, offsets_e, dtype, name)
+    return [db_eB] if stacked else [db_B.clone() for db_B in db_eB.unbind()]
 
 
 def by_row(weights: Sequence[Tensor], groups: slice, stacked: bool, transposed: bool) -> Tensor:
@@ -117,8 +164,8 @@ def _linear(
         w = by_row(weights, block.experts, stacked, transposed)
         y = kernels.grouped_mm(x[r].to(dtype), w, block, result[r] if direct else None)
         if biases:
-            b = biases[0][block.experts] if stacked else torch.stack(list(biases[block.experts]))
-            y += kernels.expand(b.to(dtype), block)
+            bias = biases[0][block.experts] if stacked else torch.stack(list(biases[block.experts]))
+            y += kernels.expand(bias.to(dtype), block)
         if not direct:
             result[r] = y
     return result
@@ -143,11 +190,11 @@ def _weight_gradient(
             put(target, value, add)
 
 
-def _sum(rows: Tensor, offsets: Tensor, name: str) -> Tensor:
+def _sum(rows: Tensor, offsets: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     kernels = kernels_of(name, rows.device, rows.dtype)
-    dtype = kernels.compute_dtype(rows.dtype)
+    wide = kernels.compute_dtype(rows.dtype)
     blocks = kernels.blocks(offsets, rows.shape[0])
-    return torch.cat([kernels.grouped_sum(rows[block.rows].to(dtype), block) for block in blocks]).to(rows.dtype)
+    return torch.cat([kernels.grouped_sum(rows[block.rows].to(wide), block) for block in blocks]).to(dtype)
 
 
 def _out_width(weights: Sequence[Tensor], transposed: bool) -> int:
@@ -179,8 +226,8 @@ weight_gradient_op = operator(
 """Into `out`, tensors of the weights' shapes and any dtype: over what they hold or, where `adds` says so, onto it."""
 
 grouped_sum_op = operator(
-    "grouped_sum(Tensor rows, Tensor offsets, str kernels) -> Tensor",
+    "grouped_sum(Tensor rows, Tensor offsets, ScalarType dtype, str kernels) -> Tensor",
     _sum,
-    lambda rows, offsets, kernels: rows.new_empty(offsets.shape[0] - 1, rows.shape[1]),
+    lambda rows, offsets, dtype, kernels: rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=dtype),
 )
-"""[e, C]: the sum of each segment's rows."""
+"""[e, C] in `dtype`: the sum of each segment's rows."""

@@ -24,7 +24,7 @@ def refuse_transforms(who: str) -> None:
         `torch.jit.trace`, which would note addresses.
     """
     refuse_torch_func(who, phase="experts")
-    if torch._C._is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
 
 

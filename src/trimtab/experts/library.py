@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trimtab.kernels.apart import apart
 from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.memory import no_values
 from trimtab.kernels.selftest import KernelChoice
 
 _LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -69,3 +70,18 @@ def _chosen(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[i
     runs where nothing is recorded for a backward, and a self-test may need one."""
     first, *others = names.split(",")
     return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
+
+
+def kernels_for(
+    choice: KernelChoice, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
+) -> Kernels | str | None:
+    """The kernels of a choice, or, where a graph is traced or there are no values, their names: an operator chooses
+    when it runs. None where a graph is traced and kernels of one's own have no name.
+
+    Raises:
+        BackendError: none of the candidates passed its self-test.
+    """
+    if torch.compiler.is_compiling() or no_values(device):
+        names = [name for name in choice.candidates if isinstance(name, str)]
+        return ",".join(names) if len(names) == len(choice.candidates) else None
+    return choice.on(device, dtype, shape)

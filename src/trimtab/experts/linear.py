@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
 from trimtab.errors import InputError
-from trimtab.experts.grouped_module import GroupedModule
-from trimtab.experts.linear_function import LinearCall, align, grouped_linear
+from trimtab.experts.grouped_linear import linear_of
+from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
+from trimtab.experts.library import kernels_for
+from trimtab.experts.linear_function import LinearCall, align, linear_with_state
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import convert_state
-from trimtab.experts.products import GroupWeights, Plain
+from trimtab.experts.products import GroupWeights, Products
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.kernels.memory import dense, described
@@ -46,8 +48,6 @@ class GroupedLinear(GroupedModule):
             weight's and whose dtype is the owner's choice; see `trimtab.experts.main_grad`. Biases are small and
             always have ordinary gradients.
         delay_wgrad: weight and bias gradients are computed by `backward_dw()`, not by the backward.
-        save_original_input: keep x as it came instead of what the weight gradient multiplies (cast, quantised).
-            Saves memory where x is kept by somebody else anyway.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Gradients keep
             the activations' dtype.
         kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
@@ -69,16 +69,14 @@ class GroupedLinear(GroupedModule):
         single_parameter: bool = True,
         main_grad: MainGradMode = "off",
         delay_wgrad: bool = False,
-        save_original_input: bool = False,
         recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
     ) -> None:
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
-        check_flags(bias=bias, single_parameter=single_parameter, save_original_input=save_original_input)
+        check_flags(bias=bias, single_parameter=single_parameter)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.single_parameter, self.has_bias = single_parameter, bias
-        self.save_original_input = save_original_input
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         for name, shape in shapes.items():
             if single_parameter:
@@ -125,43 +123,52 @@ class GroupedLinear(GroupedModule):
             InputError: x or group_sizes do not have the form above, or do not fit each other; under `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.
 
-        Under `torch.compile` it runs eagerly, between two graphs.
+        Under `torch.compile` it is operators of the graph; with a recipe, `main_grad`, delayed gradients or kernels of
+        one's own it runs eagerly, between two graphs.
         """
-        if torch.compiler.is_compiling():
-            from trimtab.eager import eagerly
-
-            y: Tensor = eagerly(self.forward, x_RD, group_sizes)
-            return y
-        self._refuse_transforms()
+        refuse_transforms("GroupedLinear")
         legal = dense(x_RD) and x_RD.ndim == 2 and x_RD.shape[1] == self.in_features
         if not legal or not holds_values(x_RD.dtype):
             wanted = f"floating [R, {self.in_features}], dense, in {VALUES}"
             raise InputError(f"x must be {wanted}, got {described(x_RD)}", phase="experts")
-        params = GroupWeights(self.weights, self.biases, self.single_parameter)
-        self._refuse_codes((*params.weights, *params.biases))
-        where = params.weights[0].device
+        self._refuse_codes((*self.weights, *self.biases))
+        where = self._device()
         if x_RD.device != where:
             raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")
-        offsets, plan = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], where), None
-        dtype = computed_in(params.weights[0])
-        kernels, low = self.kernels.on(where, dtype), self._lowered()
-        if low is not None:
-            plan = align(offsets, x_RD.shape[0], low.alignment)
-            offsets = plan.offsets_e
+        offsets_e = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], where)
+        dtype = computed_in(self.weights[0])
+        kernels = kernels_for(self.kernels, where, dtype)
+        if kernels is None or self.recipe is not None or self.delay_wgrad or self.main_grad != "off":
+            return self._stateful(x_RD, offsets_e)
+        y_RB = linear_of(
+            x_RD.to(dtype), self.weights, self.biases, offsets_e, stacked=self.single_parameter, kernels=kernels
+        )
+        return y_RB.to(x_RD.dtype)
+
+    def _stateful(self, x_RD: Tensor, offsets_e: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            from trimtab.eager import eagerly
+
+            y: Tensor = eagerly(self._stateful, x_RD, offsets_e)
+            return y
+        dtype, plan = computed_in(self.weights[0]), None
+        kernels, low = self.kernels.on(x_RD.device, dtype), self._lowered()
+        if low is None:
+            products = Products(kernels, offsets_e)
+        else:
+            plan = align(offsets_e, x_RD.shape[0], low.alignment)
+            products = low.products(kernels, plan.offsets_e, self.recipe_state)
         call = LinearCall(
-            kernels=kernels,
-            params=params,
+            params=GroupWeights(self.weights, self.biases, self.single_parameter),
             dtype=dtype,
-            products=Plain(kernels, offsets) if low is None else low.products(kernels, offsets, self.recipe_state),
-            offsets_e=offsets,
+            products=products,
             plan=plan,
             main_grad=self.main_grad,
-            save_original_input=self.save_original_input,
             keep=torch.is_grad_enabled(),
             defer=self._delayed.add if self.delay_wgrad else None,
-            trained=tuple(p.requires_grad for p in (*params.weights, *params.biases)),
+            trained=tuple(p.requires_grad for p in (*self.weights, *self.biases)),
         )
-        return grouped_linear(x_RD, call)
+        return linear_with_state(x_RD, call)
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         return [(self.in_features, self.out_features)]

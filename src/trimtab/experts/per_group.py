@@ -26,13 +26,6 @@ def joined(weight: Tensor) -> Tensor:
     return weight.flatten(1, 2) if weight.ndim == 4 else weight
 
 
-def take(tensors: Sequence[Tensor], stacked: bool, e: slice) -> Tensor:
-    """The tensors of the groups `e`, stacked. A copy only where several separate ones are asked for."""
-    if stacked:
-        return tensors[0][e]
-    return tensors[e][0][None] if e.stop - e.start == 1 else torch.stack(list(tensors[e]))
-
-
 class Gradients:
     """The gradients of all groups' parameters for one microbatch, written block by block.
 
@@ -57,7 +50,7 @@ class Gradients:
         trained: Sequence[bool] | None = None,
     ) -> None:
         names = [name] if stacked else [f"{name}{i}" for i in range(len(params))]
-        self._stacked = stacked
+        self.stacked = self._stacked = stacked
         self._each = [
             WeightGradient(p, mode if p.requires_grad and wanted else "off", n, empty_like)
             for p, n, wanted in zip(params, names, trained or [True] * len(params), strict=True)
@@ -88,6 +81,17 @@ class Gradients:
             yield fresh, False
             for gradient, value in zip(self._each[e], fresh.unbind(), strict=True):
                 put(gradient.buffer, value, gradient.adds)
+
+    @contextmanager
+    def targets(self) -> Iterator[tuple[list[Tensor], list[bool]]]:
+        """Where to write, one [e, B, A] or one [B, A] per group, and whether to add to what is there."""
+        buffers, adds = [g.buffer for g in self._each], [g.adds for g in self._each]
+        if self.stacked and buffers[0].ndim == 4 and not buffers[0].is_contiguous():
+            fresh = torch.empty(buffers[0].shape, dtype=buffers[0].dtype, device=buffers[0].device)
+            yield [joined(fresh)], [False]
+            put(buffers[0], fresh, adds[0])
+        else:
+            yield [joined(buffer) for buffer in buffers], adds
 
     def close(self) -> list[Tensor]:
         """What autograd gets for each parameter."""

@@ -9,18 +9,18 @@ Legend: S rows in segments, e experts, A in features, B out features, C either w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab.experts.per_group import Gradients, take
+from trimtab.experts.grouped_linear import by_row, grouped_linear_op, grouped_sum_op, weight_gradient_op
+from trimtab.experts.library import name_of
+from trimtab.experts.per_group import Gradients
 from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, Role, Way
 from trimtab.experts.recipes.hardware import Engine
-from trimtab.kernels.compiled import at_once
-from trimtab.kernels.grouped import Block, Kernels, put
+from trimtab.kernels.grouped import Kernels, put
 
 Kept = tuple[Tensor, ...]
 
@@ -34,122 +34,88 @@ class GroupWeights:
     stacked: bool
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.weights[0].dtype
-
-    @property
     def groups(self) -> slice:
         return slice(0, self.weights[0].shape[0] if self.stacked else len(self.weights))
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        """A, B."""
-        return self.weights[0].shape[-1], self.weights[0].shape[-2]
-
     def by_row(self, e: slice) -> Tensor:
         """[e, A, B]."""
-        return take(self.weights, self.stacked, e).transpose(1, 2)
+        return by_row(self.weights, e, self.stacked, False)
+
+    def bias(self) -> Tensor | None:
+        """[e, B]."""
+        if not self.biases:
+            return None
+        return self.biases[0] if self.stacked else torch.stack(self.biases)
 
 
-class Products(Protocol):
-    """For one call of one weight."""
+class Products:
+    """For one call of one weight.
+
+    Args:
+        kernels: what multiplies, adds biases and writes weight gradients; or their names, see `library.kernels_for`.
+        offsets_e: [e + 1] of the rows.
+        call: what a recipe makes of the operands; None to take them as they are.
+        engine: the recipe's own kernels; None to emulate it.
+    """
+
+    def __init__(
+        self, kernels: Kernels | str, offsets_e: Tensor, call: Operands | None = None, engine: Engine | None = None
+    ) -> None:
+        self.kernels, self.offsets_e, self.call, self.engine = kernels, offsets_e, call, engine
+        self.name = kernels if isinstance(kernels, str) else name_of(kernels)
 
     def forward(self, x_SA: Tensor, w: GroupWeights) -> Tensor:
-        """[S, B] in the weight's dtype."""
-        ...
+        """[S, B] in x's dtype, which is the weight's."""
+        if self.call is None:
+            return self._multiply(x_SA, w.weights, w.biases, w.stacked, transposed=False)
+        w_eAB, bias_eB = w.by_row(w.groups), w.bias()
+        if self.engine is None:
+            x_quantized, w_quantized = self.call.activation(x_SA, self.offsets_e, "row"), self.call.weight(w_eAB, "in")
+            biases = () if bias_eB is None else (bias_eB.float(),)
+            return self._multiply(x_quantized, (w_quantized,), biases, True, transposed=True).to(x_SA.dtype)
+        y = self.engine.product(self.call, x_SA, w_eAB, self.offsets_e, "activation", "in").to(x_SA.dtype)
+        return y if bias_eB is None else y + expanded(bias_eB, self.offsets_e, y.shape[0])
 
     def dgrad(self, dy_SB: Tensor, w: GroupWeights) -> Tensor:
-        """[S, A] in the weight's dtype."""
-        ...
+        """[S, A] in dy's dtype, which is the weight's."""
+        if self.call is None:
+            return self._multiply(dy_SB, w.weights, (), w.stacked, transposed=True)
+        w_eAB = w.by_row(w.groups)
+        if self.engine is None:
+            dy_quantized, w_quantized = self.call.gradient(dy_SB, self.offsets_e, "row"), self.call.weight(w_eAB, "out")
+            return self._multiply(dy_quantized, (w_quantized,), (), True, transposed=False).to(dy_SB.dtype)
+        return self.engine.product(self.call, dy_SB, w_eAB, self.offsets_e, "gradient", "out").to(dy_SB.dtype)
 
     def keep(self, rows_SC: Tensor, role: Role) -> Kept:
         """An operand of `wgrad`."""
-        ...
-
-    def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
-        """The gradient of a [e, B, A] weight."""
-        ...
-
-
-class Plain:
-    """Ordinary grouped GEMMs, of operands as they are or as a recipe's emulation makes them."""
-
-    def __init__(self, kernels: Kernels, offsets_e: Tensor, operands: Operands | None = None) -> None:
-        self.kernels, self.offsets_e, self.operands = kernels, offsets_e, operands
-
-    def forward(self, x_SA: Tensor, w: GroupWeights) -> Tensor:
-        rows = x_SA if self.operands is None else self.operands.activation(x_SA, self.offsets_e, "row")
-        return self._product(rows, w, transpose=False)
-
-    def dgrad(self, dy_SB: Tensor, w: GroupWeights) -> Tensor:
-        rows = dy_SB if self.operands is None else self.operands.gradient(dy_SB, self.offsets_e, "row")
-        return self._product(rows, w, transpose=True)
-
-    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
-        if self.operands is None:
+        if self.call is None:
             return (rows_SC,)
-        make = self.operands.activation if role == "activation" else self.operands.gradient
+        if self.engine is not None:
+            return self.engine.columns(self.call, rows_SC, self.offsets_e, role)
+        make = self.call.activation if role == "activation" else self.call.gradient
         return (make(rows_SC, self.offsets_e, "column"),)
 
     def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
-        dtype = self.kernels.compute_dtype(dy[0].dtype)
-        for block in self._blocks(dy[0].shape[0], into.stack):
-            a, b = x[0][block.rows].to(dtype), dy[0][block.rows].to(dtype)
-            with into.block(block.experts) as (out_eBA, add):
-                self.kernels.grouped_wgrad(a, b, block, out_eBA.transpose(1, 2), add=add)
+        """The gradient of a [e, B, A] weight."""
+        with into.targets() as (out, adds):
+            if self.engine is None:
+                weight_gradient_op(out, adds, x[0], dy[0], self.offsets_e, into.stacked, False, self.name)
+                return
+            dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
+            for target, value, add in zip(out, [dw_eBA] if into.stacked else dw_eBA.unbind(), adds, strict=True):
+                put(target, value, add)
 
-    def _blocks(self, rows: int, stack_eBA: Tensor | None) -> Iterator[Block]:
-        """A group each, but all in one where their weights are one tensor that is multiplied at once."""
-        whole = stack_eBA is not None and at_once(self.kernels, stack_eBA)
-        return self.kernels.blocks(self.offsets_e, rows, rows + 1 if whole else 0)
-
-    def _product(self, rows_SX: Tensor, w: GroupWeights, *, transpose: bool) -> Tensor:
-        """Rows times w, plus bias, or with `transpose` times w^T: [S, Y]."""
-        kernels, dtype = self.kernels, self.kernels.compute_dtype(rows_SX.dtype)
-        quantised_eAB = None
-        if self.operands is not None:
-            quantised_eAB = self.operands.weight(w.by_row(w.groups), "out" if transpose else "in")
-        width = w.widths[0 if transpose else 1]
-        result_SY = kernels.empty_rows(rows_SX.shape[0], width, w.dtype, self.offsets_e)
-        direct = dtype == w.dtype
-        for block in self._blocks(rows_SX.shape[0], w.weights[0] if w.stacked else None):
-            e, r = block.experts, block.rows
-            w_eAB = w.by_row(e) if quantised_eAB is None else quantised_eAB[e]
-            w_eXY = w_eAB.transpose(1, 2) if transpose else w_eAB
-            out = kernels.grouped_mm(rows_SX[r].to(dtype), w_eXY, block, result_SY[r] if direct else None)
-            if w.biases and not transpose:
-                out += kernels.expand(take(w.biases, w.stacked, e).to(dtype), block)
-            if not direct:
-                result_SY[r] = out
-        return result_SY
+    def _multiply(
+        self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], stacked: bool, *, transposed: bool
+    ) -> Tensor:
+        y: Tensor = grouped_linear_op(rows, weights, biases, self.offsets_e, stacked, transposed, self.name)
+        return y
 
 
-class Hardware:
-    """The recipe's own kernels. Biases are added, and weight gradients put where they belong, by `kernels`."""
-
-    def __init__(self, kernels: Kernels, offsets_e: Tensor, call: Operands, engine: Engine) -> None:
-        self.kernels, self.offsets_e, self.call, self.engine = kernels, offsets_e, call, engine
-
-    def forward(self, x_SA: Tensor, w: GroupWeights) -> Tensor:
-        y_SB = self._product(x_SA, w, "activation", "in")
-        for block in self.kernels.blocks(self.offsets_e, x_SA.shape[0]) if w.biases else ():
-            y_SB[block.rows] += self.kernels.expand(take(w.biases, w.stacked, block.experts), block)
-        return y_SB
-
-    def dgrad(self, dy_SB: Tensor, w: GroupWeights) -> Tensor:
-        return self._product(dy_SB, w, "gradient", "out")
-
-    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
-        return self.engine.columns(self.call, rows_SC, self.offsets_e, role)
-
-    def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
-        dw_eAB = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e)
-        with into.block(slice(0, dw_eAB.shape[0])) as (out_eBA, add):
-            put(out_eBA, dw_eAB.transpose(1, 2), add)
-
-    def _product(self, rows_SC: Tensor, w: GroupWeights, role: Role, along: Literal["in", "out"]) -> Tensor:
-        w_eAB = w.by_row(w.groups)
-        return self.engine.product(self.call, rows_SC, w_eAB, self.offsets_e, role, along).to(w.dtype)
+def expanded(values_eB: Tensor, offsets_e: Tensor, rows: int) -> Tensor:
+    """Each group's row of values for each of its rows, zero behind the last segment: [rows, B]."""
+    group_S = torch.searchsorted(offsets_e[1:], torch.arange(rows, device=values_eB.device), right=True)
+    return torch.cat((values_eB, values_eB.new_zeros(1, values_eB.shape[1]))).index_select(0, group_S)
 
 
 @dataclass(frozen=True)
@@ -168,13 +134,10 @@ class Lowered:
         """Rows per segment must be multiples of this."""
         return self.recipe.alignment if self.engine is None else self.engine.alignment
 
-    def products(self, kernels: Kernels, offsets_e: Tensor, state: RecipeState | None) -> Products:
+    def products(self, kernels: Kernels | str, offsets_e: Tensor, state: RecipeState | None) -> Products:
         """For one call; made inside a backward, for a forward that is computed again."""
         assert state is not None
-        call = state.call()
-        if self.engine is None:
-            return Plain(kernels, offsets_e, call)
-        return Hardware(kernels, offsets_e, call, self.engine)
+        return Products(kernels, offsets_e, state.call(), self.engine)
 
 
 def lower(recipe: Recipe, device: torch.device, widths: Sequence[tuple[int, int]]) -> Lowered:
@@ -188,8 +151,6 @@ def lower(recipe: Recipe, device: torch.device, widths: Sequence[tuple[int, int]
 
 
 def bias_gradients(kernels: Kernels, offsets_e: Tensor, dy_SB: Tensor, into: Gradients) -> None:
-    """The sum of each segment's rows."""
-    dtype = kernels.compute_dtype(dy_SB.dtype)
-    for block in kernels.blocks(offsets_e, dy_SB.shape[0]):
-        with into.block(block.experts) as (out, _):
-            out.copy_(kernels.grouped_sum(dy_SB[block.rows].to(dtype), block).view_as(out))
+    """The sum of each segment's rows, for a stacked bias."""
+    with into.targets() as ((out,), _):
+        out.copy_(grouped_sum_op(dy_SB, offsets_e, out.dtype, name_of(kernels)).view_as(out))

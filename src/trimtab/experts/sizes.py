@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.kernels.memory import no_values
+from trimtab.experts.library import operator
 from trimtab.layout import segment_offsets
 from trimtab.validation import is_whole
 
@@ -23,7 +23,7 @@ GroupSizes = Iterable[SupportsIndex] | Tensor
 def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torch.device) -> Tensor:
     """[e + 1] int64 on `device`: the start of each group's segment, and the end of the last.
 
-    Sizes on the host are checked here. Sizes on `device` are never read by the host; wrong ones trip a device-side
+    Values on the host are checked. Those on `device` are never read by the host; wrong ones trip a device-side
     assertion there, before a kernel could read outside of the rows.
 
     Args:
@@ -42,20 +42,24 @@ def offsets_of(group_sizes: GroupSizes, num_groups: int, rows: int, device: torc
         wrong = [size for size in sizes if isinstance(size, Tensor) or not is_whole(size)]
         if wrong:
             raise _bad(f"must hold ints, found {wrong[0]!r}")
-        return _from_host([index(size) for size in sizes], num_groups, rows).to(device, non_blocking=True)
+        group_sizes = torch.tensor([index(size) for size in sizes], dtype=torch.int64, device="cpu")
     if group_sizes.dtype not in (torch.int32, torch.int64):
         raise _bad(f"must be int32 or int64, got {group_sizes.dtype}")
     if group_sizes.ndim != 1:
         raise _bad(f"must be one-dimensional, got the shape {tuple(group_sizes.shape)}")
-    if group_sizes.device.type == "cpu" and not no_values(group_sizes.device):
-        return _from_host(group_sizes.tolist(), num_groups, rows).to(device, non_blocking=True)
-    if group_sizes.device != device:
+    if group_sizes.device.type != "cpu" and group_sizes.device != device:
         raise _bad(f"are on {group_sizes.device} and the rows on {device}: put them on the CPU or on {device}")
-    return _on_device(group_sizes, num_groups, rows)
+    if group_sizes.shape[0] != num_groups:
+        raise _bad(f"have {group_sizes.shape[0]} entries for {num_groups} groups")
+    offsets_e: Tensor = group_offsets_op(group_sizes, rows)
+    return offsets_e.to(device, non_blocking=True)
 
 
-def _from_host(sizes: list[int], num_groups: int, rows: int) -> Tensor:
-    _check_length(len(sizes), num_groups)
+def _offsets(sizes: Tensor, rows: int) -> Tensor:
+    return _from_host(sizes.tolist(), rows) if sizes.device.type == "cpu" else _on_device(sizes, rows)
+
+
+def _from_host(sizes: list[int], rows: int) -> Tensor:
     negative = [i for i, size in enumerate(sizes) if size < 0]
     if negative:
         raise _bad(f"must not be negative, but group {negative[0]} has {sizes[negative[0]]}")
@@ -65,18 +69,20 @@ def _from_host(sizes: list[int], num_groups: int, rows: int) -> Tensor:
     return torch.tensor(offsets, dtype=torch.int64, device="cpu")
 
 
-def _on_device(sizes_e: Tensor, num_groups: int, rows: int) -> Tensor:
-    _check_length(sizes_e.shape[0], num_groups)
+def _on_device(sizes_e: Tensor, rows: int) -> Tensor:
     offsets_e = torch.nn.functional.pad(sizes_e.cumsum(0, dtype=torch.int64), (1, 0))
     legal = (sizes_e >= 0).all() & (offsets_e[-1] <= rows)
     torch._assert_async(legal, "trimtab: group_sizes are negative or sum to more than there are rows")
     return offsets_e
 
 
-def _check_length(found: int, num_groups: int) -> None:
-    if found != num_groups:
-        raise _bad(f"have {found} entries for {num_groups} groups")
-
-
 def _bad(what: str) -> InputError:
     return InputError(f"group_sizes {what}", phase="experts")
+
+
+group_offsets_op = operator(
+    "group_offsets(Tensor sizes, SymInt rows) -> Tensor",
+    _offsets,
+    lambda sizes, rows: sizes.new_empty(sizes.shape[0] + 1, dtype=torch.int64),
+)
+"""[e + 1] int64 on the sizes' device, checked against the number of rows."""
