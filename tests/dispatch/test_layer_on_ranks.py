@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.cases import PATTERNS, case
+from helpers.comparing import relative_error
 from trimtab import oracle
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
@@ -25,17 +26,6 @@ def expert_weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     up = torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5
     down = torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5
     return up.to(dtype), down.to(dtype)
-
-
-def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    assert ours.shape == truth.shape, (ours.shape, truth.shape)
-    assert ours.isfinite().all()
-    scale = truth.double().abs().max().item() if truth.numel() else 0.0
-    return (
-        ((ours.double() - truth.double()).abs().max().item() / max(scale, 1e-30))
-        if ours.numel() and scale
-        else (ours.double().abs().sum().item())
-    )
 
 
 def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str, float]:
@@ -79,7 +69,7 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
             (mine[0].detach(), truth[0], truth[1], truth[2][cut], truth[3][cut]),
             strict=True,
         )
-        errors |= {f"{pattern} {name}": relative(ours, ref) for name, ours, ref in pairs}
+        errors |= {f"{pattern} {name}": relative_error(ours, ref) for name, ours, ref in pairs}
     return errors
 
 
@@ -111,8 +101,8 @@ def changed_on_rank(transport: str) -> tuple[float, float]:
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
     x, w = x.detach(), w.detach()
     return (
-        relative(dx, 2 * w.square().sum(1, keepdim=True).expand_as(x)),
-        relative(dw, 4 * w * x.sum(1, keepdim=True)),
+        relative_error(dx, 2 * w.square().sum(1, keepdim=True).expand_as(x)),
+        relative_error(dw, 4 * w * x.sum(1, keepdim=True)),
     )
 
 
@@ -151,7 +141,7 @@ def experts_alone_on_rank(combine: str) -> dict[str, float]:
         per_slot = torch.einsum("tkoi,ti->tko", torch.stack(true)[ids.long()], x.double())
         loss = loss + (w[..., None] * per_slot).sum(1).square().sum()
     grads = torch.autograd.grad(loss, true) if rank == 0 else [torch.zeros_like(p) for p in true]
-    return {f"weight {e}": relative(p.grad, grad) for e, (p, grad) in enumerate(zip(weights, grads, strict=True))}
+    return {f"weight {e}": relative_error(p.grad, grad) for e, (p, grad) in enumerate(zip(weights, grads, strict=True))}
 
 
 @pytest.mark.parametrize("combine", ["sum", "ordered"])
