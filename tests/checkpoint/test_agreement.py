@@ -50,7 +50,10 @@ def other_arguments(root: str) -> dict[str, str]:
         with pytest.raises(InputError) as refused:
             save(model=model, **given | {name: value})
         said[name] = str(refused.value)
-    for name, value, match in (("keep", 0, "keep=0 must be"), ("rank_extra", {1: Path()}, "rank_extra: pathlib")):
+    for name, value, match in (
+        ("keep", 0, "keep=0 must be"),
+        ("rank_extra", {1: Path()}, "rank_extra: cannot be"),
+    ):
         with pytest.raises((ConfigError, InputError), match=f"rank 0: {match}"):
             save(model=model, **given | ({name: value} if rank == 0 else {}))
     return said

@@ -1,4 +1,4 @@
-"""Saved under one layout of ranks, loaded under another: every parameter and all optimiser state, bit for bit."""
+"""Saved under one layout of ranks, loaded under another: every parameter and all optimizer state, bit for bit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trimtab.cli.main import main
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run: two checkpoints with optimiser state."""
+    """The folder of a run: two checkpoints with optimizer state."""
     model = build("qwen3_moe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     root = tmp_path_factory.mktemp("run")
@@ -32,7 +32,7 @@ def test_to_safetensors_and_back(trained: Path, tmp_path: Path, capsys: pytest.C
     assert printed[0].startswith("25 tensors, ")
     layers = "2 layers of experts: gate_up_proj [E, I, D], I = gate|up; down_proj [E, D, F]; E 4, D 16, F 16"
     assert printed[1] == layers
-    assert printed[2].startswith("left behind: optimiser state, ")
+    assert printed[2].startswith("left behind: optimizer state, ")
     source, written = printed[3].split(), printed[4].split()
     assert [source[0], written[0]] == ["source", "written"]
     assert source[1].startswith("sha256:")

@@ -63,7 +63,7 @@ def test_there_and_back_with_equal_dims(name: str, dtype: torch.dtype, tmp_path:
 
 
 def test_trained_checkpoints_open_in_plain_transformers(tmp_path: Path) -> None:
-    """As a run leaves it: with optimiser state, which is left behind, and a configuration that names no class."""
+    """As a run leaves it: with optimizer state, which is left behind, and a configuration that names no class."""
     model = build("qwen3_moe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()

@@ -108,9 +108,7 @@ WRONG: dict[str, tuple[str, Any]] = {
         "deepseek_v3",
         lambda x: dataclasses.replace(
             x,
-            moe=lambda c, a: dataclasses.replace(
-                x.moe(c, a), router=dataclasses.replace(x.moe(c, a).router, normalize=not c.norm_topk_prob)
-            ),
+            router=lambda c: dataclasses.replace(x.router(c), normalize=not c.norm_topk_prob),
         ),
     ),
 }

@@ -250,6 +250,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled weights": (pickled, "only pytorch_model.bin; open it with transformers"),
     "nothing": (lambda f: (f / "model.safetensors").unlink(), "nothing to convert: no model.safetensors"),
     "a record of nothing known": (lambda f: (f / "convert.json").write_text("{}"), "not the record of a conversion"),
+    "a record of before": (
+        lambda f: (f / "convert.json").write_text('{"format": "trimtab.convert", "version": 1}'),
+        "trimtab.convert of version 1, this trimtab reads trimtab.convert of version 2",
+    ),
     "a checkpoint as well": (lambda f: (f / "step-00000001.unfinished").mkdir(), "name one of them"),
 }  # fmt: skip
 

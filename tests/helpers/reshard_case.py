@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model under a layout, with its optimiser."""
+    """A model under a layout, with its optimizer."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ class Run:
         )
 
     def step(self, number: int) -> None:
-        """One optimiser step on data of this rank's own."""
+        """One optimizer step on data of this rank's own."""
         g = torch.Generator().manual_seed(10 * number + dist.get_rank())
         y = self.runner(torch.randn(2, 5, D, generator=g))
         (y * torch.randn(y.shape, generator=g)).sum().backward()
@@ -117,7 +117,7 @@ class Run:
             router._counts.fill_(7)
 
     def whole(self) -> Whole:
-        """Every parameter, buffer and optimiser state, whole; sums of loads; options of each parameter's group."""
+        """Every parameter, buffer and optimizer state, whole; sums of loads; options of each parameter's group."""
         found = {name: _whole(t) for name, t in self.model.state_dict().items()}
         names = {param: name for name, param in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
@@ -173,7 +173,7 @@ def load_all(root: Path, saved: list[Layout], layouts: list[Layout]) -> dict[str
 
 
 def refuse_together(root: Path) -> str:
-    """What every rank raises where one rank's optimiser holds a local part that looks like a whole tensor."""
+    """What every rank raises where one rank's optimizer holds a local part that looks like a whole tensor."""
     run = Run(Layout(data="ddp", ep=2), seed=1)
     run.step(1)
     if dist.get_rank() == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.agree import on_every_rank
 from trimtab.checkpoint.folder import MODEL, Index
-from trimtab.checkpoint.rank_state import READABLE, State, not_readable, put_loads, put_rank_state, set_random
+from trimtab.checkpoint.rank_state import State, put_loads, put_rank_state, set_random
 from trimtab.checkpoint.state import (
     fits_another_width,
     give_new_buffers,
@@ -59,9 +59,9 @@ def load(
     as many ranks as then; if not, they are left as they are, and loads of an unfinished step are shared out.
     Values are overwritten in place; an optimizer's state is made where it is missing, without a step.
 
-    What follows is bit for bit what would have followed, at the same layout. Not under torch's DDP on three ranks or
-    more: it sorts its buckets anew after its first backward, so that its sums are rounded otherwise once. At another
-    layout copies and shares of an expert begin with one state of its recipe; each had its own.
+    At the same layout what follows is bit for bit what would have followed, except under torch's DDP on three ranks or
+    more, which sorts its buckets anew after its first backward. At another layout copies and shares of an expert begin
+    with one state of its recipe; each had its own.
 
     Args:
         path: a checkpoint, or the `root` of several.
@@ -79,7 +79,7 @@ def load(
     def check() -> Any:
         folder = on_disk.resolve(path)
         index, found, into = on_disk.read_index(folder), stored(folder), model_tensors(model)
-        new = _check_model(folder, index, found, into)
+        new = _check_model(folder, found, into)
         slots = None
         if optimizer is not None:
             if index.optimizer is None:
@@ -115,7 +115,7 @@ def load(
 
 
 def _check_model(
-    folder: Path, index: Index, found: Mapping[str, TensorStorageMetadata], into: Mapping[str, Tensor]
+    folder: Path, found: Mapping[str, TensorStorageMetadata], into: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """New tensors for the buffers that cannot be filled in place. Raises ConfigError with everything that is wrong."""
     problems, new = [], {}
@@ -134,20 +134,11 @@ def _check_model(
             if fits_another_width(tensor, size):
                 new[key] = torch.zeros(size, dtype=dtype, device=tensor.device)
                 continue
-            what = _experts(index, name, tensor)
-            problems.append(f"{name} is {tuple(size)} in the checkpoint, {tuple(tensor.shape)} here{what}")
+            problems.append(f"{name} is {tuple(size)} in the checkpoint, {tuple(tensor.shape)} here")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(f"{folder} does not fit the model: {'; '.join(problems[:5])}{more}")
     return new
-
-
-def _experts(index: Index, name: str, tensor: Tensor) -> str:
-    layer, _, own = name.rpartition(".")
-    shape = index.experts.get(layer, {}).get(own)
-    if shape is None or not tensor.dim() or shape[0] == tensor.shape[0]:
-        return ""
-    return f" ({shape[0]} experts there, {tensor.shape[0]} here)"
 
 
 def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -> list[State]:
@@ -158,9 +149,6 @@ def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -
 
 def _rank_state(path: Path) -> State:
     try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        return cast(State, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
-        if names := not_readable(path):
-            raise InputError(f"{path}: holds {names}; only {READABLE} can be read: take another checkpoint") from error
         raise unreadable(path, error) from error
-    return state

@@ -8,22 +8,18 @@ import random
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trimtab.checkpoint.state import plain_name, unwrapped
-from trimtab.errors import InputError, first_line
+from trimtab.errors import InputError
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import routers
 
 State = dict[str, Any]
-READABLE = "tensors, numbers, strings and containers of them"
-"""What of a caller's is read again: nothing that runs code of its own."""
 
 
 def rank_state(model: nn.Module, extra: Any = None) -> State:
@@ -47,17 +43,10 @@ def check_readable(extra: Any) -> None:
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # what is raised depends on what is handed in
-        file.seek(0)
-        why = f"{names} cannot be read again" if (names := not_readable(file)) else first_line(error, typed=True)
-        raise InputError(f"rank_extra: {why}; hand in {READABLE}") from None
-
-
-def not_readable(file: Path | IO[bytes]) -> str:
-    """The names of types and functions in a file of `torch.save` that are not `READABLE`; none if it is damaged."""
-    try:
-        return ", ".join(sorted(get_unsafe_globals_in_checkpoint(file)))
-    except Exception:  # as many kinds as there are kinds of damage
-        return ""
+        kind = type(error).__name__
+        raise InputError(
+            f"rank_extra: cannot be read again ({kind}); hand in tensors, numbers, strings and containers of them"
+        ) from error
 
 
 def put_rank_state(model: nn.Module, state: State) -> None:

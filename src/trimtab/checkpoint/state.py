@@ -27,11 +27,8 @@ Slots = dict[str, dict[str, Any]]
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of DDP and torch.compile; FSDP2 wraps nothing."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-        assert isinstance(inner, nn.Module)
-        model = inner
-    return model
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return model if inner is None else unwrapped(inner)
 
 
 def plain_name(name: str) -> str:

@@ -141,8 +141,6 @@ def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"extra: {error}; hand in what JSON holds") from None
-    if not isinstance(files, Mapping):
-        raise InputError(f"files: {type(files).__name__}; hand in contents by name")
     for name, content in files.items():
         if not isinstance(name, str) or not on_disk.may_lie_beside(name):
             raise InputError(f"files: {name!r} must be the name of a file beside the checkpoint's own, without folders")
@@ -192,11 +190,9 @@ def metadata_of(reader: FileSystemReader, folder: Path) -> Metadata:
 
 def unreadable(path: Path, error: BaseException, who: str = "") -> InputError:
     """What to raise where a file of a checkpoint is there with all its bytes and cannot be read."""
-    if isinstance(error, OSError):
-        return InputError(f"{path}: {who}cannot be read ({error})")
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return InputError(f"{path}: {who}there is not the memory to read it ({type(error).__name__}: {error})")
-    said = (str(error).splitlines() or [""])[0]
-    # torch's own advice is to load it with weights_only=False: to run what is in it
-    why = type(error).__name__ + (f": {said}" if said and "weights" not in said.lower() else "")
-    return InputError(f"{path}: {who}damaged, cannot be read ({why}); copy it again, or take another checkpoint")
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        return InputError(f"{path}: {who}cannot be read ({type(error).__name__}: {error})")
+    # Without torch's own advice, which is to load it with weights_only=False: to run what is in it.
+    return InputError(
+        f"{path}: {who}damaged, cannot be read ({type(error).__name__}); copy it again, or take another checkpoint"
+    )

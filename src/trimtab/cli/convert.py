@@ -26,7 +26,7 @@ is written; what was written is read back through the inverse, and each tensor's
 With a family's layout a router's weight and bias of 16 bits become float32, and stay it on the way back to safetensors:
 the same values in another dtype. Every other tensor comes back bit for bit.
 
-Optimiser state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
+Optimizer state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
 layer's experts three times over and one file of safetensors (MALLOC_MMAP_THRESHOLD_=65536 has glibc return the rest).
 """
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Convert and print what was done; returns 0. Errors are raised."""
     if not 0 < options.shard_size < math.inf:
         raise ConfigError("--shard-size must be more than 0, and a number")
-    from trimtab.integrations.transformers.needed import import_transformers
+    from trimtab.integrations.transformers import import_transformers
 
     transformers = import_transformers("trimtab convert")
     from trimtab.convert.convert import convert
@@ -72,7 +72,7 @@ def describe(done: Converted) -> str:
     lines += [f"{count} layers of experts: {kind}" for kind, count in kinds.items()]
     if done.optimizer[0]:
         entries, nbytes = done.optimizer
-        lines.append(f"left behind: optimiser state, {entries} tensors, {_size(nbytes)}")
+        lines.append(f"left behind: optimizer state, {entries} tensors, {_size(nbytes)}")
     lines += [
         f"source   {done.source_hash}" + (", as its record says" if done.recorded else ""),
         f"written  {done.hash}",

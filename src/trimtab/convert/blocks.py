@@ -78,14 +78,16 @@ class Part:
 class BlockLayout:
     """A family's MoE block.
 
-    parts: every tensor of the block. hidden: the configuration's name for F.
-    moe: (configuration, activation) -> the layer that computes the same. Balance losses are left at none.
+    parts: every tensor of the block. hidden: the configuration's name for F. router, shared_hidden: (configuration) ->
+    the router, and S. shared_gate: whether the shared experts have a gate. Balance losses are left at none.
     """
 
     name: str
     parts: tuple[Part, ...]
     hidden: str
-    moe: Callable[[Any, str], MoEConfig]
+    router: Callable[[Any], RouterConfig]
+    shared_hidden: Callable[[Any], int] = lambda config: 0
+    shared_gate: bool = False
 
     def config(self, config: Any) -> MoEConfig:
         """The `trimtab.MoE` that computes what the block of a transformers configuration does.
@@ -95,7 +97,14 @@ class BlockLayout:
         activation = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}.get(config.hidden_act)
         if activation is None:
             raise ConfigError(f"layout {self.name}: hidden_act={config.hidden_act!r} has no activation of trimtab's")
-        return self.moe(config, activation)
+        return MoEConfig(
+            dim=config.hidden_size,
+            hidden=getattr(config, self.hidden),
+            router=self.router(config),
+            activation=activation,
+            shared_hidden=self.shared_hidden(config),
+            shared_gate=self.shared_gate,
+        )
 
 
 def blocks_of(model: nn.Module, layout: BlockLayout) -> dict[str, nn.Module]:
@@ -223,64 +232,37 @@ def shared(name: str) -> tuple[Part, Part]:
     )
 
 
-def _softmax(experts: str, hidden: str, normalize: bool | None = None, **more: str) -> Callable[[Any, str], MoEConfig]:
-    def moe(c: Any, activation: str) -> MoEConfig:
-        jitter = getattr(c, "router_jitter_noise", 0.0)
-        if jitter:
-            warnings.warn(
-                f"router_jitter_noise={jitter}: in training the router's tokens alone are jittered, where the block of "
-                "transformers hands the experts jittered tokens too",
-                stacklevel=3,
-            )
-        router = RouterConfig(
-            num_experts=getattr(c, experts),
-            top_k=c.num_experts_per_tok,
-            normalize=c.norm_topk_prob if normalize is None else normalize,
-            jitter=jitter,
+def _softmax(c: Any) -> RouterConfig:
+    if jitter := getattr(c, "router_jitter_noise", 0.0):
+        warnings.warn(
+            f"router_jitter_noise={jitter}: in training the router's tokens alone are jittered, where the block of "
+            "transformers hands the experts jittered tokens too",
+            stacklevel=4,
         )
-        options: dict[str, Any] = {k: getattr(c, v) for k, v in more.items()}
-        return MoEConfig(
-            dim=c.hidden_size, hidden=getattr(c, hidden), router=router, activation=activation,
-            shared_gate=options.get("shared_hidden", 0) > 0, **options,
-        )  # fmt: skip
-
-    return moe
+    experts = getattr(c, "num_experts", None) or c.num_local_experts
+    normalize = getattr(c, "norm_topk_prob", True)  # Mixtral's always does
+    return RouterConfig(num_experts=experts, top_k=c.num_experts_per_tok, normalize=normalize, jitter=jitter)
 
 
-def _deepseek_v3(c: Any, activation: str) -> MoEConfig:
-    router = RouterConfig(
+def _sigmoid(c: Any) -> RouterConfig:
+    return RouterConfig(
         num_experts=c.n_routed_experts, top_k=c.num_experts_per_tok, score="sigmoid", normalize=c.norm_topk_prob,
         scale=c.routed_scaling_factor, groups=c.n_group, top_groups=c.topk_group, bias=True,
-    )  # fmt: skip
-    shared_hidden = c.moe_intermediate_size * c.n_shared_experts
-    return MoEConfig(
-        dim=c.hidden_size, hidden=c.moe_intermediate_size, router=router, activation=activation,
-        shared_hidden=shared_hidden,
     )  # fmt: skip
 
 
 _GATE = Part(ours="shared.gate.weight", axes=("1", "D"), theirs=("shared_expert_gate.weight",), their_axes=("1", "D"))
-BLOCKS: dict[str, BlockLayout] = {
-    layout.name: layout
-    for layout in (
-        BlockLayout(
-            name="qwen3_moe", parts=ROUTED, hidden="moe_intermediate_size",
-            moe=_softmax("num_experts", "moe_intermediate_size"),
-        ),
-        BlockLayout(
-            name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), _GATE), hidden="moe_intermediate_size",
-            moe=_softmax("num_experts", "moe_intermediate_size", shared_hidden="shared_expert_intermediate_size"),
-        ),
-        BlockLayout(
-            name="mixtral", parts=ROUTED, hidden="intermediate_size",
-            moe=_softmax("num_local_experts", "intermediate_size", True),
-        ),
-        BlockLayout(
-            name="olmoe", parts=ROUTED, hidden="intermediate_size", moe=_softmax("num_experts", "intermediate_size"),
-        ),
-        BlockLayout(
-            name="deepseek_v3", parts=(*ROUTED, BIAS, *shared("shared_experts")), hidden="moe_intermediate_size",
-            moe=_deepseek_v3,
-        ),
-    )
-}  # fmt: skip
+_ROWS = (
+    BlockLayout(name="qwen3_moe", parts=ROUTED, hidden="moe_intermediate_size", router=_softmax),
+    BlockLayout(
+        name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), _GATE), hidden="moe_intermediate_size",
+        router=_softmax, shared_hidden=lambda c: c.shared_expert_intermediate_size, shared_gate=True,
+    ),
+    BlockLayout(name="mixtral", parts=ROUTED, hidden="intermediate_size", router=_softmax),
+    BlockLayout(name="olmoe", parts=ROUTED, hidden="intermediate_size", router=_softmax),
+    BlockLayout(
+        name="deepseek_v3", parts=(*ROUTED, BIAS, *shared("shared_experts")), hidden="moe_intermediate_size",
+        router=_sigmoid, shared_hidden=lambda c: c.moe_intermediate_size * c.n_shared_experts,
+    ),
+)  # fmt: skip
+BLOCKS = {row.name: row for row in _ROWS}

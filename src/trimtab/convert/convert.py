@@ -62,8 +62,7 @@ def convert(
 ) -> Converted:
     """Convert in one process, without a process group or a device.
 
-    Memory: three times the largest group of tensors that transformers' mapping takes together (gate and up of a
-    layer's experts), and one file of safetensors where that is written.
+    Memory: three times gate and up of a layer's experts, and one file of safetensors where that is written.
 
     Args:
         src: a checkpoint of `trimtab.checkpoint`, or the root of several (the latest is meant), for "safetensors"; a
@@ -80,8 +79,8 @@ def convert(
         ConfigError: `dst` is not empty, the source is in the form asked for, names are unknown, the layout is not the
             model's, or weights are quantized.
         InputError: the source is not whole; tensors are missing, left over, of another shape than their model's, of
-            another dtype than those they are stacked with (one that is not the model's is kept as it is), or not those
-            that its record says; or what was written does not come back.
+            another dtype than those they are stacked with, or not those that its record says; or what was written does
+            not come back.
     """
     src, dst = Path(src), Path(dst).resolve()  # a link's folder gets its name, not the link
     if to not in FORMS:

@@ -30,13 +30,13 @@ TokenMode = Literal["own", "replicated", "sharded"]
 
 @dataclass(frozen=True)
 class Wiring:
-    """Made when they are first asked for: all ranks of a group must ask in the same order. No communication."""
+    """What the layers of one `parallelize` call share for each group. All ranks must ask in the same order."""
 
     transports: dict[tuple[str, dist.ProcessGroup], Transport] = field(default_factory=dict)
     guards: dict[dist.ProcessGroup, Guard] = field(default_factory=dict)
 
     def transport(self, kind: str, group: dist.ProcessGroup) -> Transport | None:
-        """None for a group of one rank, which needs none."""
+        """None for a group of one rank."""
         if dist.get_world_size(group) == 1:
             return None
         if (kind, group) not in self.transports:
@@ -174,17 +174,13 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def check_unshared(model: nn.Module, name: str, moe: MoE) -> None:
-    """Whether the experts of the layer called `name` are those of no other module.
-
-    Raises:
-        ConfigError: they are, or one of their parameters is.
-    """
+    """Raises ConfigError where the experts of the layer called `name`, or one of their parameters, are in another."""
     own = {id(param): f"experts.{key}" for key, param in moe.experts.named_parameters()}
     inside = set(moe.experts.modules())
     for other_name, other in model.named_modules():
         if other is not moe and any(child is moe.experts for child in other.children()):
             raise ConfigError(f"the experts are those of {other_name} too: {_UNSHARED}", layer=name)
-        for key, param in other._parameters.items():
+        for key, param in other.named_parameters(recurse=False):
             if id(param) in own and other not in inside:
                 where = f"{other_name}.{key}".lstrip(".")
                 raise ConfigError(f"{own[id(param)]} is {where} too: {_UNSHARED}", layer=name)
@@ -199,8 +195,8 @@ _UNSHARED = (
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
     """Apply styles to the modules whose names match, in place, in the order of the plan and of the modules.
 
-    Every rank of the meshes must call with the same model and plan. Afterwards, `fully_shard_moe` or `ddp`, and then
-    the optimizer: experts have new parameters, which one that was built before does not know.
+    Every rank of the meshes must call with the same model and plan. `fully_shard_moe` or `ddp` come next, and then the
+    optimizer: experts have new parameters.
 
     Args:
         mesh: what a style is applied on, unless its entry is (style, mesh).

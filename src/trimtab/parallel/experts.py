@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils.parametrize import is_parametrized
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.route import Combine, Dispatch, wants_gradient, with_others
@@ -103,7 +104,7 @@ def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
 class ParallelExperts(ExpertMLP):
     """What `ExpertParallel` makes of an `ExpertMLP`: the same module, of this class.
 
-    A recipe quantises what a rank computes with: with etp the scales are those of its share of F, and each rank has
+    A recipe quantizes what a rank computes with: with etp the scales are those of its share of F, and each rank has
     a recipe's state for its own experts only. `main_grad` is looked up on the parameter when the forward begins, a
     DTensor like the parameter or its local part; the flag `grad_added_to_main_grad` is set on the parameter.
 
@@ -119,14 +120,14 @@ class ParallelExperts(ExpertMLP):
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         names = self.parameter_names
-        if other := [name for name in names if name not in self._parameters]:
+        if other := [name for name in names if is_parametrized(self, name)]:
             raise ConfigError(f"experts.{other[0]} is parametrized: parameters that are spread over ranks cannot be")
         with standing_in([(self, name) for name in names], [self._local(name) for name in names]):
             if self.etp is None:
                 return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
-            own = wants_gradient(x_MD, w_MK)
-            every = self.etp.meet(x_MD, num_slots, grad=own)
-            w_MK = with_others(w_MK, every.grad, own)
+            wanted = wants_gradient(x_MD, w_MK)
+            every = self.etp.meet(x_MD, num_slots, grad=wanted)
+            w_MK = with_others(w_MK, every.grad, wanted)
             x, w, ids, sent = Dispatch.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
             y = super().forward(x, ids, w, num_slots=every.num_slots)
             out: Tensor = Combine.apply(every, y, sent)  # type: ignore[no-untyped-call]
@@ -148,16 +149,15 @@ class ParallelExperts(ExpertMLP):
         """Cut the whole parameters over `place`, which `check_split` has passed. No communication with
         `src_data_rank=None`; else from that rank.
 
-        A recipe's state begins anew; see `trimtab.parallel.experts`.
+        A recipe's state begins anew; see `share_state_dicts`.
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         for name in self.parameter_names:
-            param = self._parameters.get(name)
-            if param is not None:
-                cut = place.placements(SPLIT.get(name, Replicate()))
-                whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
-                setattr(self, name, torch.nn.Parameter(whole, requires_grad=param.requires_grad))
+            param = self.get_parameter(name)
+            cut = place.placements(SPLIT.get(name, Replicate()))
+            whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
+            setattr(self, name, nn.Parameter(whole, requires_grad=param.requires_grad))
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
         share_state_dicts(self, place.mesh, place.ep_dim)
 
@@ -167,7 +167,7 @@ class ParallelExperts(ExpertMLP):
         experts however they are cut. One whole parameter at a time is in memory."""
         for fan_in, first in ((self.dim, self.parameter_names[0]), (self.hidden, "down")):
             for name in (first, f"{first}_bias"):
-                param: Any = self._parameters.get(name)
+                param: Any = getattr(self, name, None)
                 if isinstance(param, DTensor):
                     whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
                     whole.uniform_(-(fan_in**-0.5), fan_in**-0.5)

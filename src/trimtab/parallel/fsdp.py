@@ -129,10 +129,9 @@ def _reduce_now(module: FSDPModule) -> None:
 
 
 def _placement(experts: ParallelExperts, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Whole experts to each rank where they divide. Else, and under expert tensor parallelism, a share of each
-    expert's model dim, if that divides: torch's DTensor can't put two interleaved shardings together."""
+    """Whole experts to each rank where they divide, else a share of each expert's model dim, if that divides."""
     ranks = mesh.size(mesh.ndim - 1)
-    other = experts.place.etp_group is not None or experts.num_experts % ranks != 0
+    other = experts.num_experts % ranks != 0
     up, down = (experts.get_parameter(name) for name in experts.parameter_names[:2])
     dims = {up: up.ndim - 1, down: 1}
 

@@ -77,8 +77,8 @@ class ParallelMoE(MoE):
             return super().forward(x, token_mask=token_mask, ids=ids)
         self._refuse_transforms()
         places = self._replicated()
-        params = [module._parameters[name] for module, name in places]
-        summed = sum_gradients([p for p in params if p is not None], group) if params else ()
+        params = [module.get_parameter(name) for module, name in places]
+        summed = sum_gradients(params, group) if params else ()
         with standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
@@ -100,8 +100,8 @@ class ParallelMoE(MoE):
             for child_name, child in self.named_children()
             if child_name != "experts"
             for module in child.modules()
-            for name, param in module._parameters.items()
-            if param is not None and param.requires_grad
+            for name, param in module.named_parameters(recurse=False)
+            if param.requires_grad
         ]
 
 

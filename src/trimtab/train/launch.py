@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.integrations.transformers.needed import import_transformers
+from trimtab.integrations.transformers import import_transformers
 from trimtab.interrupted import Interrupted, signals_raise
 from trimtab.launched import cores, group_size, module_arguments
 from trimtab.train.checks import check_options

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trimtab.errors import PeerLost, PhaseTimeout, TrimtabError, first_line
-from trimtab.integrations.transformers.needed import import_transformers
+from trimtab.integrations.transformers import import_transformers
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.report import LOGS

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from itertools import count
+from types import ModuleType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
+
+from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import CombineMode
@@ -20,10 +24,8 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
         transport: how rows travel, by a name that `trimtab.parallel.expert_parallel.ExpertParallel` knows.
 
-    How long a rank waits for the others before it says who is missing, 300 s, is shortened by
-    `torch.distributed.init_process_group(timeout=)`: never more than 9/10 of that.
-
-    Calling it again with the same options is harmless; other options live under another name beside the first.
+    Calling it again with the same options is harmless; other options live under another name beside the first. A rank
+    waits 300 s for the others before it says who is missing, or 9/10 of `init_process_group(timeout=)` if that is less.
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
@@ -31,8 +33,8 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
             it was registered with other options.
     """
     from trimtab.dispatch.dispatcher import check_combine
-    from trimtab.dispatch.transports import TRANSPORTS, check_transport
-    from trimtab.errors import BackendError, ConfigError
+    from trimtab.dispatch.transports import check_transport
+    from trimtab.errors import BackendError
 
     check_transport(transport)
     check_combine(combine)
@@ -52,24 +54,30 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
     from trimtab.kernels.selftest import KernelChoice
 
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
-    if name == "eager" or (known is not None and getattr(known, "func", None) is not experts_forward):
-        raise ConfigError(f"name={name!r}: transformers has an experts implementation of that name; choose another")
     known_ep = dict(EPImplementationInterface().items()).get(name)
-    if known_ep is not None and not (isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP)):
-        raise ConfigError(f"name={name!r}: transformers has an EP implementation of that name; choose another")
-    if known_ep is not None and known is not None:
-        had = known_ep.combine, next(key for key, made in TRANSPORTS.items() if made is known_ep.make_transport)
+    if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
+        had = known_ep.combine, known_ep.transport_name
         if had != (combine, transport):
             raise ConfigError(
                 f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}: give these a name of "
                 "their own"
             )
         return
+    if name == "eager" or known is not None or known_ep is not None:
+        raise ConfigError(f"name={name!r}: transformers has an implementation of that name; choose another")
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
         "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "make_transport": staticmethod(TRANSPORTS[transport]),
+        "transport_name": transport,
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
+
+
+def import_transformers(who: str) -> ModuleType:
+    """transformers, for commands that need it. Raises ConfigError, naming the command `who`, where it is missing."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(f"{who} needs transformers (pip install 'trimtab[hf]'): {error}") from error

@@ -11,11 +11,10 @@ Legend: T tokens of this rank, K experts per token, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
@@ -25,6 +24,7 @@ from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.integrations.transformers.experts import experts_forward
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.layout import SequenceLayout
@@ -42,7 +42,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     experts_name: str
     combine: CombineMode
     kernels: KernelChoice
-    make_transport: Callable[[dist.ProcessGroup], Transport]
+    transport_name: str
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
@@ -69,7 +69,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         found until its cycles are collected, and when that is differs between ranks.
         """
         shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
-        return next(shared, None) or self.make_transport(self.ep_group)
+        return next(shared, None) or TRANSPORTS[self.transport_name](self.ep_group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""
