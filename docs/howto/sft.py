@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -14,7 +15,14 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 texts = [f"{i} plus {i} is {2 * i}." for i in range(64)]
 trainer = SFTTrainer(
     model=model,
-    args=SFTConfig(output_dir="runs/sft", max_steps=10, per_device_train_batch_size=4, max_length=64, report_to="none"),
+    args=SFTConfig(
+        output_dir="runs/sft",
+        max_steps=10,
+        per_device_train_batch_size=4,
+        max_length=64,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    ),
     train_dataset=Dataset.from_dict({"text": texts}),
     processing_class=tokenizer,
 )
