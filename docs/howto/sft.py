@@ -1,9 +1,9 @@
-"""python docs/howto/sft.py CHECKPOINT_FOLDER"""
+"""python docs/howto/sft.py CHECKPOINT_FOLDER DATA.jsonl   (lines with "text")"""
 
 import sys
 
 import torch
-from datasets import Dataset
+from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -12,7 +12,6 @@ import trimtab.integrations.transformers
 trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], experts_implementation="trimtab")
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-texts = [f"{i} plus {i} is {2 * i}." for i in range(64)]
 trainer = SFTTrainer(
     model=model,
     args=SFTConfig(
@@ -23,7 +22,7 @@ trainer = SFTTrainer(
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
     ),
-    train_dataset=Dataset.from_dict({"text": texts}),
+    train_dataset=load_dataset("json", data_files=sys.argv[2], split="train"),
     processing_class=tokenizer,
 )
 trainer.train()
