@@ -23,7 +23,8 @@ from benchmarks.subject import BOTH, FORWARD
 from benchmarks.table import as_text, case_words, contestants_table, memory_table
 from benchmarks.task import Task, run_task, write, write_record
 from benchmarks.workloads import WORKLOADS
-from trimtab.errors import ConfigError, InputError, TrimtabError
+from trimtab.cli.main import exit_code
+from trimtab.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")
 DESCRIPTION = """\
@@ -236,11 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one part and return its exit code: 2 for options that make no sense."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
-    try:
-        return run_all(options) if options.part == "all" else run(options)
-    except TrimtabError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ConfigError, InputError)) else 1
+    return exit_code(lambda: run_all(options) if options.part == "all" else run(options))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import DTYPES, Case, plan_cases
 from trimtab.verify.collect import Verdict, collect
-from trimtab.verify.judge import compare
 from trimtab.verify.ledger import Ledger
 from trimtab.verify.local import run_local
+from trimtab.verify.on_rank import compare
 from trimtab.verify.patterns import PATTERNS, make_problem, pattern_named
 from trimtab.verify.problem import BALANCE, make_weights
 from trimtab.verify.topologies import Topology, default_topologies, quick_topologies, topologies_for

@@ -21,8 +21,7 @@ from trimtab.errors import BackendError
 from trimtab.verify.adapters.base import make_place
 from trimtab.verify.adapters.trimtab_impl import Impl
 from trimtab.verify.cases import Case
-from trimtab.verify.judge import BOUNDS
-from trimtab.verify.on_rank import Bench
+from trimtab.verify.on_rank import BOUNDS, Bench
 from trimtab.verify.patterns import pattern_named
 from trimtab.verify.ranks import run_ranks
 from trimtab.verify.topologies import Topology

@@ -15,7 +15,7 @@ from trimtab.kernels import processor
 from trimtab.launched import cores
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import MARKS, Verdict
-from trimtab.verify.judge import BOUNDS
+from trimtab.verify.on_rank import BOUNDS
 from trimtab.verify.patterns import PATTERNS
 from trimtab.whole_files import write_whole
 
