@@ -97,7 +97,7 @@ def skeleton(folder: Path) -> Any:
     """The model of a folder's config.json on the meta device, of the class that the configuration names.
 
     Raises:
-        InputError: no configuration there, none that transformers knows, or `architectures` that is no list.
+        InputError: no configuration there, or none that transformers knows.
         ConfigError: the weights are quantized.
     """
     if not (folder / CONFIG).is_file():
@@ -109,14 +109,14 @@ def skeleton(folder: Path) -> Any:
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{folder / CONFIG}: the weights are quantized; convert plain ones (dequantize them first)")
     names = getattr(config, "architectures", None) or []
-    if isinstance(names, str):
-        raise InputError(f'{folder / CONFIG}: architectures is "{names}"; write it as a list: ["{names}"]')
-    found = getattr(transformers, names[0], None) if names else None
-    if names and found is None:
-        raise InputError(f"{folder / CONFIG}: transformers {transformers.__version__} has no {names[0]}")
+    found = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    if found is None:
+        raise InputError(
+            f"{folder / CONFIG}: transformers {transformers.__version__} has no {names[0]} (architectures={names})"
+        )
     with torch.device("meta"):
         try:
-            return found._from_config(config) if found else transformers.AutoModelForCausalLM.from_config(config)
+            return found._from_config(config) if names else found.from_config(config)
         except Exception as error:
             raise InputError(f"{folder / CONFIG}: cannot be built ({error})") from error
 
