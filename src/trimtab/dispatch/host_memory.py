@@ -1,7 +1,7 @@
 """Ranks of one host in shared memory: what each tells all, and the memory into which the others put its rows.
 
     control    one for the group, made by rank 0: a doorbell for each pair of ranks, and for each rank two boards,
-               written in turn: its headers, at which meeting it is, and which slot of its arena takes the next rows
+               written in turn: its messages, at which meeting it is, and which slot of its arena takes the next rows
     arena      one for each rank: slots of rows, in a file without a name that takes memory only where it is written
 
 A meeting is the only way in which ranks wait for each other: write to the own board, ring at every peer, wait until
@@ -9,7 +9,7 @@ every peer has rung here. A board is written again two meetings later: by then e
 for the meeting in between. A slot takes rows only after its owner has named it at a meeting, so nobody is in it. A
 ring does not say for what: all compare at which meeting each is, and a rank that gives up writes so and rings.
 
-Legend: P ranks, C columns of the header.
+Legend: P ranks, C columns of the message.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class HostMemory:
             "transport alltoall where they do not",
         )
 
-    def headers(self, columns: int) -> Tensor:
-        """What the ranks wrote at this turn, [P, P, C]: row s holds rank s's headers for each rank."""
+    def messages(self, columns: int) -> Tensor:
+        """What the ranks wrote at this turn, [P, P, C]: row s holds rank s's message for each rank."""
         return self._boards[self._turn % 2, :, 1:, :columns]
 
     def arrive(self, next_inbox: Slot, *, rows: bool) -> Arrivals:
         """Show this turn's board, with the slot that takes the next rows, and ring at every peer. rows: whether the
-        ranks meet for rows, and not for headers."""
+        ranks meet for rows, and not for counts."""
         self._meeting = 2 * self._turn + rows
         self._boards[self._turn % 2, self.rank, 0, 0] = self._meeting * _SLOTS + next_inbox.number
         self.inbox = next_inbox
@@ -155,7 +155,7 @@ class HostMemory:
                 "build new transports on all ranks",
                 ranks=given_up,
             )
-        each = (f"rank {r} at meeting {m // 2}, for {('headers', 'rows')[m % 2]}" for r, m in enumerate(meetings))
+        each = (f"rank {r} at meeting {m // 2}, for {('counts', 'rows')[m % 2]}" for r, m in enumerate(meetings))
         return DesyncError(
             f"the ranks are in different exchanges: {'; '.join(each)}. One of them left a call in the middle, as after "
             "an error that was caught there: all ranks must make the same calls. Build new transports on all ranks",

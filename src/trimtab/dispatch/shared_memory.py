@@ -61,7 +61,7 @@ class SharedMemory(OverGroup):
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         with self._exchange("counts", message_PC):
-            told_PPC = self._host.headers(message_PC.shape[1])
+            told_PPC = self._host.messages(message_PC.shape[1])
             told_PPC[self.rank].copy_(message_PC)
             self._meet(self._host.inbox, rows=False)
             everyone = told_PPC.tolist()

@@ -50,8 +50,8 @@ class SplitSizes:
 class Handshake:
     """What the ranks told each other before data moves, on the host.
 
-    sent[p]: this rank's header for rank p; received[p]: rank p's header for this rank.
-    everyone[s][d]: rank s's header for rank d, where the transport gathers them all; else empty.
+    sent[p]: this rank's message for rank p; received[p]: rank p's message for this rank.
+    everyone[s][d]: rank s's message for rank d, where the transport gathers them all; else empty.
     """
 
     sent: list[list[int]]
@@ -61,9 +61,9 @@ class Handshake:
     def split_sizes(self, column: int) -> SplitSizes:
         """The splits that one column counts."""
         return SplitSizes(
-            outgoing=tuple(header[column] for header in self.sent),
-            incoming=tuple(header[column] for header in self.received),
-            everyone=tuple(tuple(header[column] for header in row) for row in self.everyone),
+            outgoing=tuple(message[column] for message in self.sent),
+            incoming=tuple(message[column] for message in self.received),
+            everyone=tuple(tuple(message[column] for message in row) for row in self.everyone),
         )
 
 
@@ -126,7 +126,7 @@ class Transport(Protocol):
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, grouped by source rank.
 
-        tokens: as in `spread`: what all ranks know alike of how much there is.
+        tokens: as in `dispatch`.
 
         What comes out belongs to the caller; its rows may be parts of longer ones (`route.combine_parts`).
         """

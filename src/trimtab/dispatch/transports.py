@@ -3,7 +3,7 @@
 Decided by all ranks alike at their first exchange, from what each says of its host and of its tensors' device, and
 then of whether it could open the others' memory.
 
-Legend: T local tokens, P ranks, C columns of the header, M rows sent, M' rows received.
+Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows received.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experts split over F on several ranks: every rank of the group sees the rows of all, and gives a part of the sum.
 
-    spread   own rows -> rows of all ranks, in the order of ranks
-    collect  parts for the rows of all ranks -> sums of own rows
+    dispatch  own rows -> rows of all ranks, in the order of ranks
+    combine   parts for the rows of all ranks -> sums of own rows
 
 Each is the transpose of the other, so they are a route between `Dispatch` and `Combine` of `dispatch.route`. Numbers
 of rows may differ and be zero. Sums are taken in the order of ranks, in float32 at least, so they are the same from
