@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
@@ -53,16 +52,6 @@ def full(tensor: Tensor) -> Tensor:
     """A DTensor in one piece; collective."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach()
-
-
-def full_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each in one piece; collective, all of them on their way at once."""
-    sent = {
-        name: t.redistribute(placements=[Replicate()] * t.device_mesh.ndim, async_op=True)
-        for name, t in tensors.items()
-        if isinstance(t, DTensor)
-    }
-    return {name: (sent[name].to_local() if name in sent else t).detach().clone() for name, t in tensors.items()}
 
 
 def load(case: Case, folder: str) -> Any:
@@ -121,14 +110,13 @@ def run_case(case: Case, folder: str) -> Answer:
             outputs.append(output.detach())
             losses.append(loss.detach())
         values: dict[str, Tensor | None] = {"output": torch.stack(outputs), "loss": torch.stack(losses)}
-        values |= dict.fromkeys(name for name, _ in model.named_parameters())
-        values |= full_all({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        values |= {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
         outcomes[pattern] = Outcome(values=values, routing=router.seen)
     if case.recompute:  # each layer ran twice, or the case shows nothing
         assert router.calls == 2 * len(case.patterns) * case.steps * len(experts_modules(model))
     weights = {}
     if case.family in LOADED_WRONG_WHEN_SHARDED:
-        weights = full_all(dict(model.named_parameters()))
+        weights = {name: full(p) for name, p in model.named_parameters()}
     return Answer(outcomes=outcomes, weights=weights)
 
 
