@@ -126,6 +126,7 @@ class Rowwise(RowwiseEngine):
     """dtype: of the products, bfloat16 on real hardware."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.dtype = dtype
 
     def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
@@ -138,6 +139,7 @@ class Blockwise(BlockwiseEngine):
     """The same."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.dtype = dtype
 
     def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
@@ -151,6 +153,7 @@ class MX(MXFP8Engine):
     """The same."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.dtype = dtype
 
     def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:

@@ -90,20 +90,20 @@ def _stored(values: Tensor) -> Tensor:
 
 
 class TorchEngine(Engine):
-    """`torch.nn.functional.scaled_grouped_mm`, summed in float32: it takes both products, and the ends [e].
+    """`torch.nn.functional.scaled_grouped_mm`: it takes both products, and the ends [e].
 
     scaling: a name in `torch.nn.functional.ScalingType`. options: more of its arguments.
     """
 
     scaling: str
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any]
 
     def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
         kind = getattr(torch.nn.functional.ScalingType, self.scaling)
         count(x[0].shape[0], x[0].shape[1], w[0].shape[-2])
         y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
             x[0], w[0].mT, x[1], kind, w[1], kind, offs=offsets_e[1:].int(), output_dtype=torch.bfloat16,
-            use_fast_accum=False, **self.options,
+            **self.options,
         )  # fmt: skip
         return y
 
@@ -114,6 +114,7 @@ class RowwiseEngine(TorchEngine):
     """Hopper: scales [S] of rows, [e, N] of weights, [e * C] of columns."""
 
     alignment, scaling = 16, "RowWise"
+    options: Mapping[str, Any] = {"use_fast_accum": False}  # sums in float32 throughout
 
     def row_scales(self, q: Quantized) -> Tensor:
         return q.scale[:, 0].contiguous()
@@ -153,9 +154,9 @@ class MXFP8Engine(TorchEngine):
 
     alignment, scaling = 128, "BlockWise1x32"
 
-    @property
-    def options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return dict.fromkeys(("swizzle_a", "swizzle_b"), torch.nn.functional.SwizzleType.SWIZZLE_32_4_4)
+    def __init__(self) -> None:
+        swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
+        self.options = {"swizzle_a": swizzle, "swizzle_b": swizzle}
 
     def row_scales(self, q: Quantized) -> Tensor:
         made = _tiles(q.scale)
