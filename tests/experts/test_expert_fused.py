@@ -16,7 +16,7 @@ from helpers.cut import cut
 from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.errors import InputError
-from trimtab.experts import expert_call, mlp
+from trimtab.experts import mlp
 from trimtab.experts.activations import BY_NAME, GELU, ClampedSwiGLU, GeGLU, SwiGLU
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
@@ -122,29 +122,6 @@ def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: bool) -> None:
     grid.check("compiled", dtype, "random", "swiglu", bias, False, norm=True)
-
-
-@pytest.mark.parametrize(("together", "blocks"), [(0, 3), (256, 1)])
-def test_what_lies_between_the_products_takes_one_pass(
-    together: int, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In as many calls as there are blocks: experts of few rows may share one."""
-    go_by_blocks(monkeypatch)
-    for most in ("TOGETHER", "AT_ONCE"):
-        monkeypatch.setattr(expert_call, most, together)
-    module = ExpertMLP(3, 32, 16, kernels="compiled", dtype=torch.float32)
-    x, ids, w = torch.randn(9, 32), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
-    module(x, ids, w)
-    called = []
-    right = CompiledKernels.between
-
-    def counted(self: CompiledKernels, name: str, number: int, **tensors: Tensor | None) -> None:
-        called.append(name)
-        right(self, name, number, **tensors)
-
-    monkeypatch.setattr(CompiledKernels, "between", counted)
-    module(x, ids, w).sum().backward()
-    assert called == ["forward"] * blocks + ["backward"] * blocks
 
 
 @pytest.mark.parametrize("weights", ["experts", "combine"])

@@ -83,7 +83,7 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     pairs = dtype == torch.bfloat16 and compiled_kernels().bf16.number > 0
     value, together = 2 if pairs else 4, piece if threads == 1 else wave
     each = max(piece * (value * D + 128), 520_000)
-    both = pre + (2 * tokens * D if size < 4 else 0)
+    both = pre + (4 * tokens * D if size < 4 else 0)
     results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
     assert pre <= kept <= pre + indices
     most = both + together * (value * F + 64) + threads * (each + 1_000_000)

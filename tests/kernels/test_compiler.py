@@ -178,20 +178,6 @@ def test_wrong_numbers_are_found_before_they_are_used(call: str, monkeypatch: py
         assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
 
 
-@pytest.mark.usefixtures("alone")
-def test_so_are_those_between_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = compiled.CompiledKernels.between
-
-    def wrong(self: compiled.CompiledKernels, name: str, number: int, **tensors: torch.Tensor) -> None:
-        right(self, name, number, **tensors)
-        if "dw" in tensors:
-            tensors["d_pre"][2, 20] += 0.5
-
-    monkeypatch.setattr(compiled.CompiledKernels, "between", wrong)
-    with pytest.warns(UserWarning, match="'compiled' failed their self-test.*d_pre is wrong"):
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
-
-
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     (tmp_path / "tiny.cpp").write_text(
         'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'

@@ -66,7 +66,7 @@ class ExpertMLP(GroupedModule):
         for the second products   v F + 64 a row in the forward, v I + 64 in the backward: of p rows, but of W with
                                   several threads and where the weights' gradients are made from them: v = s, no delay
         for weight gradients      s W F where v = 2, s W I where s is not v
-        for sums of tokens        2 M D where s = 2
+        for sums of tokens        4 M D where s = 2
         for each thread           p (v D + 128) bytes, or 0.52 MB, and 1.0 MB, but 2.2 MB for gradients where v = 2
 
     What goes the way of "loop" has r = 2048.

@@ -1,4 +1,4 @@
-"""What crosses the C ABI of the compiled kernels: the structs of cpu/call.h, cpu/elementwise.h and cpu/places.h.
+"""What crosses the C ABI of the compiled kernels: the structs of cpu/call.h and cpu/places.h.
 
 Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim.
 """
@@ -12,6 +12,8 @@ import torch
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
+CLAMPED = ACTIVATIONS.index("clamped_swiglu")
+"""The last of those that are gated."""
 
 _INTS = (
     "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",
@@ -32,16 +34,6 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("alpha", "limit", "shift")),
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in _TENSORS),
-    )
-
-
-class Between(ctypes.Structure):
-    """cpu/elementwise.h, likewise."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("act", "threads")),
-        *((name, ctypes.c_int64) for name in ("R", "F")),
-        *((name, ctypes.c_void_p) for name in ("pre", "w", "h", "d_pre", "dw")),
     )
 
 

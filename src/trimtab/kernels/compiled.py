@@ -8,8 +8,7 @@
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
 What these do not cover goes block by block, see `trimtab.experts.mlp_fused`, with the first product of cpu/forward.h
-and those of cpu/wgrad.h in the dtypes that they have. In float32 what lies between them then takes one pass over memory
-(cpu/elementwise.h), with gate and up as halves of a row.
+and those of cpu/wgrad.h in the dtypes that they have.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
 (`trimtab.kernels.bf16`); a weight in float32 beside rows in bfloat16 is rounded to it on the way. Sums are taken in
@@ -36,15 +35,13 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.abi import ACTIVATIONS, TYPES, Between, Call, Places
+from trimtab.kernels.abi import ACTIVATIONS, CLAMPED, TYPES, Call, Places
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import is_made, load
 from trimtab.kernels.counted import count
-from trimtab.kernels.hidden import HiddenBack, RowFunction
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
-from trimtab.kernels.one_pass import CLAMPED, OnePass, hidden_width, in_one_pass
 from trimtab.kernels.slot_places import SlotPlaces
 
 SWITCH = "TRIMTAB_COMPILED"
@@ -73,16 +70,16 @@ class CompiledKernels(LoopKernels):
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
         lib = load(MAIN, list(SOURCES.iterdir()), defines)
-        for name in ("forward", "backward", "weight_gradients", "between_forward", "between_backward"):
+        for name in ("forward", "backward", "weight_gradients"):
             getattr(lib, f"trimtab_{name}").restype = None
         lib.trimtab_count_slots.restype = lib.trimtab_place_slots.restype = None
-        for name in ("scratch_floats", "call_bytes", "between_bytes", "places_bytes"):
+        for name in ("scratch_floats", "call_bytes", "places_bytes"):
             getattr(lib, f"trimtab_{name}").restype = ctypes.c_int64
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
-        sizes = lib.trimtab_call_bytes(), lib.trimtab_between_bytes(), lib.trimtab_places_bytes()
-        if sizes != tuple(ctypes.sizeof(one) for one in (Call, Between, Places)):
+        sizes = lib.trimtab_call_bytes(), lib.trimtab_places_bytes()
+        if sizes != tuple(ctypes.sizeof(one) for one in (Call, Places)):
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib, self._made_of = lib, (products, tuple(defines))
@@ -191,26 +188,6 @@ class CompiledKernels(LoopKernels):
             self._faults[asked] = find(self)
         return self._faults[asked]
 
-    def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
-        if number is None or not in_one_pass(number, pre_RI, w_R1):
-            return super().hidden(f, number, pre_RI, w_R1)
-        h = self.empty(pre_RI.shape[0], hidden_width(number, pre_RI), dtype=pre_RI.dtype)
-        self.between("forward", number, pre=pre_RI, w=w_R1, h=h)
-        return h
-
-    def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
-        if number is None or not in_one_pass(number, pre_RI, w_R1):
-            return super().hidden_back(f, number, pre_RI, w_R1)
-        return OnePass(self, number, pre_RI, w_R1)
-
-    def between(self, name: str, number: int, *, h: Tensor, **others: Tensor | None) -> None:
-        """Run cpu/elementwise.h, "forward" or "backward", on its fields: contiguous, in float32, or None."""
-        call = Between(act=number, threads=torch.get_num_threads(), R=h.shape[0], F=h.shape[1])
-        for field, value in (others | {"h": h}).items():
-            assert value is None or (value.dtype == torch.float32 and value.is_contiguous()), field
-            setattr(call, field, None if value is None else value.data_ptr())
-        getattr(self._lib, f"trimtab_between_{name}")(ctypes.byref(call))
-
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         call = Call(threads=torch.get_num_threads(), products=self.bf16.number)
         for field, value in {"type_weights": fields["type"], **fields}.items():
@@ -220,7 +197,7 @@ class CompiledKernels(LoopKernels):
             setattr(call, field, value)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
-        sums = self.pool.empty(call.M * call.D if narrow else 0, dtype=torch.bfloat16)
+        sums = self.pool.empty(call.M * call.D if narrow else 0, dtype=torch.float32)
         scratch = self.pool.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
         call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
         _count(name, call)

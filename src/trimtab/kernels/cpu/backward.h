@@ -2,7 +2,7 @@
 //
 //     dh = dy[row] down^T, dw = sum(h * dh) (+ bias . dy), d_pre = activation'(pre) (dh * w), dx = the sum of d_pre up^T
 #pragma once
-#include "wgrad_pairs.h"
+#include "wgrad.h"
 
 // d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`, if that
 // is there.
@@ -25,18 +25,6 @@ void keep_gradients(const Call& c, const float* dg, const float* du, long n, V* 
     }
 }
 
-// As those of the forward.
-template <class W, class Op>
-Ahead first_back_of_down(const Call& c, const Rows& t) {
-    const Brought b = brought<Op>(t.count, c.D, 1);
-    return back_of_down<W>(c, t.expert).where(0, 0, b.k, 0, std::min(c.F, b.n));
-}
-template <class W, class Op>
-Ahead first_back_of_up(const Call& c, const Rows& t, long from, long until) {
-    const Brought b = brought<Op>(t.count, width(c), 1);
-    return back_of_up<W>(c, t.expert).where(0, 0, b.k, from, std::min(until - from, b.n));
-}
-
 // Where rows are kept, as if all were: d_pre [R, I] and h * w [R, F], or null.
 template <class T>
 struct Kept {
@@ -52,11 +40,12 @@ void hidden_gradients(
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
-    gather((const T*)c.dy, D, c.row_R + t.start, t.count, 0, D, rows_of(rows, ldx));
+    gather_left<Op>(Gathered<T>{(const T*)c.dy, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
-        t.count, F, D, {(Word*)rows, ldx / Op::values, true}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
-        next ? first_back_of_down<W, Op>(c, *next) : first_back_of_up<W, Op>(c, t, 0, D),
+        t.count, F, D, {(Word*)rows, ldx / Op::values}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
+        next ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, D, F)
+             : first_of<Op>(back_of_up<W>(c, t.expert), t.count, I, D),
         [&](long m0, long mn, long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
             for (long i = m0; i < m0 + mn; i++, dh += LDC) {
@@ -74,11 +63,7 @@ void hidden_gradients(
                     if (act.gate) expect(pre + SOON * I + F, nn);
                 }
                 widen_row(pre, g, nn);
-                blank(rows_of(g, 0), 0, nn);
-                if (act.gate) {
-                    widen_row(pre + F, u, nn);
-                    blank(rows_of(u, 0), 0, nn);
-                }
+                if (act.gate) widen_row(pre + F, u, nn);
                 const float w = weight_of(c, r);
                 if (kept.hidden) {
                     act.both(g, u, dh, nn, w, shape_of(c), hw, dg, du, s.sums + i * VL);
@@ -87,7 +72,7 @@ void hidden_gradients(
                     act.backward(g, u, dh, nn, w, shape_of(c), dg, du, s.sums + i * VL);
                 }
                 keep_gradients(c, dg, du, nn, to, beside);
-                end_row(d_pre + i * ldh, I);
+                Op::end_row(d_pre + i * ldh, I);
             }
         });
     const T* bias = c.down_bias ? (const T*)c.down_bias + t.expert * D : nullptr;
@@ -100,36 +85,18 @@ void hidden_gradients(
 }
 
 template <class T, class W, class Op>
-void row_gradients(
-    const Call& c, Rows t, const typename Op::Value* d_pre, Scratch s, const Combine<T>& dx, const Rows* next
-) {
-    using Word = typename Op::Word;
-    const long I = width(c), first = dx.from;
-    gemm<Op>(
-        t.count, dx.until - first, I, {(const Word*)d_pre, Op::pitch(I) / Op::values, true},
-        back_of_up<W>(c, t.expert).from(first), (Word*)s.b, s.c,
-        !next               ? Ahead()
-        : c.threads == 1    ? first_back_of_down<W, Op>(c, *next)
-                            : first_back_of_up<W, Op>(c, *next, first, dx.until),
-        [&](long m0, long mn, long n0, long nn, const float* got) {
-            for (long i = m0; i < m0 + mn; i++, got += LDC) dx.add(t.start + i, first + n0, nn, got);
-        });
-}
-
-template <class T, class W, class Op>
 void backward(const Call& c) {
     using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
     const long most = largest(c, all);
     const Shared shared(c, all);
-    const Ends ends(c);
     const unsigned word = control_word();
 #pragma omp parallel num_threads(c.threads)
     {
         const Controlled controlled(word);
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
-        const Combine<T> dx(c, ends, c.dx, false);
+        const Combine<T> dx(c, c.dx);
         const long I = width(c), ldh = Op::pitch(I);
         const auto kept = [&](const Wave& wave) {
             T* d_pre = c.d_pre ? (T*)c.d_pre : reads_operand(c) ? nullptr : (T*)shared.d_pre - wave.start * I;
@@ -141,7 +108,10 @@ void backward(const Call& c) {
                 hidden_gradients<T, W, Op>(c, t, to, kept(wave), s, next);
             },
             [&](Rows t, const Value* from, const Rows* next) {
-                if (c.dx) row_gradients<T, W, Op>(c, t, from, s, dx, next);
+                const Ahead then = !next ? Ahead()
+                    : c.threads == 1 ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, c.D, c.F)
+                                     : first_of<Op>(back_of_up<W>(c, next->expert).from(dx.from), next->count, I, dx.wide());
+                combined_rows<Op>(c, t, from, I, back_of_up<W>(c, t.expert), (const T*)nullptr, true, dx, s, then);
             },
             [&](const Wave& wave) {
                 if (c.d_pre) return;
@@ -150,5 +120,6 @@ void backward(const Call& c) {
                 const Operands<T> o = {c, d_pre ? d_pre : operand, d_pre ? I : ldh, hidden};
                 weight_gradients<T, Op>(o, wave, s);
             });
+        dx.end();
     }
 }

@@ -31,7 +31,7 @@ struct Call {
     float* dw;                     // [M, K], zeros before
     void *d_up, *d_down;           // like the parameters, or null
     void *d_up_bias, *d_down_bias;  // float [E, I], [E, D], or null
-    void* sums;                    // [M, D]: where y or dx are bf16, half of the bits of tokens' sums while they grow
+    float* sums;                   // [M, D]: where y or dx are bf16, tokens' sums while they grow
     float* scratch;                // `scratch_floats`
 };
 

@@ -1,5 +1,4 @@
 // Expert MLPs on the CPU: the C ABI. See trimtab.kernels.compiled for what calls it.
-#include "elementwise.h"
 #include "places.h"
 #include "products.h"
 
@@ -14,13 +13,10 @@ void trimtab_backward(const Call* c) {
 void trimtab_weight_gradients(const Call* c) {
     with_operands(*c, [&](auto t, auto op) { weight_gradients<decltype(t), decltype(op)>(*c); });
 }
-void trimtab_between_forward(const Between* c) { between_forward(*c); }
-void trimtab_between_backward(const Between* c) { between_backward(*c); }
 void trimtab_count_slots(const Places* p) { count_slots(*p); }
 void trimtab_place_slots(const Places* p) { place_slots(*p); }
 int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c, waves(*c)).end - c->scratch; }
 int64_t trimtab_call_bytes() { return sizeof(Call); }
-int64_t trimtab_between_bytes() { return sizeof(Between); }
 int64_t trimtab_places_bytes() { return sizeof(Places); }
 
 // The instructions that this was compiled for, and whether the machine has them.

@@ -1,6 +1,6 @@
 // Whole products: C[M, N] = A B for the rows A of an expert and a weight B, block by block.
 #pragma once
-#include "right.h"
+#include "bring.h"
 
 // How much of B a product brings at once that is made block by block: of K, and columns of each of `parts`; and
 // whether `gemm_by_chunks` makes it.
@@ -15,6 +15,14 @@ Brought brought(long M, long K, int parts) {
         if (M >= Op::many && columns >= Op::wide / 2) return {K, std::min(columns, Op::wide) / parts / NR * NR, true};
     }
     return {std::min(K, Op::depth), Op::wide / parts, false};
+}
+
+// The first block that a product of M rows brings.
+template <class Op, class W>
+Ahead first_of(const Right<W>& weight, long M, long K, long N) {
+    const Brought b = brought<Op>(M, K, weight.parts);
+    const auto part = [&](int part) { return weight.where(part, 0, b.k, 0, std::min(N, b.n)); };
+    return weight.parts > 1 ? part(0).and_beside(part(1)) : part(0);
 }
 
 // B's block [k0 : k0 + kn, n0 : n0 + nn] is brought; its product with A goes to the sums.
@@ -49,7 +57,7 @@ template <class Op>
 void swapped_strip(
     Op, long K, long columns, const typename Op::Word* w, long ld, const typename Op::Word* x, float* sums, Ahead ask
 ) {
-    const Tile<typename Op::Word> run = columns > VL ? tile<Op, Op::tall, true, 2> : tile<Op, Op::tall, true, 1>;
+    const Tile<typename Op::Word> run = columns > VL ? tile<Op, Op::tall, 2> : tile<Op, Op::tall, 1>;
     for (long k = 0; k < K; k += Op::deep) {
         const long kn = std::min(Op::deep, K - k);
         const Sums way = {k > 0 ? sums : nullptr, NR, sums, NR, NEAR};
@@ -110,7 +118,7 @@ bool swaps(long M, long N, long K) {
     const bool whole = K > 0 && K % (2 * VL) == 0 && N % NR == 0;
     const bool some = M <= NR || (M <= 2 * NR && (M > NR + VL || Op::tall == NR));
     const bool few = std::is_same_v<W, rounded> ? M <= HANDFUL : some;
-    return whole && few && up_to(M, NR) * K / Op::values <= KC * QC;
+    return whole && few && up_to(M, NR) * K / Op::values <= KC * NC;
 }
 
 // As `gemm`, for few rows of A and a B whose columns lie in memory one after the other: (B^T A^T)^T. B is the left
@@ -123,12 +131,11 @@ void gemm_swapped(
     using Word = typename Op::Word;
     const int parts = weight.parts;
     const long words = K / Op::values, width = Op::wide / parts;
-    auto panels = panels_of(b);
-    panels.panel = words * NR;
+    const Panels<Word> panels = {b, NR, words * NR};
     const auto few = pick_rows<Op, W>(M, std::make_integer_sequence<int, HANDFUL>());
     constexpr bool strips = std::is_same_v<W, typename Op::Value>;  // multiplied as they lie
     if constexpr (strips)
-        if (!few) load_transposed((const typename Op::Value*)a.p, a.ld * Op::values, panels, K, M);
+        if (!few) bring_transposed<Op>((const typename Op::Value*)a.p, a.ld * Op::values, K, M, panels);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0);
         for (int part = 0; part < parts; part++) {
@@ -183,7 +190,7 @@ INLINE void straight_block(
     long M, const typename Op::Word* a, long lda, const W* w, long ld, float* sums, long pitch, bool first
 ) {
     decltype(Op::spread(*a)) right[HELD][2];
-    UNROLL for (int k = 0; k < HELD; k++) Op::read_rows(w + k * Op::values * ld, ld, right[k]);
+    UNROLL for (int k = 0; k < HELD; k++) Op::read_rows(w + k * Op::values * ld, w + (k + 1) * Op::values * ld - ld, right[k]);
     for (int k = 0; k < HELD * Op::values; k++) {  // those that come next
         __builtin_prefetch(w + (HELD * Op::values + k) * ld, 0, 2);
         if (sizeof(*w) == 4) __builtin_prefetch(w + (HELD * Op::values + k) * ld + VL, 0, 2);
@@ -258,14 +265,14 @@ void gemm_by_chunks(
 ) {
     const int parts = weight.parts;
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
-    static_assert(chunk % BLOCK_ROWS == 0 && CHUNKED <= KC * QC * (long)sizeof(uint32_t));
+    static_assert(chunk % BLOCK_ROWS == 0 && CHUNKED <= KC * NC * (long)sizeof(uint32_t));
     const long width = brought<Amx>(M, K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
         const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::deep; };
         for (long k0 = 0; k0 < blocks * depth; k0 += depth)
             for (int part = 0; part < parts; part++)
-                weight.bring(part, panels_of(panels(k0, part)), k0, std::min(depth, K - k0), n0, nn);
+                weight.template bring<Amx>(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
         const auto next = [&](int part) { return weight.where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
         const long tiles = up_to(M, BLOCK_ROWS) / BLOCK_ROWS * (up_to(nn, NR) / NR) * parts;
@@ -279,7 +286,7 @@ void gemm_by_chunks(
                     const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
                     const long words = (std::min(depth, K - k0) + 1) / 2;
                     tile_blocks<SomeLines>(
-                        rows, nn, k0 / 2, words, {a.at(0, m, 0), a.ld, true}, panels(k0, part), way,
+                        rows, nn, k0 / 2, words, {a.at(m, 0), a.ld}, panels(k0, part), way,
                         [&] { return SomeLines{lines, each}; });
                 }
             }
@@ -289,7 +296,7 @@ void gemm_by_chunks(
 }
 #endif
 
-// `b` has room for what is brought of B, `c` for PIECES * PC rows of sums or more, and A and sums for M up to the next
+// `b` has room for what is brought of B, `c` for as many rows of sums, and A and sums for M up to the next
 // multiple of 2 VL, whatever lies there. `then` is what is read after all of B. done(m0, mn, n0, nn, c) takes sums,
 // [mn, nn] of each part at c + part * Op::wide / parts, rows LDC apart.
 template <class Op, class W>
@@ -317,7 +324,7 @@ void gemm(
             const long kn = std::min(depth, K - k0), k1 = k0 + depth;
             for (int part = 0; part < parts; part++) {
                 typename Op::Word* panels = b + part * width * Op::deep;
-                weight.bring(part, panels_of(panels), k0, kn, n0, nn);
+                weight.template bring<Op>(part, panels, k0, kn, n0, nn);
                 const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
                     : k1 < K ? weight.where(0, k1, std::min(depth, K - k1), n0, nn)
                     : n1 < N ? weight.where(0, 0, std::min(depth, K), n1, std::min(width, N - n1))

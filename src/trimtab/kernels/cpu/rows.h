@@ -18,12 +18,13 @@ struct Wave {
     long first, last, start, end;
 };
 
-// Blocks of gradients from operands of pairs: rows that are brought at once at most, a block's columns if an expert has
-// no more rows, and its rows and columns if it has.
-constexpr long PAIRED_ROWS = 512, PAIRED_COLUMNS = 1024, PAIRED_BLOCK = 512;
+// Of a block of gradients: rows that are brought at once at most, rows of the block whose operand is brought at once,
+// and its rows at most if an expert has more than the first.
+template <class Op>
+constexpr long ROWS = 256 * Op::values;
+constexpr long HIGH = 256, HIGHEST = 512;
 
 inline bool paired(const Call& c) { return c.type != FLOAT && c.products != WIDENED; }
-inline bool paired_gradients(const Call& c) { return paired(c) && (c.d_up || c.d_down); }
 
 // Waves of about as many rows: few, so that they stay near and cost little memory, but enough for all threads to share.
 inline std::vector<Wave> waves(const Call& c) {
@@ -69,14 +70,15 @@ inline long largest(const Call& c, const std::vector<Wave>& waves) {
 // A thread's memory, for pieces of at most so many rows.
 struct Scratch {
     float *b, *c, *x, *beside, *sums;
-    static constexpr long paired_sums = PAIRED_BLOCK * pitch(PAIRED_BLOCK);
+    static bool gradients(const Call& c) { return c.d_up || c.d_down; }
     static long sums_of(const Call& c, long most) {
-        return std::max(std::max(most, PIECES * PC) * LDC, paired_gradients(c) ? paired_sums : 0);
+        const long block = paired(c) ? HIGHEST * pitch(512) : HIGHEST * LDC;
+        return std::max(most * LDC, gradients(c) ? block : 0);
     }
-    static long right(const Call& c) { return paired_gradients(c) ? PAIRED_ROWS / 2 * PAIRED_COLUMNS : KC * QC; }
+    static long right(const Call& c) { return gradients(c) && paired(c) ? 128 * 2 * 1024 : KC * NC; }
     static long left(const Call& c, long n) { return paired(c) ? up_to(n, 2 * VL) / 2 + VL : n + VL; }
     static long rows(const Call& c, long most) {
-        return up_to(std::max({most * left(c, c.D), KC * LDC, Tiles::floats}), VL);
+        return up_to(std::max(most * left(c, c.D), HIGH * pitch(256)), VL);
     }
     static long each(const Call& c, long most) {
         return right(c) + sums_of(c, most) + most * VL + rows(c, most) + NC * VL;
@@ -135,86 +137,65 @@ Right<W> back_of_down(const Call& c, long e) {
 
 inline float weight_of(const Call& c, long r) { return c.slot_R[r] < 0 ? 0.0f : c.w[c.slot_R[r]]; }
 
-// Which expert rows are the first and the last of their token.
-struct Ends {
-    std::vector<uint8_t> first, last;
-    std::vector<long> none;  // tokens without any
-    explicit Ends(const Call& c) : first(c.R, 0), last(c.R, 0) {
-        std::vector<long> seen(c.M, -1);
-        for (long r = 0; r < c.offsets[c.E]; r++) {
-            if (c.row_R[r] < 0) continue;
-            long& before = seen[c.row_R[r]];
-            if (before < 0) first[r] = 1;
-            before = r;
-        }
-        for (long m = 0; m < c.M; m++) {
-            if (seen[m] < 0) none.push_back(m);
-            else last[seen[m]] = 1;
-        }
-    }
-};
-
-// Sums in float while they grow: in `to` if that is float, else half of a sum's bits there and the others in `rest`.
-template <class T>
-struct Growing;
-template <>
-struct Growing<float> {
-    float *to, *rest;
-    INLINE void ask(long at) const { __builtin_prefetch(to + at, 1); }
-    INLINE vf get(long at, long n) const { return load(to + at, n); }
-    INLINE void put(long at, vf sum, long n) const { store(to + at, sum, n); }
-};
-template <>
-struct Growing<bf16> {
-    bf16 *to, *rest;
-    INLINE void ask(long at) const {
-        __builtin_prefetch(to + at, 1);
-        __builtin_prefetch(rest + at, 1);
-    }
-    INLINE vf get(long at, long n) const { return (vf)((vu)load(to + at, n) | (vu)load(rest + at, n) >> 16); }
-    INLINE void put(long at, vf sum, long n) const {
-        put_lower(to + at, (vu)sum >> 16, n);
-        put_lower(rest + at, (vu)sum, n);
-    }
-};
-
 constexpr long COMING = 4;  // rows ahead of which a token's sum is asked for: it may lie in memory
 
-// Each token's sum over its expert rows, in the order of the experts, if `to` is there: a row is added where its
-// product ends, by the thread that has those columns.
+// Each token's sum over its expert rows, in the order of the experts, if `to` is there: a row is added where its product
+// ends, by the thread that has those columns. Sums are floats while they grow.
 template <class T>
 struct Combine {
     const Call& c;
-    const Ends& ends;
     T* to;
-    const Growing<T> sums;
-    const bool weighted;
-    long from, until;  // this thread's columns
-    Combine(const Call& c, const Ends& ends, void* to, bool weighted)
-        : c(c), ends(ends), to((T*)to), sums{(T*)to, (T*)c.sums}, weighted(weighted) {
-        const long D = to ? c.D : 0, blocks = (D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
-        from = std::min<long>(D, i * blocks / n * NR);
-        until = std::min<long>(D, (i + 1) * blocks / n * NR);
+    float* sums;
+    long from = 0, until = 0;  // this thread's columns
+    Combine(const Call& c, void* to) : c(c), to((T*)to), sums(std::is_same_v<T, float> ? (float*)to : c.sums) {
         if (!to) return;
-        for (long m : ends.none) memset(this->to + m * c.D + from, 0, (until - from) * sizeof(T));
+        const long blocks = (c.D + NR - 1) / NR, n = omp_get_num_threads(), i = omp_get_thread_num();
+        from = std::min<long>(c.D, i * blocks / n * NR);
+        until = std::min<long>(c.D, (i + 1) * blocks / n * NR);
+        for (long m = 0; m < c.M; m++) memset(sums + m * c.D + from, 0, (until - from) * sizeof(float));
     }
-    // Columns d0 : d0 + n of a row's product.
-    INLINE void add(long r, long d0, long n, const float* got) const {
+    // Columns d0 : d0 + n of a row's product, times w.
+    INLINE void add(long r, long d0, long n, const float* got, float w) const {
         if (c.row_R[r] < 0) return;
-        const long at = c.row_R[r] * c.D;
-        const long soon = c.row_R[std::min(r + COMING, c.R - 1)] * c.D;  // a prefetch reads nothing, wherever it is
-        const float w = weighted ? weight_of(c, r) : 1.0f;
-        const bool begins = ends.first[r], ends_here = ends.last[r];
+        const float* soon = sums + c.row_R[std::min(r + COMING, c.R - 1)] * c.D;  // a prefetch reads nothing
+        float* row = sums + c.row_R[r] * c.D;
         for (long d = d0; d < d0 + n; d += VL, got += VL) {
-            sums.ask(soon + d);
-            vf before{};
-            if (!begins) before = sums.get(at + d, d0 + n - d);
-            const vf v = w * load(got) + before;
-            if (ends_here) store(to + at + d, v, d0 + n - d);
-            else sums.put(at + d, v, d0 + n - d);
+            __builtin_prefetch(soon + d, 1);
+            store(row + d, multiply_add(splat(w), load(got), load(row + d, d0 + n - d)), d0 + n - d);
         }
     }
+    long wide() const { return until - from; }
+    void end() const {  // when all rows are added
+        if constexpr (!std::is_same_v<T, float>)
+            for (long m = 0; to && m < c.M; m++)
+                for (long d = from; d < until; d += VL) {
+                    const long at = m * c.D + d;
+                    store(to + at, load(sums + at, until - d), until - d);
+                }
+    }
 };
+
+// The second product of a piece's rows, [count, K] at `left`, for this thread's columns, and their bias, into their
+// tokens' sums. Where hidden rows are not `weighted` yet, the sums are.
+template <class Op, class W, class T>
+void combined_rows(
+    const Call& c, Rows t, const typename Op::Value* left, long K, const Right<W>& weight, const T* bias,
+    bool weighted, const Combine<T>& to, Scratch s, const Ahead& then
+) {
+    using Word = typename Op::Word;
+    if (!to.to) return;
+    gemm<Op>(
+        t.count, to.wide(), K, {(const Word*)left, Op::pitch(K) / Op::values}, weight.from(to.from), (Word*)s.b, s.c,
+        then, [&](long m0, long mn, long n0, long nn, float* got) {
+            n0 += to.from;
+            for (long i = m0; i < m0 + mn; i++, got += LDC) {
+                const float w = weight_of(c, t.start + i), of_bias = weighted ? w : 1.0f;
+                for (long n = 0; bias && n < nn; n += VL)
+                    store(got + n, load(got + n) + load(bias + n0 + n, nn - n) * of_bias);
+                to.add(t.start + i, n0, nn, got, weighted ? 1.0f : w);
+            }
+        });
+}
 
 // The two products of all rows: first(piece, place, next) by one thread each, whose left operands of the second product
 // are put at `place`, a row every `ld` values; then second(piece, place, next) by all threads, each for its columns, in

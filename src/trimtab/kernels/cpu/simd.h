@@ -27,7 +27,6 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint16_t vhh __attribute__((vector_size(4 * VL)));
 typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
-typedef float vf_pairs __attribute__((vector_size(4 * VL), aligned(2), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef uint16_t vhh_any __attribute__((vector_size(4 * VL), aligned(2), may_alias));
@@ -57,7 +56,6 @@ INLINE vf multiply_add(vf a, vf b, vf sum) {
 }
 
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
-INLINE vf load_pairs(const bf16* p) { return *(const vf_pairs*)p; }
 INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector((vh)*(const vh_any*)p, vu) << 16); }
 
 INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
@@ -74,6 +72,7 @@ INLINE vh narrow(vf x) {  // to nearest, ties to even; a NaN stays one
 INLINE vf as_bf16(vf x) { return (vf)(__builtin_convertvector(narrow(x), vu) << 16); }
 INLINE vf load(const rounded* p) { return as_bf16(load((const float*)p)); }
 INLINE void store(float* p, vf x) { *(vf_any*)p = x; }
+INLINE void store(uint32_t* p, vu x) { *(vu_any*)p = x; }
 INLINE void store(bf16* p, vf x) { *(vh_any*)p = narrow(x); }
 
 template <int... L>
@@ -124,11 +123,10 @@ INLINE void store(T* p, vf x, long n) {
     memcpy(p, part, n * sizeof(T));
 }
 
-// The lower halves of the first n of VL words.
-INLINE void put_lower(bf16* p, vu words, long n) {
-    const vh part = __builtin_convertvector(words, vh);
-    if (n >= VL) *(vh_any*)p = part;
-    else memcpy(p, &part, n * sizeof(bf16));
+// And zeros up to a whole register.
+template <class T>
+INLINE void widen_row(const T* from, float* to, long n) {
+    for (long i = 0; i < n; i += VL) store(to + i, load(from + i, n - i));
 }
 
 INLINE float value(float x) { return x; }
@@ -190,6 +188,12 @@ INLINE void exchange(vf* r) {
     }
 }
 INLINE void transpose(vf* r) { exchange<1>(r); }
+INLINE void transpose_block(const float* from, long ld, float* to, long row) {
+    vf r[VL];
+    UNROLL for (int i = 0; i < VL; i++) r[i] = load(from + i * ld);
+    transpose(r);
+    UNROLL for (int i = 0; i < VL; i++) store(to + i * row, r[i]);
+}
 
 // Even and odd lanes of two vectors in a row, and back.
 template <int P, int... L>

@@ -10,15 +10,12 @@
 
 constexpr long KC = 384;            // floats of K that are brought at once
 constexpr long MC = 512;            // rows of A that a task takes at most
-constexpr long RC = 256;            // rows that are brought at once for a gradient
 constexpr long NC = 256;            // columns of B that are brought at once, at most
 constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
-constexpr long PC = 280, QC = 256;  // a gradient's block: rows of A that are brought at once at most, columns
-constexpr long PIECES = 2;          // and how many such rows share one block of B
 constexpr int HANDFUL = VL / 2;     // rows of A up to which a weight's values are turned in registers
-constexpr long BROUGHT = std::max(PC, QC) + NR;  // values of a row that are brought for a gradient, blanks after it
+constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 constexpr long pitch(long n) { return n + VL; }  // between rows of n floats: no power of two, for the caches' sake
-constexpr long LDC = pitch(QC);  // of every block of sums, the smaller ones too
+constexpr long LDC = pitch(NC);  // of every block of sums, the smaller ones too
 
 // Whether sums stay near, go past the caches or are added to what is there; as float or as bf16.
 enum End { NEAR, PAST, PAST_NARROW, ADD, ADD_NARROW };
@@ -86,30 +83,37 @@ struct Floats {
     static constexpr long wide = 128;      // columns of B that are brought at once
     static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (gemm.h)
     static constexpr long depth = deep * values;
-    static constexpr bool by_row = false;  // whether left operands always are
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
     static constexpr long along = 64;      // words of K up to which sums that leave do so by rows of tiles
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
+    static constexpr long whole = 1;       // words of K of which a panel holds a multiple
+    static constexpr bool adds = true;     // whether sums can be added to what is there straight from registers
+    static constexpr long columns = 256, block = 256;  // of a block of gradients (wgrad.h)
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
     static INLINE vf read(const float* p) { return *(const vf*)p; }
     template <class W>
-    static INLINE vf words(const W* p) {
+    static INLINE vf words(const W* p) {  // VL of a row where it lies
         return load(p);
     }
     template <class W>
-    static INLINE void read_rows(const W* p, long, vf* to) {  // NR columns of a word's rows where they lie
+    static INLINE void read_rows(const W* p, const W*, vf* to) {  // NR columns of a word's rows where they lie
         to[0] = load(p);
         to[1] = load(p + VL);
     }
+    template <class T>
+    static INLINE void put_row(const T* from, float* to, long n) {  // of a left operand, up to a whole register
+        for (long i = 0; i < n; i += VL) store(to + i, load(from + i, n - i));
+    }
+    static INLINE void end_row(float*, long) {}
     static INLINE vf spread(float x) { return splat(x); }
     static INLINE vf add(vf sum, vf a, vf b) { return multiply_add(a, b, sum); }
 };
 
 // One block of at most MR x NR, its sums in registers: of both registers of columns, or the first. With every VL steps
 // over k the next line of each row is asked for, or two of rows that are wider than the products'.
-template <class Op, int M, bool ByRow, int Wide = 2>
+template <class Op, int M, int Wide = 2>
 void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word* b, const Sums& c, const Ahead& ask) {
     vf acc[M][Wide];
     UNROLL for (int i = 0; i < M; i++)
@@ -126,7 +130,7 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
             decltype(Op::read(b)) right[Wide];
             UNROLL for (int j = 0; j < Wide; j++) right[j] = Op::read(b + j * VL);
             UNROLL for (int i = 0; i < M; i++) {
-                const auto v = Op::spread(ByRow ? a[i * lda + k] : a[k * lda + i]);
+                const auto v = Op::spread(a[i * lda + k]);
                 UNROLL for (int j = 0; j < Wide; j++) acc[i][j] = Op::add(acc[i][j], v, right[j]);
             }
         }
@@ -152,25 +156,22 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
 
 template <class Word>
 using Tile = void (*)(long, const Word*, long, const Word*, const Sums&, const Ahead&);
-template <class Op, bool ByRow, int... M>
+template <class Op, int... M>
 Tile<typename Op::Word> pick(long m, std::integer_sequence<int, M...>) {
-    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1, ByRow>...};
+    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1>...};
     return all[m - 1];
 }
 
-// Operand A: word (m, k) lies at p[m * ld + k]; or not `by_row`, in a panel of its tile, VL words for each k.
+// Operand A: word (m, k) lies at p[m * ld + k].
 template <class Word>
 struct Left {
     const Word* p;
     long ld;
-    bool by_row;
-    const Word* at(long tile, long m, long k) const { return by_row ? p + m * ld + k : p + (tile * KC + k) * VL; }
+    const Word* at(long m, long k) const { return p + m * ld + k; }
 };
 
 // M rows in tiles of about the same height.
 inline long first_row(long tile, long tiles, long M) { return tile * M / tiles; }
-
-constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
 
 // The tiles of a block in turn: column of tiles by column, or `along` its rows.
 struct Walk {
@@ -206,7 +207,6 @@ __attribute__((noinline)) void multiply(
     for (long call = 0; call < calls; call++, at.step()) {
         if (c.adds() && call + EARLY < calls) expect_target();
         const long m = first_row(at.tile, tiles, M), rows = first_row(at.tile + 1, tiles, M) - m, n = at.strip * NR;
-        const auto run = a.by_row ? pick<Op, true>(rows, sizes) : pick<Op, Op::by_row>(rows, sizes);
-        run(kn, a.at(at.tile, m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
+        pick<Op>(rows, sizes)(kn, a.at(m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
     }
 }

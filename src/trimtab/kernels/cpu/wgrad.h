@@ -18,29 +18,29 @@ struct Operands {
 };
 
 // Values [k0 : k0 + kn, n0 : n0 + nn] of one operand of the expert whose rows start at `start`, at `to`.
-template <class T, class To>
-void bring(const Operands<T>& o, Operand which, long start, long k0, long kn, long n0, long nn, const To& to) {
+template <class Op, class T>
+void bring(
+    const Operands<T>& o, Operand which, long start, long k0, long kn, long n0, long nn,
+    const Panels<typename Op::Word>& to
+) {
     const Call& c = o.c;
     const long r0 = start + k0;
     switch (which) {
-        case X: return gather((const T*)c.x, c.D, c.row_R + r0, kn, n0, nn, to);
-        case DY: return gather((const T*)c.dy, c.D, c.row_R + r0, kn, n0, nn, to);
-        case DPRE: return put_block(o.d_pre + r0 * o.ld + n0, o.ld, to, kn, nn);
+        case X: return gather<Op>(Gathered<T>{(const T*)c.x, c.D, c.row_R + r0, kn, n0, nn}, to);
+        case DY: return gather<Op>(Gathered<T>{(const T*)c.dy, c.D, c.row_R + r0, kn, n0, nn}, to);
+        case DPRE: return bring_block<Op>(o.d_pre + r0 * o.ld + n0, o.ld, kn, nn, to);
         case H: {
-            if (o.hidden) return put_block(o.hidden + r0 * c.F + n0, c.F, to, kn, nn);
+            if (o.hidden) return bring_block<Op>(o.hidden + r0 * c.F + n0, c.F, kn, nn, to);
             const Activation act = activation(c.act);
-            float g[BROUGHT], u[BROUGHT], h[BROUGHT];
-            for (long k = 0; k < kn; k++) {
+            float g[NC + VL], u[NC + VL], h[2][NC + VL];
+            const auto row = [&](long k) {
                 const T* pre = (const T*)c.pre + (r0 + k) * width(c) + n0;
                 widen_row(pre, g, nn);
-                blank(rows_of(g, 0), 0, nn);
-                if (act.gate) {
-                    widen_row(pre + c.F, u, nn);
-                    blank(rows_of(u, 0), 0, nn);
-                }
-                act.forward(g, u, nn, weight_of(c, r0 + k), shape_of(c), h);
-                put_row(h, to, k, nn);
-            }
+                if (act.gate) widen_row(pre + c.F, u, nn);
+                act.forward(g, u, nn, weight_of(c, r0 + k), shape_of(c), h[k % 2]);
+                return (const float*)h[k % 2];
+            };
+            bring_rows<Op, float>(row, [](long) {}, kn, nn, to);
         }
     }
 }
@@ -50,19 +50,23 @@ struct Block {  // of the gradient of `down` or `up` of one expert: rows p0.., c
     long expert, p0, pn, q0, qn;
 };
 
+// Large where there are enough of them for all threads.
 template <class Op>
 std::vector<Block> blocks(const Call& c, const Wave& wave) {
     std::vector<std::pair<long, long>> order;
     for (long e = wave.first; e < wave.last; e++) order.push_back({c.offsets[e] - c.offsets[e + 1], e});
     std::sort(order.begin(), order.end());
+    const bool few = wave.last - wave.first < 2 * c.threads && c.threads > 1;
     std::vector<Block> out;
     for (auto [rows, e] : order) {
+        const bool several = -rows > ROWS<Op>;
+        const long most_p = few ? NC : several ? HIGHEST : std::max(HIGHEST, Op::columns);
+        const long most_q = few ? NC : several ? Op::block : Op::columns;
         for (int down = 0; down < 2; down++) {
             if (!(down ? c.d_down : c.d_up)) continue;
             const long outs = down ? c.D : width(c), ins = down ? c.F : c.D;
             if (rows == 0 && (down ? c.add_down : c.add_up)) continue;
             const long P = c.transposed ? ins : outs, Q = c.transposed ? outs : ins;
-            const auto [most_p, most_q] = most_of_block(Op(), c, wave, -rows);
             for (long q = 0; q < Q; q += most_q)
                 for (long p = 0, n = (P + most_p - 1) / most_p; p < n; p++)
                     out.push_back({down != 0, e, p * P / n, (p + 1) * P / n - p * P / n, q, std::min(most_q, Q - q)});
@@ -117,51 +121,75 @@ struct Gradient {
     }
 };
 
-// Rows and columns of a block.
-inline std::pair<long, long> most_of_block(Floats, const Call&, const Wave&, long) { return {PIECES * PC, QC}; }
+// Columns p0 : p0 + pn of an operand as rows of words at `to`, `ld` apart, by way of `beside`.
+template <class Op, class T>
+void bring_turned(
+    const Operands<T>& o, Operand which, long start, long k0, long kn, long p0, long pn, typename Op::Word* to, long ld,
+    typename Op::Word* beside
+) {
+    constexpr long step = VL * Op::values;
+    for (long k = 0; k < kn; k += step) {
+        bring<Op>(o, which, start, k0 + k, std::min(step, kn - k), p0, pn, {beside, HIGH, NR});
+        turn(beside, HIGH, to + k / Op::values, ld, pn);
+    }
+}
 
-template <class T>
-void one_block(Floats, const Operands<T>& o, Block t, Scratch s) {
+// Both operands are brought once for many products: the right one for all rows of the block, the left one for all its
+// columns.
+template <class T, class Op>
+void one_block(const Operands<T>& o, Block t, Scratch s) {
+    using Word = typename Op::Word;
+    constexpr long rows = ROWS<Op>, ld_left = pitch(rows / Op::values), depth = std::min(Op::depth, rows);
     const Gradient g(o.c, t);
-    const bool direct = g.direct(t.qn);
-    const long parts = (t.pn + PC - 1) / PC;
+    const bool several = g.rows > rows, direct = g.direct(t.qn) && (!g.add || Op::adds);
+    const long ld = several ? pitch(Op::block) : LDC, each = Op::deep * up_to(t.qn, NR);  // words of a step
+    const long at_once = several ? depth : rows;  // few beside many sums, for the second cache's sake
+    // Sums of one step leave at once and wait nowhere: whole rows of them are written in one go.
+    const long wide = Op::along && direct && g.rows <= depth ? t.qn : NC;
+    Word *right = (Word*)s.b, *left = (Word*)s.x;
     long k0 = 0;
     do {
-        const long kn = std::min(RC, g.rows - k0);
-        const bool last = k0 + RC >= g.rows;
-        const Place panels = panels_of(s.b);
-        bring(o, g.right, g.start, k0, kn, t.q0, t.qn, panels);
-        for (long part = 0; part < parts; part++) {
-            const long p = part * t.pn / parts, pn = (part + 1) * t.pn / parts - p;
-            float* sums = s.c + p * LDC;
-            void* to = g.at(p, 0);
-            Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
-            if (direct && last) way = {way.from, LDC, to, g.Q, g.end()};
-            bring(o, g.left, g.start, k0, kn, t.p0 + p, pn, Tiles(s.x, pn));
-            multiply(Floats(), pn, t.qn, 0, kn, {s.x, VL, false}, panels.p, way);
-            if (last && !direct) g.put(sums, LDC, p, pn, 0, t.qn);
+        const long kn = std::min(at_once, g.rows - k0), steps = std::max(1L, (kn + depth - 1) / depth);
+        const bool last = k0 + at_once >= g.rows;
+        for (long i = 0; i < steps; i++) {
+            const long n = std::min(depth, kn - i * depth);
+            for (long q = 0; q < t.qn; q += NC) {
+                const auto panels = panels_of<Op>(right + i * each + q * Op::deep);
+                bring<Op>(o, g.right, g.start, k0 + i * depth, n, t.q0 + q, std::min(NC, t.qn - q), panels);
+            }
         }
-        k0 += RC;
+        for (long p = 0; p < t.pn; p += HIGH) {
+            const long pn = std::min(HIGH, t.pn - p);
+            bring_turned<Op>(o, g.left, g.start, k0, kn, t.p0 + p, pn, left, ld_left, (Word*)s.beside);
+            for (long q = 0; q < t.qn; q += wide) {
+                const long qn = std::min(wide, t.qn - q);
+                float* sums = several ? s.c + p * ld + q : s.c;
+                for (long i = 0; i < steps; i++) {
+                    const long words = (std::min(depth, kn - i * depth) + Op::values - 1) / Op::values;
+                    Sums way = {k0 > 0 || i > 0 ? sums : nullptr, ld, sums, ld, NEAR};
+                    if (direct && last && i + 1 == steps) way.to = g.at(p, q), way.ld = g.Q, way.end = g.end();
+                    const Word* b = right + i * each + q * Op::deep;
+                    multiply(Op(), pn, qn, i * depth / Op::values, words, {left, ld_left}, b, way);
+                }
+                if (last && !direct) g.put(sums, ld, p, pn, q, qn);
+            }
+        }
+        k0 += at_once;
     } while (k0 < g.rows);
 }
 
-// Column sums of one expert's operand, each row weighted if `weighted`.
-template <class T>
-void bias_sum(const Operands<T>& o, Operand which, long e, long wide, bool weighted, float* to, Scratch s) {
-    const Call& c = o.c;
-    const long start = c.offsets[e], rows = c.offsets[e + 1] - start;
-    for (long n0 = 0; n0 < wide; n0 += QC) {
-        const long nn = std::min(QC, wide - n0);
-        memset(s.c, 0, QC * sizeof(float));
-        for (long k0 = 0; k0 < rows; k0 += RC) {
-            const long kn = std::min(RC, rows - k0);
-            bring(o, which, start, k0, kn, n0, nn, rows_of(s.x, LDC));
-            for (long k = 0; k < kn; k++) {
-                const float w = weighted ? weight_of(c, start + k0 + k) : 1.0f;
-                for (long n = 0; n < nn; n += VL) store(s.c + n, load(s.c + n) + w * load(s.x + k * LDC + n));
-            }
+// Column sums of rows of one expert, row r of it at row(r), null for zeros.
+template <class Row>
+void bias_sum(const Row& row, long rows, long wide, float* to, Scratch s) {
+    for (long n0 = 0; n0 < wide; n0 += NC) {
+        const long nn = std::min(NC, wide - n0);
+        memset(s.c, 0, NC * sizeof(float));
+        for (long k = 0; k < rows; k++) {
+            const auto [from, w] = row(k);
+            if (!from) continue;
+            for (long n = 0; n < nn; n += VL) store(s.c + n, load(s.c + n) + w * load(from + n0 + n, nn - n));
         }
-        memcpy(to + e * wide + n0, s.c, nn * sizeof(float));
+        memcpy(to + n0, s.c, nn * sizeof(float));
     }
 }
 
@@ -171,11 +199,17 @@ void weight_gradients(const Operands<T>& o, const Wave& wave, Scratch s) {
     const Call& c = o.c;
     const std::vector<Block> tasks = blocks<Op>(c, wave);
 #pragma omp for schedule(dynamic, 1) nowait
-    for (size_t i = 0; i < tasks.size(); i++) one_block(Op(), o, tasks[i], s);
+    for (size_t i = 0; i < tasks.size(); i++) one_block<T, Op>(o, tasks[i], s);
 #pragma omp for schedule(dynamic, 1) nowait
     for (long e = wave.first; e < wave.last; e++) {
-        if (c.d_up_bias) bias_sum(o, DPRE, e, width(c), false, (float*)c.d_up_bias, s);
-        if (c.d_down_bias) bias_sum(o, DY, e, c.D, true, (float*)c.d_down_bias, s);
+        const long start = c.offsets[e], rows = c.offsets[e + 1] - start, I = width(c);
+        const auto d_pre = [&](long k) { return std::pair(o.d_pre + (start + k) * o.ld, 1.0f); };
+        const auto dy = [&](long k) {
+            const long row = c.row_R[start + k];
+            return std::pair(row < 0 ? nullptr : (const T*)c.dy + row * c.D, weight_of(c, start + k));
+        };
+        if (c.d_up_bias) bias_sum(d_pre, rows, I, (float*)c.d_up_bias + e * I, s);
+        if (c.d_down_bias) bias_sum(dy, rows, c.D, (float*)c.d_down_bias + e * c.D, s);
     }
 }
 

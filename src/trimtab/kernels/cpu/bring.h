@@ -1,0 +1,184 @@
+// Bringing operands to where products read them: rows gathered, widened or rounded, matrices turned.
+//
+// A left operand lies row by row. A right one lies in panels of NR columns, so that a product reads each from one end to
+// the other; columns behind the last one hold zeros.
+#pragma once
+#include "amx.h"
+
+// Where word k of column n goes, n a multiple of VL.
+template <class Word>
+struct Panels {
+    Word* p;
+    long row, panel;
+    Word* at(long k, long n) const { return p + k * row + n / NR * panel + n % NR; }
+};
+template <class Op>
+Panels<typename Op::Word> panels_of(typename Op::Word* p) {
+    return {p, NR, Op::deep * NR};
+}
+
+// Rows 0 : kn of nn values each, from row(k), which is null for zeros; ask(k) asks for what row k is made of.
+template <class Op, class T, class Row, class Ask>
+void bring_rows(const Row& row, const Ask& ask, long kn, long nn, const Panels<typename Op::Word>& to) {
+    static const T zeros[NC] = {};  // no block is wider
+    constexpr int values = Op::values;
+    for (long k = 0; k < up_to(kn, values * Op::whole); k += values) {
+        const T* from[2] = {zeros, zeros};
+        for (int i = 0; i < values && k + i < kn; i++) {
+            ask(k + i);
+            if (const T* there = row(k + i)) from[i] = there;
+        }
+        const T *even = from[0], *odd = from[1];
+        const auto put = [&](long n, const T* even, const T* odd) __attribute__((always_inline)) {
+            decltype(Op::read(to.p)) words[2];
+            Op::read_rows(even, odd, words);
+            store(to.at(k / values, n), words[0]);
+            store(to.at(k / values, n) + VL, words[1]);
+        };
+        long n = 0;
+        for (; n + NR <= nn; n += NR) put(n, even + n, odd + n);
+        if (n == nn) continue;
+        T part[2][NR] = {};
+        memcpy(part[0], even + n, (nn - n) * sizeof(T));
+        memcpy(part[1], odd + n, (nn - n) * sizeof(T));
+        put(n, part[0], part[1]);
+    }
+}
+
+// Rows are asked for some rows ahead: the hardware foresees the next line of a row, not the next row.
+constexpr long SOON = 4, FAR = 16;
+
+// Rows that lie `ld` apart, from memory or from a cache.
+template <class Op, bool FromMemory = false, class T>
+void bring_block(const T* w, long ld, long kn, long nn, const Panels<typename Op::Word>& to) {
+    constexpr long ahead = FromMemory ? FAR : SOON;
+    const auto ask = [&](long k) {
+        if (k + ahead < kn) expect<FromMemory ? 2 : 3>(w + (k + ahead) * ld, nn);
+    };
+    bring_rows<Op, T>([&](long k) { return w + k * ld; }, ask, kn, nn, to);
+}
+
+// Columns n0 : n0 + nn of the rows numbered rows[0 : kn]; a negative one is zeros.
+template <class T>
+struct Gathered {
+    const T* x;
+    long width;
+    const int64_t* rows;
+    long kn, n0, nn;
+    const T* operator()(long k) const { return rows[k] < 0 ? nullptr : x + rows[k] * width + n0; }
+    void ask(long k) const {
+        if (k + SOON < kn && rows[k + SOON] >= 0) expect((*this)(k + SOON), nn);
+    }
+};
+template <class Op, class T>
+void gather(const Gathered<T>& from, const Panels<typename Op::Word>& to) {
+    bring_rows<Op, T>(from, [&](long k) { from.ask(k); }, from.kn, from.nn, to);
+}
+template <class Op, class T>
+void gather_left(const Gathered<T>& from, typename Op::Value* to, long ld) {
+    for (long k = 0; k < from.kn; k++, to += ld) {
+        from.ask(k);
+        if (const T* row = from(k)) Op::put_row(row, to, from.nn);
+        else memset(to, 0, from.nn * sizeof(*to));
+        Op::end_row(to, from.nn);
+    }
+}
+
+INLINE void every_second_value(const float* from, float* to, long n) {
+    const auto lanes = std::make_integer_sequence<int, VL>{};
+    long i = 0;
+    for (; i + VL < n; i += VL) store(to + i, every_second<0>(load(from + 2 * i), load(from + 2 * i + VL), lanes));
+    for (; i < n; i++) to[i] = from[2 * i];
+}
+INLINE void every_second_value(const rounded* from, rounded* to, long n) {
+    every_second_value((const float*)from, (float*)to, n);
+}
+INLINE void every_second_value(const bf16* from, bf16* to, long n) {
+    long i = 0;
+    for (; i + VL < n; i += VL) *(vh_any*)(to + i) = __builtin_convertvector(*(const vu_any*)(from + 2 * i), vh);
+    for (; i < n; i++) to[i] = from[2 * i];
+}
+
+// A matrix with the contracted axis last: value (k, n) at w[n * ld + k]. VL words of VL columns are turned in registers.
+template <class Op, class T>
+void bring_transposed(const T* w, long ld, long kn, long nn, const Panels<typename Op::Word>& to) {
+    constexpr long wide = VL * Op::values;
+    for (long n = 0; n < up_to(nn, NR); n += VL) {
+        for (long k = 0; k < kn; k += wide) {
+            vf r[VL];
+            if (n + VL <= nn && k + wide <= kn) {
+                if (n + 2 * VL <= nn)
+                    for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, wide);
+                UNROLL for (int i = 0; i < VL; i++) r[i] = Op::words(w + (n + i) * ld + k);
+            } else {
+                for (int i = 0; i < VL; i++) {
+                    T part[wide] = {};
+                    if (n + i < nn) memcpy(part, w + (n + i) * ld + k, std::min(wide, kn - k) * sizeof(T));
+                    r[i] = Op::words(part);
+                }
+            }
+            transpose(r);
+            UNROLL for (int i = 0; i < VL; i++) store((float*)to.at(k / Op::values + i, n), r[i]);
+        }
+    }
+}
+
+// Rows of a left operand from VL rows of words, `pitch` words apart: words m of all rows become row m.
+template <class Word>
+void turn(const Word* words, long pitch, Word* to, long ld, long nn) {
+    for (long m = 0; m < nn; m += VL) {
+        vf r[VL];
+        UNROLL for (int i = 0; i < VL; i++) r[i] = load((const float*)(words + i * pitch + m));
+        transpose(r);
+        UNROLL for (int i = 0; i < VL; i++) store((float*)(to + (m + i) * ld), r[i]);
+    }
+}
+
+// A right operand: the parameters of one expert, [K, N] of one part, or two that lie `beside` values apart. Value (k, n)
+// lies at w[k * ld + n * step] where rows lie in memory one after the other, `by_rows`, else at w[n * ld + k].
+template <class W>
+struct Right {
+    const W* w;
+    long ld;
+    bool by_rows;
+    int step = 1, parts = 1;
+    long beside = 0;
+    Right from(long n) const {  // columns from n on
+        return {w + n * (by_rows ? step : ld), ld, by_rows, step, parts, beside};
+    }
+    const W* at(int part, long k, long n) const {
+        return w + part * beside + (by_rows ? k * ld + n * step : n * ld + k);
+    }
+    // Block [k0 : k0 + kn, n0 : n0 + nn].
+    template <class Op>
+    void bring(int part, typename Op::Word* p, long k0, long kn, long n0, long nn) const {
+        const W* from = at(part, k0, n0);
+        const auto to = panels_of<Op>(p);
+        if (!by_rows) return bring_transposed<Op>(from, ld, kn, nn, to);
+        if (step == 1) return bring_block<Op, true>(from, ld, kn, nn, to);
+        W rows[2][NC];
+        const auto row = [&](long k) {
+            every_second_value(from + k * ld, rows[k % 2], nn);
+            return rows[k % 2];
+        };
+        bring_rows<Op, W>(row, [](long) {}, kn, nn, to);
+    }
+    Ahead where(int part, long k0, long kn, long n0, long nn) const {  // what `bring` reads
+        const long rows = by_rows ? kn : nn, values = by_rows ? nn * step : kn;
+        return {(const char*)at(part, k0, n0), ld * (long)sizeof(W), rows, values * (long)sizeof(W)};
+    }
+};
+
+// A layer's weight, [in, out] or [out, in], from its inputs to its outputs, of which two parts are halves or come in
+// turn; and back.
+template <class W>
+Right<W> to_outputs(const W* w, long in, long out, bool transposed, int parts = 1, bool interleaved = false) {
+    const int step = interleaved ? parts : 1;
+    const long second = interleaved ? 1 : out / parts;
+    if (transposed) return {w, out, true, step, parts, second};
+    return {w, in * step, false, 1, parts, second * in};
+}
+template <class W>
+Right<W> to_inputs(const W* w, long in, long out, bool transposed) {
+    return {w, transposed ? out : in, !transposed};
+}
