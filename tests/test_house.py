@@ -20,19 +20,19 @@ FLOORS = (
 )  # fmt: skip
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""
 ROOMS = {
-    "(root)": (1300, 20), "checkpoint": (1550, 14), "cli": (700, 11), "convert": (1850, 18), "dispatch": (2100, 14),
-    "doctor": (1450, 16), "experts": (5500, 48), "guard": (850, 6), "integrations": (1050, 18),
-    "kernels": (6900, 61), "parallel": (2000, 22), "routing": (1850, 18), "train": (2600, 23), "verify": (2450, 26),
+    "(root)": (1450, 19), "checkpoint": (1250, 9), "cli": (600, 8), "convert": (1500, 11), "dispatch": (2350, 17),
+    "doctor": (1150, 12), "experts": (4800, 38), "guard": (900, 7), "integrations": (950, 12), "kernels": (6150, 58),
+    "parallel": (1600, 11), "routing": (1900, 17), "train": (2400, 20), "verify": (2150, 21),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (27600, 244)
+PACKAGE = (27400, 239)
 """Lines and files of all rooms together."""
 LAYER = (9300, 82)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 17
 """Statements in `MoE.forward`."""
-PRIVATE = 51
+PRIVATE = 42
 """Lines that touch a private name of torch. Each name has a reason:"""
 REASONS = {
     "AsyncCollectiveTensor": "the type of a tensor that is still under way has no public name",
@@ -54,7 +54,6 @@ REASONS = {
     "_get_dispatch_mode": "asks whether fake tensors or a tracer are at work: no public question",
     "_get_fsdp_state": "FSDP2 has no public way to shard one parameter over another mesh",
     "_is_any_autocast_enabled": "whether autocast is on for any device, in one call",
-    "_is_tracing": "torch.jit.trace is refused in one sentence",
     "_is_zerotensor": "a gradient that is known to be zero has no memory to read",
     "_len_torch_dispatch_stack": "whether any mode is on, at the cost of one call",
     "_orig_mod": "what torch.compile wraps",
@@ -65,7 +64,7 @@ REASONS = {
     "_set_params_and_buffers_to_ignore_for_model": "DDP's only way to leave parameters to somebody else",
     "_will_engine_execute_node": "whether a backward comes by a node: no public question",
 }
-ASKS = 28
+ASKS = 27
 """Calls of is_compiling() and is_exporting()."""
 UPWARD, CIRCLES, LONG = 7, 6, 1
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
