@@ -1,8 +1,9 @@
-"""python docs/howto/sft.py CHECKPOINT_FOLDER"""
+"""python docs/howto/sft.py CHECKPOINT_FOLDER DATA.jsonl   (lines with "text")"""
 
 import sys
 
-from datasets import Dataset
+import torch
+from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -11,11 +12,17 @@ import trimtab.integrations.transformers
 trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], experts_implementation="trimtab")
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-texts = [f"{i} plus {i} is {2 * i}." for i in range(64)]
 trainer = SFTTrainer(
     model=model,
-    args=SFTConfig(output_dir="runs/sft", max_steps=10, per_device_train_batch_size=4, max_length=64, report_to="none"),
-    train_dataset=Dataset.from_dict({"text": texts}),
+    args=SFTConfig(
+        output_dir="runs/sft",
+        max_steps=10,
+        per_device_train_batch_size=4,
+        max_length=64,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    ),
+    train_dataset=load_dataset("json", data_files=sys.argv[2], split="train"),
     processing_class=tokenizer,
 )
 trainer.train()
