@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trimtab.experts.library import KERNELS
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return while the mode is on. Those that were there before count nothing."""
@@ -22,7 +24,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, Tensor):
                 self._meet(given, new=False)
-        result = func(*args, **(kwargs or {}))
+        if func in KERNELS:
+            with self:  # what it makes inside
+                result = KERNELS[func](*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for made in tree_leaves(result):
             if isinstance(made, Tensor):
                 self._meet(made, new=True)

@@ -45,7 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
         {
             "router": {"score": "sqrtsoftplus", "normalize": True, "top_k": 2},
             "activation": "clamped_swiglu",
-            "weights": "combine",
             "bias": True,
             "latent_dim": 8,
             "shared_hidden": 10,

@@ -20,9 +20,9 @@ from helpers.layer_case import D, E, K, build
 from trimtab import exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
-from trimtab.experts import compiled
-from trimtab.experts.compiled import expert_mlp_backward_op, expert_mlp_op
-from trimtab.experts.compiled_activation import activate, activate_backward
+from trimtab.experts import library
+from trimtab.experts.activations import clamped
+from trimtab.experts.ops import activate_backward_op, activate_op, experts_backward_op, experts_op, plan_op
 from trimtab.experts.recipes import MXFP8
 from trimtab.moe import MoE, MoEOutput
 
@@ -31,7 +31,7 @@ ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot
 
 
 def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, kernels: str = "loop") -> list[Any]:
-    """What `expert_mlp_op` takes."""
+    """What `experts_op` takes."""
     g = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:
@@ -43,9 +43,10 @@ def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, k
     biases = (draw(E, 2 * F), draw(E, D)) if bias else (None, None)
     turned = not bias
     weights = (draw(E, D, 2 * F), draw(E, F, D)) if turned else (draw(E, 2 * F, D), draw(E, D, F))
-    tensors = (draw(tokens, D), w, ids, *weights, *biases)
-    activation = "clamped_swiglu 1.0 7.0 0.0 0.0" if turned else "swiglu"
-    return [*tensors, activation, "experts" if bias else "combine", turned, kernels, None, True]
+    tensors = (draw(tokens, D), w, *weights, *biases)
+    plan = plan_op(ids, E, ids.numel(), False, "", kernels)
+    activation = clamped(1.0, 7.0, 0.0, interleaved=False) if turned else "swiglu"
+    return [*tensors, plan, activation, turned, kernels, True]
 
 
 @pytest.mark.parametrize(
@@ -54,13 +55,13 @@ def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, k
 def test_experts_pass_opcheck(tokens: int, dtype: torch.dtype, bias: bool, drop: float) -> None:
     """drop above 1: no slot is kept."""
     args = experts(tokens, dtype, bias=bias, drop=drop)
-    torch.library.opcheck(expert_mlp_op, tuple(args), test_utils=ALL)
-    y, pre = expert_mlp_op(*args)
-    needs = [True, True, True, True, bias, bias]
-    plain = [None if t is None else t.detach() for t in args[:7]]
-    torch.library.opcheck(
-        expert_mlp_backward_op, (torch.ones_like(y).detach(), pre.detach(), *plain, *args[7:12], needs), test_utils=ALL
-    )
+    plain = [t.detach() if isinstance(t, Tensor) else t for t in args]
+    torch.library.opcheck(experts_op, tuple(plain), test_utils=ALL)
+    y, pre = experts_op(*plain)
+    out = [torch.empty_like(t) for t in plain[2:6] if t is not None]
+    wanted = [True, True, bias, bias]
+    given = (torch.ones_like(y), pre, out, wanted, [False] * len(out), *plain[:-1], True, False)
+    torch.library.opcheck(experts_backward_op, given, test_utils=ALL)
 
 
 def test_the_other_operators_pass_opcheck() -> None:
@@ -71,9 +72,10 @@ def test_the_other_operators_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.trimtab.top.default, (torch.randn(3, E), K), test_utils=ALL)
     for tokens, activation in ((3, "swiglu"), (0, "gelu")):
         pre = torch.randn(tokens, 2 * F)
-        torch.library.opcheck(activate, (pre.clone().requires_grad_(), activation), test_utils=ALL)
-        dh = torch.randn_like(activate(pre, activation))
-        torch.library.opcheck(activate_backward, (pre, dh, activation), test_utils=ALL)
+        torch.library.opcheck(activate_op, (pre, activation), test_utils=ALL)
+        dh = torch.randn_like(activate_op(pre, activation))
+        torch.library.opcheck(activate_backward_op, (pre, dh, activation), test_utils=ALL)
+    torch.library.opcheck(plan_op, (ids, E, 3 * K, True, "", "loop"), test_utils=ALL)
     ids[1], weights[2] = E, torch.nan
     with pytest.raises(InputError, match=rf"layer moe.*{2 * K} slot.*token\(s\) 1, 2"):
         checked_ids(ids, weights, name, E)
@@ -81,13 +83,10 @@ def test_the_other_operators_pass_opcheck() -> None:
 
 def test_experts_keep_nothing_without_a_backward() -> None:
     args = experts(5, torch.float32, bias=True)
-    y, pre = expert_mlp_op(*args)
-    assert pre.shape == (5 * K, 2 * F)
-    kept = int((args[2] >= 0).sum())
-    assert kept < 5 * K
-    assert (pre[kept:] == 0).all()
     with torch.no_grad():
-        other, nothing = expert_mlp_op(*args[:-1], False)
+        y, pre = experts_op(*args)
+        assert pre.shape == (5 * K, 2 * F)
+        other, nothing = experts_op(*args[:-1], False)
     assert torch.equal(y, other)
     assert nothing.shape == (0, 2 * F)
 
@@ -115,16 +114,16 @@ def test_kernels_are_chosen_on_the_device_and_for_the_shape_that_asks(monkeypatc
             return object()
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    monkeypatch.setattr(compiled, "KernelChoice", Choice)
+    monkeypatch.setattr(library, "KernelChoice", Choice)
     bf16, found = torch.bfloat16, []
     with torch.no_grad():
         for gpu, shape in ((1, (8, 4)), (1, (8, 4)), (0, (8, 4)), (1, (8, 6))):
-            found.append(compiled._kernels("triton,stock", torch.device("cuda", gpu), bf16, shape))
+            found.append(library._chosen("triton,stock", torch.device("cuda", gpu), bf16, shape))
     assert found[0] is found[1]
     assert len({id(kernels) for kernels in found}) == 3
     names = ("triton", "stock")
     assert asked == [(names, gpu, gpu, bf16, shape, True) for gpu, shape in ((1, (8, 4)), (0, (8, 4)), (1, (8, 6)))]
-    compiled._kernels.cache_clear()
+    library._chosen.cache_clear()
 
 
 def traced(moe: MoE) -> Callable[..., MoEOutput]:

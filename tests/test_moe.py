@@ -26,7 +26,7 @@ def test_any_shape(dtype: torch.dtype, combine: str, poisoned: None) -> None:
 def test_any_activation_with_shared_experts(dtype: torch.dtype, activation: str, poisoned: None) -> None:
     for more in (
         {"bias": True, "shared_hidden": 10},
-        {"weights": "combine", "shared_hidden": 10, "shared_gate": True, "latent_dim": 8},
+        {"shared_hidden": 10, "shared_gate": True, "latent_dim": 8},
     ):
         check(build(dtype, activation=activation, **more), dtype, (3, 8))
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
 from trimtab.errors import InputError
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.grouped import StockKernels
@@ -32,7 +32,7 @@ WAYS = ("meta", "fake")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all around it": {
-        "activation": "clamped_swiglu", "bias": True, "weights": "combine", "latent_dim": 32, "shared_hidden": 16,
+        "activation": "clamped_swiglu", "bias": True, "latent_dim": 32, "shared_hidden": 16,
         "shared_gate": True,
     },
     "ordered": {"combine": "ordered"},
@@ -151,7 +151,7 @@ def test_stock_products_read_nothing_either() -> None:
         up, down = (torch.randn(E, *s, dtype=bf16, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
         x, w = torch.randn(9, D, dtype=bf16, requires_grad=True), torch.rand(9, K, requires_grad=True)
         plan = plan_experts(torch.zeros(9, K, dtype=torch.long), E, kernels=kernels)
-        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels).sum().backward()
+        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", kernels).sum().backward()
     assert all(t.grad is not None for t in (x, w, up, down))
 
 

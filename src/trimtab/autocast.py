@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +34,6 @@ def without_autocast() -> AbstractContextManager[object]:
     for kind in _KINDS:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
-
-
-def noted() -> Callable[[str], AbstractContextManager[object]]:
-    """What autocast says now for each kind of device, to be said again later: the context for a kind."""
-    return partial(_said, {kind: torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)})
-
-
-def _said(dtypes: dict[str, torch.dtype], kind: str) -> AbstractContextManager[object]:
-    # What torch's cache holds of a pass without gradients would give later passes none.
-    return torch.autocast(kind, dtypes[kind], cache_enabled=False) if kind in dtypes else nullcontext()
 
 
 def _at_work(kind: str) -> bool:

@@ -9,7 +9,7 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.module import ExpertMLP, check_names
+from trimtab.experts.module import ExpertMLP, check_activation
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.memory import dense, described
@@ -88,7 +88,7 @@ class MoEConfig:
         dim, hidden: D and F.
         router: the routing decision; its weight is built in float32 at least. Who casts it, as `model.bfloat16()` and
             a `mp_policy` do, has logits in float32 of what is left of it.
-        activation, bias, weights, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
+        activation, bias, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
         shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
         combine: as in `Dispatcher`.
@@ -104,7 +104,6 @@ class MoEConfig:
     router: RouterConfig
     activation: str = "swiglu"
     bias: bool = False
-    weights: Literal["experts", "combine"] = "experts"
     shared_hidden: int = 0
     shared_gate: bool = False
     latent_dim: int | None = None
@@ -124,7 +123,7 @@ class MoEConfig:
         if self.latent_dim is not None:
             check_sizes(latent_dim=self.latent_dim)
         check_flags(bias=self.bias, shared_gate=self.shared_gate)
-        check_names(self.activation, self.weights)
+        check_activation(self.activation)
         check_options(
             dtype=self.dtype, main_grad=self.main_grad, delay_wgrad=self.delay_wgrad, recipe=self.recipe,
             kernels=self.kernels,
@@ -166,7 +165,7 @@ class MoE(nn.Module):
         dtype = torch.promote_types(c.dtype or torch.get_default_dtype(), torch.float32)
         self.router = c.router.build(c.dim, dtype=dtype, device=c.device, layer=layer)
         self.experts = ExpertMLP(
-            c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias, weights=c.weights,
+            c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias,
             main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
         )  # fmt: skip
         self.fingerprint = _fingerprint(config)
@@ -191,7 +190,7 @@ class MoE(nn.Module):
                 the last two are asserted on the device, see `Dispatcher.dispatch`); under a transform of `torch.func`.
             DesyncError: the ranks of the group are not in the same call.
         """
-        self._refuse_transforms()
+        refuse_transforms(type(self).__name__)
         self.dispatcher.begin()
         own = self._take(x, token_mask, ids)
         sent = self._sent(own.x_TD)

@@ -13,7 +13,7 @@ from helpers.comparing import relative_error
 from trimtab import oracle
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.grouped import get_kernels
 from trimtab.verify.ranks import run_ranks
@@ -42,7 +42,7 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
         leaves = [x.requires_grad_(), w.requires_grad_()]
         rows = dispatcher.dispatch(x, ids, w, mask)
         plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
-        y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+        y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), "swiglu", kernels)
         y = dispatcher.combine(y, rows)
         dy = torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)
         grads = torch.autograd.grad(y, [*leaves, up, down], dy)

@@ -25,7 +25,7 @@ from trimtab.dispatch.host_memory import HostMemory
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels import rows as rows_module
 from trimtab.kernels.grouped import get_kernels
@@ -68,7 +68,7 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     rows = dispatcher.dispatch(x, ids, w, mask)
     plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
     kernels = get_kernels("auto", x.device)
-    y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), ExpertMath(), kernels)
+    y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), "swiglu", kernels)
     return dispatcher.combine(y, rows)
 
 
@@ -176,7 +176,7 @@ def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
         kernels = get_kernels("stock" if static else "loop", x.device)
         kernels.weighs_sums = False  # so that both round at the same places
         y = d.combine(
-            expert_mlp(rows.x_MD, rows.weights_MK, experts, ExpertWeights(up=up, down=down), ExpertMath(), kernels),
+            expert_mlp(rows.x_MD, rows.weights_MK, experts, ExpertWeights(up=up, down=down), "swiglu", kernels),
             rows,
         )
         return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]

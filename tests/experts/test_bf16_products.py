@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import test_expert_fused as fused
@@ -19,10 +19,8 @@ from helpers.comparing import assert_close
 from helpers.emulated import INSTRUCTIONS, fenced, fences
 from helpers.threads import torch_threads
 from trimtab import oracle
-from trimtab.experts.activations import BY_NAME
-from trimtab.experts.expert_call import ExpertMath, ExpertWeights
-from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.mlp_fused import FusedMLP
+from trimtab.experts.activations import ACTIVATIONS
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.compiled import CompiledKernels
@@ -63,7 +61,6 @@ class Case:
     activation: str = "swiglu"
     transposed: bool = False
     bias: bool = False
-    weights: Literal["experts", "combine"] = "experts"
     threads: int = 1
     main: torch.dtype | None = None
     overwrite: bool = False
@@ -80,11 +77,11 @@ CASES = (
     Case(rows=34, D=33, F=47, transposed=True, activation="geglu", main=torch.bfloat16),
     Case(rows=50, D=64, F=64, activation="clamped_swiglu", main=torch.float32),
     Case(rows=50, D=47, F=33, activation="clamped_swiglu", transposed=True, threads=2, bias=True),
-    Case(rows=40, D=48, F=65, activation="gelu", bias=True, weights="combine", main=torch.bfloat16),
-    Case(rows=40, D=65, F=31, activation="relu_squared", transposed=True, bias=True, weights="combine", threads=2),
+    Case(rows=40, D=48, F=65, activation="gelu", bias=True, main=torch.bfloat16),
+    Case(rows=40, D=65, F=31, activation="relu_squared", transposed=True, bias=True, threads=2),
     Case(rows=30, D=513, F=130, bias=True),
     Case(rows=30, D=130, F=515, transposed=True, threads=2),
-    Case(rows=30, D=34, F=280, transposed=True, weights="combine"),
+    Case(rows=30, D=34, F=280, transposed=True),
     Case(rows=20, D=600, F=560, activation="clamped_swiglu", bias=True),
     Case(rows=50, D=64, F=64, activation="clamped_halves", main=torch.float32),
     Case(rows=330, D=290, F=270, activation="clamped_halves", hot=True, transposed=True, threads=2, bias=True),
@@ -100,11 +97,11 @@ CASES = (
     Case(rows=330, D=600, F=200, hot=True),
     Case(rows=330, D=1024, F=150, activation="clamped_swiglu", hot=True, transposed=True),
     Case(rows=330, D=1030, F=70, hot=True, bias=True),
-    Case(rows=1000, D=520, F=34, activation="gelu", hot=True, transposed=True, threads=2, weights="combine"),
+    Case(rows=1000, D=520, F=34, activation="gelu", hot=True, transposed=True, threads=2),
     Case(rows=4, D=64, F=96),
     Case(rows=12, D=320, F=288, activation="clamped_swiglu", main=torch.bfloat16),
     Case(rows=60, D=288, F=64, transposed=True, threads=2, bias=True),
-    Case(rows=90, D=96, F=544, activation="gelu", weights="combine", threads=2),
+    Case(rows=90, D=96, F=544, activation="gelu", threads=2),
     Case(rows=9, D=6208, F=32),
     Case(rows=220, D=64, F=1300, threads=2),
     Case(rows=220, D=1300, F=64, transposed=True),
@@ -166,10 +163,9 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, Tensor]:
         y = expert_mlp(
             x, w, plan_experts(o.ids, E),
             ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
-            ExpertMath(activation=v.ours(), weights=c.weights), kernels,
+            v.ours, kernels,
             main_grad="off" if c.main is None else "overwrite" if c.overwrite else "accumulate",
         )  # fmt: skip
-        assert isinstance(y.grad_fn, FusedMLP._backward_cls)
         y.backward(o.dy)
     grads = [t.grad for t in leaves]
     if c.main is not None:
@@ -200,7 +196,7 @@ def truth_of(c: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_are_right_to_bfloat16(kernels: CompiledKernels, case: Case) -> None:
-    truth = truth_of(replace(case, transposed=False, weights="experts", threads=1, main=None, overwrite=False))
+    truth = truth_of(replace(case, transposed=False, threads=1, main=None, overwrite=False))
     for name, ours in run(kernels, case).items():
         assert_close(ours, truth[name], 3e-2, name)
 
@@ -236,10 +232,9 @@ def test_gradients_are_added_to_every_element(
         up.main_grad, down.main_grad = (fenced(start, offset) for start in starts)  # type: ignore[attr-defined]
         with torch_threads(threads):
             y = expert_mlp(
-                x, w, plan_experts(ids, E), ExpertWeights(up=up, down=down, transposed=transposed), ExpertMath(),
+                x, w, plan_experts(ids, E), ExpertWeights(up=up, down=down, transposed=transposed), "swiglu",
                 kernels, main_grad=mode,  # type: ignore[arg-type]
             )  # fmt: skip
-            assert isinstance(y.grad_fn, FusedMLP._backward_cls)
             y.sum().backward()
         found.append([p.grad if mode == "off" else p.main_grad for p in (up, down)])  # type: ignore[attr-defined]
         up.grad = down.grad = None
@@ -261,7 +256,7 @@ def test_the_processor_has_the_bits_of_the_emulation(products: str, case: Case) 
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(40, 289), (20, 1060), (560, 300)])
-@pytest.mark.parametrize("activation", BY_NAME)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_delayed_gradients_are_the_same_bits(
     kernels: CompiledKernels, activation: str, rows: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +267,6 @@ def test_delayed_gradients_are_the_same_bits(
     for module in made:
         monkeypatch.setattr(module.kernels, "on", lambda *where: kernels)
         y = module(x, ids, w)
-        assert isinstance(y.grad_fn, FusedMLP._backward_cls)
         y.backward(dy)
         module.backward_dw()
     for name, one in made[0].named_parameters():

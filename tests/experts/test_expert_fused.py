@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Literal
+from dataclasses import replace
 
 import pytest
 import test_expert_mlp as grid
@@ -16,12 +16,11 @@ from helpers.cut import cut
 from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.errors import InputError
-from trimtab.experts import mlp
-from trimtab.experts.activations import BY_NAME, GELU, ClampedSwiGLU, GeGLU, SwiGLU
-from trimtab.experts.expert_call import ExpertCall
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp, function_of
-from trimtab.experts.mlp_fused import FusedMLP, covers
+from trimtab.experts import on_cpu
+from trimtab.experts.activations import clamped as clamped_word
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.operands import Operands
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.grouped import get_kernels
@@ -47,31 +46,29 @@ def tanh_geglu(pre: Tensor) -> Tensor:
 
 
 BUILT_IN = {
-    "swiglu": grid.Variant(BY_NAME["swiglu"], oracle.swiglu, 2),
-    "clamped_swiglu": grid.Variant(lambda: ClampedSwiGLU(interleaved=True), clamped, 2),
-    "clamped_halves": grid.Variant(
-        lambda: ClampedSwiGLU(1.3, 1.5, 0.5), clamped_halves, 2
-    ),
-    "relu_squared": grid.Variant(BY_NAME["relu_squared"], grid.relu_squared, 1),
-    "gelu": grid.Variant(GELU, torch.nn.functional.gelu, 1),
-    "tanh_geglu": grid.Variant(lambda: GeGLU("tanh"), tanh_geglu, 2),
+    "swiglu": grid.Variant("swiglu", oracle.swiglu, 2),
+    "clamped_swiglu": grid.Variant(clamped_word(1.702, 7.0, 1.0, interleaved=True), clamped, 2),
+    "clamped_halves": grid.Variant(clamped_word(1.3, 1.5, 0.5, interleaved=False), clamped_halves, 2),
+    "relu_squared": grid.Variant("relu_squared", grid.relu_squared, 1),
+    "gelu": grid.Variant("gelu", torch.nn.functional.gelu, 1),
+    "tanh_geglu": grid.Variant("geglu_tanh", tanh_geglu, 2),
     "geglu": grid.Variant(
-        GeGLU, lambda p: torch.nn.functional.gelu(p.chunk(2, -1)[0]) * p.chunk(2, -1)[1], 2
+        "geglu", lambda p: torch.nn.functional.gelu(p.chunk(2, -1)[0]) * p.chunk(2, -1)[1], 2
     ),
 }  # fmt: skip
 
 
 def go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As experts do that C++ does not cover as a whole."""
-    monkeypatch.setattr(mlp, "covers", lambda call: False)
+    monkeypatch.setattr(on_cpu, "covers", lambda operands: False)
 
 
-def a_call(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> ExpertCall:
+def operands(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> Operands:
     up, down = torch.zeros(2, 8, 4, dtype=dtype), torch.zeros(2, 4, 4, dtype=dtype)
-    return ExpertCall(
-        plan=plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2),
-        math=ExpertMath(activation=BUILT_IN[activation].ours()),
-        kernels=compiled_kernels(), weights=ExpertWeights(up=up, down=down), dtype=dtype, main_grad="off", keep=True,
+    return Operands(
+        x=torch.zeros(1, 4, dtype=dtype), w=torch.ones(1, 1), up=up, down=down, up_bias=None, down_bias=None,
+        transposed=False, word=activation, plan=plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2),
+        kernels=compiled_kernels(),
     )  # fmt: skip
 
 
@@ -86,7 +83,7 @@ def _built_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", BUILT_IN)
 @pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
 def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
-    assert function_of(a_call(variant, dtype)) is FusedMLP
+    assert on_cpu.covers(operands(str(BUILT_IN[variant].ours), dtype))
     grid.check("compiled", dtype, routing, variant, bias, transposed)
 
 
@@ -98,7 +95,6 @@ def test_experts_equal_oracle_block_by_block(
     routing: str, variant: str, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_by_blocks(monkeypatch)
-    assert function_of(a_call(variant)) is mlp._ExpertMLP
     grid.check("compiled", torch.float32, routing, variant, bias, transposed)
 
 
@@ -124,14 +120,11 @@ def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: boo
     grid.check("compiled", dtype, "random", "swiglu", bias, False, norm=True)
 
 
-@pytest.mark.parametrize("weights", ["experts", "combine"])
-def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(
-    weights: Literal["experts", "combine"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     go_by_blocks(monkeypatch)
     torch.manual_seed(0)
     made = [
-        ExpertMLP(4, 24, 20, bias=True, weights=weights, kernels=kernels, dtype=torch.float32, delay_wgrad=delay)
+        ExpertMLP(4, 24, 20, bias=True, kernels=kernels, dtype=torch.float32, delay_wgrad=delay)
         for kernels, delay in (("loop", False), ("compiled", False), ("compiled", True))
     ]
     x, dy = torch.randn(2, 30, 24)
@@ -165,18 +158,12 @@ def test_transposed_gradients_take_as_many_hidden_values_at_once_as_any(
 
 
 def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
-    assert covers(a_call())
-    assert not covers(a_call(dtype=torch.float64))
-    assert not covers(a_call(dtype=torch.float16))
-    call = a_call()
-    looped = ExpertCall(**{**vars(call), "kernels": get_kernels("loop", CPU)})
-    assert not covers(looped)
-    strided = ExpertWeights(up=torch.zeros(2, 4, 8).transpose(1, 2), down=call.weights.down)
-    assert not covers(ExpertCall(**{**vars(call), "weights": strided}))
-    own = ExpertMath(activation=grid.Recomputed(torch.tanh))
-    assert not covers(ExpertCall(**{**vars(call), "math": own}))
-    normed = ExpertMath(post_norm=grid.Recomputed(torch.tanh))
-    assert not covers(ExpertCall(**{**vars(call), "math": normed}))
+    assert on_cpu.covers(operands())
+    assert not on_cpu.covers(operands(dtype=torch.float64))
+    assert not on_cpu.covers(operands(dtype=torch.float16))
+    assert not on_cpu.covers(replace(operands(), kernels=get_kernels("loop", CPU)))
+    assert not on_cpu.covers(replace(operands(), up=torch.zeros(2, 4, 8).transpose(1, 2)))
+    assert not on_cpu.covers(replace(operands(), word="tanh"))
 
 
 E, K = 4, 2
@@ -194,7 +181,7 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     ids = torch.where(rows[:, None] < 1400, ids, 3)  # the last hundred make one expert hot
     with torch_threads(threads):
         plan = plan_experts(ids, E)
-        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), ExpertMath(), get_kernels("compiled", CPU))
+        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_kernels("compiled", CPU))
         dx, dw, d_up, d_down = torch.autograd.grad(y, (x, w, up, down), dy)
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
@@ -224,7 +211,7 @@ def test_every_small_number_of_rows_has_the_bits_of_many(dtype: torch.dtype, tra
         leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
         y = expert_mlp(
             *leaves, plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 1),
-            ExpertWeights(up=weights[0], down=weights[1], transposed=transposed), ExpertMath(),
+            ExpertWeights(up=weights[0], down=weights[1], transposed=transposed), "swiglu",
             get_kernels("compiled", CPU),
         )  # fmt: skip
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[:rows])]
@@ -255,7 +242,7 @@ def test_few_rows_equal_oracle(
     with torch_threads(threads):
         weights = ExpertWeights(up=leaves[2], down=leaves[3], transposed=transposed)
         y = expert_mlp(
-            leaves[0], leaves[1], plan_experts(ids, 4), weights, ExpertMath(activation=v.ours()),
+            leaves[0], leaves[1], plan_experts(ids, 4), weights, v.ours,
             get_kernels("compiled", CPU),
         )  # fmt: skip
         grads = torch.autograd.grad(y, leaves, dy)
@@ -369,4 +356,4 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):
         weights = ExpertWeights(up=up, down=down)
         with pytest.raises(InputError, match="do not fit together"):
-            expert_mlp(x, w, plan_experts(ids, 2), weights, ExpertMath(activation=SwiGLU()), compiled_kernels())
+            expert_mlp(x, w, plan_experts(ids, 2), weights, "swiglu", compiled_kernels())

@@ -14,7 +14,7 @@ from helpers.cut import cut
 from trimtab import oracle
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.main_grad import MODES
-from trimtab.experts.module import WEIGHTS, ExpertMLP
+from trimtab.experts.module import ExpertMLP
 
 T, D, F, E, K = 13, 16, 24, 6, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -37,6 +37,8 @@ TRUTH: dict[str, Callable[[Tensor], Tensor]] = {
     "clamped_swiglu": clamped_swiglu,
     "relu_squared": lambda pre: torch.relu(pre).square(),
     "gelu": torch.nn.functional.gelu,
+    "geglu_tanh": lambda pre: torch.nn.functional.gelu(pre.chunk(2, -1)[0], approximate="tanh") * pre.chunk(2, -1)[1],
+    "gelu_tanh": lambda pre: torch.nn.functional.gelu(pre, approximate="tanh"),
 }
 
 
@@ -57,7 +59,6 @@ def slots(routing: str, tokens: int = T) -> Tensor:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("activation", TRUTH)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("weights", ["experts", "combine"])
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
     [
@@ -65,16 +66,14 @@ def slots(routing: str, tokens: int = T) -> Tensor:
         ("stock", torch.float32), ("stock", torch.bfloat16),
     ],
 )  # fmt: skip
-def test_values_of_every_variant(activation: str, bias: bool, weights: str, kernels: str, dtype: torch.dtype) -> None:
+def test_values_of_every_variant(activation: str, bias: bool, kernels: str, dtype: torch.dtype) -> None:
     for routing in ("random", "none"):
         for main_grad in MODES:
-            compare(activation, bias, weights, kernels, dtype, routing, main_grad)
+            compare(activation, bias, kernels, dtype, routing, main_grad)
 
 
-def compare(
-    activation: str, bias: bool, weights: str, kernels: str, dtype: torch.dtype, routing: str, main_grad: str
-) -> None:
-    mlp = experts(activation, dtype, bias=bias, weights=weights, kernels=kernels, main_grad=main_grad)
+def compare(activation: str, bias: bool, kernels: str, dtype: torch.dtype, routing: str, main_grad: str) -> None:
+    mlp = experts(activation, dtype, bias=bias, kernels=kernels, main_grad=main_grad)
     for param in (mlp.get_parameter(name) for name in mlp.parameter_names[:2]):
         param.main_grad = torch.full_like(param, 3.0, dtype=torch.promote_types(dtype, torch.float32))
     g = torch.Generator().manual_seed(2)
@@ -109,26 +108,6 @@ def compare(
             assert leaf.grad_added_to_main_grad is True
 
 
-@pytest.mark.parametrize("activation", TRUTH)
-def test_both_sides_of_the_weights_agree(activation: str) -> None:
-    results = []
-    for weights in ("experts", "combine"):
-        mlp = experts(activation, torch.float64, bias=True, weights=weights)
-        x = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
-        w = torch.rand(T, K, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).requires_grad_()
-        y = mlp(x, slots("random"), w)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [x, w, *mlp.parameters()])])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize(("kernels", "same"), [("loop", True), ("stock", False)])
-def test_the_loop_weighs_rows_as_it_sums_them(kernels: str, same: bool) -> None:
-    x, w = torch.randn(T, D), torch.rand(T, K)
-    each = [experts("swiglu", weights=weights, kernels=kernels)(x, slots("random"), w) for weights in WEIGHTS]
-    assert torch.equal(*each) == same
-
-
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("kernels", ["loop", "stock"])
 def test_no_tokens(tokens: int, kernels: str) -> None:
@@ -140,9 +119,8 @@ def test_no_tokens(tokens: int, kernels: str) -> None:
     assert tokens or all(torch.equal(p.grad, torch.zeros_like(p)) for p in mlp.parameters())
 
 
-@pytest.mark.parametrize("weights", ["experts", "combine"])
-def test_nothing_is_read_on_the_host(weights: str) -> None:
-    mlp = experts("clamped_swiglu", torch.bfloat16, bias=True, weights=weights, device="meta")
+def test_nothing_is_read_on_the_host() -> None:
+    mlp = experts("clamped_swiglu", torch.bfloat16, bias=True, device="meta")
     x = torch.empty(T, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
     mlp(x, torch.empty(T, K, device="meta", dtype=torch.int64), torch.empty(T, K, device="meta")).sum().backward()
     assert all(p.grad.shape == p.shape for p in mlp.parameters())
@@ -176,8 +154,6 @@ def test_parameters_that_were_cast_to_what_is_not_computed_with_are_refused(name
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="activation 'silu' is not one of"):
         ExpertMLP(E, D, F, activation="silu")
-    with pytest.raises(ConfigError, match="weights='router' is not one of"):
-        ExpertMLP(E, D, F, weights="router")
     with pytest.raises(ConfigError, match="at least 1"):
         ExpertMLP(E, D, 0)
     mlp, x, ids, w = experts("swiglu"), torch.randn(T, D), slots("random"), torch.rand(T, K)
@@ -198,4 +174,4 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=r"expected floating x \[M, 16\], int ids"):
             mlp(*bad)
-    assert repr(mlp) == "ExpertMLP(6 x (16 -> 24 -> 16), swiglu, bias=False, weights='experts')"
+    assert repr(mlp) == "ExpertMLP(6 x (16 -> 24 -> 16), swiglu, bias=False)"

@@ -14,7 +14,7 @@ from helpers.comparing import assert_close, relative_error
 from helpers.linear_cases import KERNELS
 from helpers.lowered_truth import truth
 from trimtab.errors import BackendError, InputError
-from trimtab.experts.activations import BY_NAME
+from trimtab.experts.activations import ACTIVATIONS
 from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8
@@ -62,30 +62,26 @@ def run(mlp: ExpertMLP, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_values_of_every_variant(name: str, kernels: str) -> None:
     flags = (False, True)
-    for i, (activation, bias, weights, routing) in enumerate(
-        product(BY_NAME, flags, ("experts", "combine"), ("random", "none"))
-    ):
+    for i, (activation, bias, routing) in enumerate(product(ACTIVATIONS, flags, ("random", "none"))):
         dtype, mode, delayed = (torch.float32, torch.bfloat16)[i % 3 == 2], MODES[(i // 2) % 3], i % 4 < 2
         mlp, inputs, before = case(
-            name, dtype, routing=routing, activation=activation, bias=bias, weights=weights, main_grad=mode,
+            name, dtype, routing=routing, activation=activation, bias=bias, main_grad=mode,
             delay_wgrad=delayed, kernels=KERNELS[kernels],
         )  # fmt: skip
         wanted = truth(mlp, before, inputs["x"], inputs["ids"], inputs["w"], inputs["dy"])
         for key, value in run(mlp, inputs).items():
             stale = 3.0 if mode == "accumulate" and key in mlp.parameter_names[:2] else 0.0
-            where = f"{activation}, bias {bias}, {weights}, {routing}, {mode}, delayed {delayed}: {key}"
+            where = f"{activation}, bias {bias}, {routing}, {mode}, delayed {delayed}: {key}"
             assert_close(value, wanted[key] + stale, BOUNDS[dtype], where)
 
 
 @pytest.mark.parametrize("name", [None, *RECIPES])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_delayed_gradients_are_the_same_bits(name: str | None, kernels: str) -> None:
-    for weights, mode, bias in product(("experts", "combine"), MODES, (False, True)):
+    for mode, bias in product(MODES, (False, True)):
         found = []
         for delayed in (False, True):
-            mlp, inputs, _ = case(
-                name, weights=weights, main_grad=mode, bias=bias, delay_wgrad=delayed, kernels=KERNELS[kernels]
-            )
+            mlp, inputs, _ = case(name, main_grad=mode, bias=bias, delay_wgrad=delayed, kernels=KERNELS[kernels])
             fired: list[Tensor] = []
             for param in mlp.parameters():
                 param.register_post_accumulate_grad_hook(fired.append)
@@ -129,13 +125,12 @@ def test_frozen_parts_get_nothing_and_the_others_keep_theirs(name: str | None, d
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_near_what_it_would_be_without_a_recipe(name: str) -> None:
     bound = 0.6 if name == "nvfp4" else 0.2
-    for weights in ("experts", "combine"):
-        results = []
-        for recipe in (name, None):
-            mlp, inputs, _ = case(recipe, weights=weights, bias=True)
-            results.append(run(mlp, inputs))
-        for key, value in results[0].items():
-            assert relative_error(value, results[1][key]) < bound, key
+    results = []
+    for recipe in (name, None):
+        mlp, inputs, _ = case(recipe, bias=True)
+        results.append(run(mlp, inputs))
+    for key, value in results[0].items():
+        assert relative_error(value, results[1][key]) < bound, key
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -164,10 +159,9 @@ def test_no_rows_at_all(name: str | None, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("weights", ["experts", "combine"])
-def test_nothing_is_read_on_the_host(name: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", shapes_only)
-    mlp = ExpertMLP(E, D, F, dtype=torch.bfloat16, device="meta", recipe=RECIPES[name], weights=weights, bias=True)
+    mlp = ExpertMLP(E, D, F, dtype=torch.bfloat16, device="meta", recipe=RECIPES[name], bias=True)
     x = torch.empty(M, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
     mlp(x, torch.empty(M, K, device="meta", dtype=torch.int64), torch.empty(M, K, device="meta")).sum().backward()
     assert x.grad.shape == x.shape
@@ -187,7 +181,7 @@ def test_states_are_saved_with_the_module(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_delayed", "mxfp8"])
 def test_only_rows_weights_and_pre_activations_are_saved(name: str) -> None:
     saved: list[Tensor] = []
-    mlp, inputs, _ = case(name, weights="combine")
+    mlp, inputs, _ = case(name)
     keep = lambda t: saved.append(t) or t  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         mlp(inputs["x"], inputs["ids"], inputs["w"])
@@ -202,8 +196,7 @@ def test_only_rows_weights_and_pre_activations_are_saved(name: str) -> None:
 def test_it_says_what_it_is_and_refuses_at_construction() -> None:
     mlp, _, _ = case("mxfp8", delay_wgrad=True)
     assert repr(mlp).startswith(
-        "ExpertMLP(\n  6 x (16 -> 24 -> 16), swiglu, bias=False, weights='experts', delay_wgrad=True, "
-        "recipe=mxfp8 (emulated)"
+        "ExpertMLP(\n  6 x (16 -> 24 -> 16), swiglu, bias=False, delay_wgrad=True, recipe=mxfp8 (emulated)"
     )
     assert mlp.recipe_way == "emulated"
     with pytest.raises(BackendError, match=r"mxfp8.*needs.*Here are torch"):

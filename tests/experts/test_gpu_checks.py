@@ -10,7 +10,6 @@ from helpers.expert_checks import (
     HARDWARE,
     SIZES,
     LinearCase,
-    drawing_is_refused,
     hardware_is_emulation,
     linear_is_true,
     mlp_is_true,
@@ -30,14 +29,9 @@ def test_grouped_linear_is_true(dtype: torch.dtype, form: str) -> None:
             linear_is_true(case)
 
 
-@pytest.mark.parametrize("weights", ["experts", "combine"])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_expert_mlp_is_true(tokens: int, weights: str) -> None:
-    mlp_is_true("cpu", tokens, weights)
-
-
-def test_an_activation_that_draws_is_refused() -> None:
-    drawing_is_refused("cpu")
+def test_expert_mlp_is_true(tokens: int) -> None:
+    mlp_is_true("cpu", tokens)
 
 
 @pytest.mark.parametrize("name", HARDWARE)

@@ -90,11 +90,9 @@ def run_mlp(recipe: Recipe, dtype: torch.dtype, routing: str, **options: object)
 def test_expert_mlp(name: str) -> None:
     stand_in, emulated = PAIRS[name]
     flags = (False, True)
-    for i, (routing, weights, bias, delayed) in enumerate(
-        product(("random", "none"), ("experts", "combine"), flags, flags)
-    ):
+    for i, (routing, bias, delayed) in enumerate(product(("random", "none"), flags, flags)):
         options = {
-            "weights": weights, "bias": bias, "delay_wgrad": delayed, "main_grad": MODES[i % 3],
+            "bias": bias, "delay_wgrad": delayed, "main_grad": MODES[i % 3],
             "activation": ("swiglu", "relu_squared")[i % 2], "kernels": list(KERNELS.values())[(i // 2) % 2],
         }  # fmt: skip
         wanted = run_mlp(emulated, torch.float32, routing, **options)

@@ -15,7 +15,7 @@ M, E, D, F, K = 13, 4, 16, 32, 2
 BIASED = {"bias": True}
 LAYERS = {
     "compiled": {}, "compiled, biased": BIASED, "loop": {"kernels": "loop"}, "stock": {"kernels": "stock"},
-    "loop, combine": {"kernels": "loop", "weights": "combine"}, "recipe": {"recipe": FP8Blockwise(backend="emulated")},
+    "recipe": {"recipe": FP8Blockwise(backend="emulated")},
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ DELAYED = {
     "fp8_delayed_latest": FP8Delayed(backend="emulated", history=8, algorithm="latest"),
     "fp8_delayed_short": FP8Delayed(backend="emulated", history=1),  # fewer steps than are in flight
 }
-LAYERS = ("linear", "mlp", "mlp_combine", "mlp_delayed")
+LAYERS = ("linear", "mlp", "mlp_delayed")
 NAMES = (*(n for n in RECIPES if n != "nvfp4"), *DELAYED)  # nvfp4 draws other noise
 
 
@@ -34,7 +34,7 @@ def make(layer: str, name: str) -> tuple[torch.nn.Module, Callable[..., Tensor]]
     if layer.startswith("linear"):
         linear = GroupedLinear(E, D, D, recipe=recipe)
         return linear, lambda x, ids, w: linear(x, torch.bincount(ids[:, 0], minlength=E).tolist()) * w[:, :1]
-    options = {"weights": "combine" if layer == "mlp_combine" else "experts", "delay_wgrad": layer == "mlp_delayed"}
+    options = {"delay_wgrad": layer == "mlp_delayed"}
     mlp = ExpertMLP(E, D, F, recipe=recipe, bias=True, **options)
     return mlp, mlp
 

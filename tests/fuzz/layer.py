@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
+from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.slots import row_dot, slot_grads, slot_weights
+from trimtab.experts.slots import slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 NAN = float("nan")

@@ -25,7 +25,6 @@ from helpers.expert_checks import (
     G,
     LinearCase,
     clipped_by_one_factor,
-    drawing_is_refused,
     hardware_is_emulation,
     linear_is_true,
     mlp,
@@ -79,14 +78,9 @@ def test_grouped_linear_is_true(dtype: torch.dtype, sizes: list[int], form: str)
             linear_is_true(case)
 
 
-@pytest.mark.parametrize("weights", ["experts", "combine"])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_expert_mlp_is_true(tokens: int, weights: str) -> None:
-    mlp_is_true(CUDA, tokens, weights)
-
-
-def test_an_activation_that_draws_is_refused() -> None:
-    drawing_is_refused(CUDA)
+def test_expert_mlp_is_true(tokens: int) -> None:
+    mlp_is_true(CUDA, tokens)
 
 
 def test_gradients_are_clipped_by_one_factor() -> None:

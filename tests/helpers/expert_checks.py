@@ -10,19 +10,16 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers.comparing import assert_close
 from helpers.linear_truth import true_results
 from trimtab import oracle
-from trimtab.errors import InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
-from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.parallel.grad_norm import clip_grad_norm_
 
@@ -111,14 +108,6 @@ def hardware_is_emulation(case: LinearCase) -> None:
         assert_close(value, wanted[name], 2e-2, f"{case}: {name}")
 
 
-def drawing_is_refused(device: str) -> None:
-    """From the device's own generator, which is another one on a GPU."""
-    pre = torch.randn(8, 2 * F, device=device)
-    with pytest.raises(InputError, match="draws random numbers"):
-        Recomputed(torch.nn.Dropout(0.5)).forward(pre)
-    assert Recomputed(torch.nn.Dropout(0.0)).forward(pre).equal(pre)
-
-
 def clipped_by_one_factor(device: str, dtype: torch.dtype, scale: float) -> None:
     """Gradients of `dtype` and of float32, each rounded once."""
     torch.manual_seed(0)
@@ -134,9 +123,9 @@ def clipped_by_one_factor(device: str, dtype: torch.dtype, scale: float) -> None
         torch.testing.assert_close(p.grad.double(), want, rtol=bound, atol=torch.finfo(torch.float16).tiny / 1024)
 
 
-def mlp(device: str, recipe: Recipe | None = None, weights: str = "experts") -> ExpertMLP:
+def mlp(device: str, recipe: Recipe | None = None) -> ExpertMLP:
     torch.manual_seed(0)
-    return ExpertMLP(E, D, F, dtype=torch.bfloat16, bias=True, weights=weights, recipe=recipe).to(device)
+    return ExpertMLP(E, D, F, dtype=torch.bfloat16, bias=True, recipe=recipe).to(device)
 
 
 def mlp_inputs(device: str, tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,9 +136,9 @@ def mlp_inputs(device: str, tokens: int, seed: int = 1) -> tuple[Tensor, Tensor,
     return x.to(device).requires_grad_(), ids.to(device), w.to(device).requires_grad_()
 
 
-def mlp_is_true(device: str, tokens: int, weights: str) -> None:
+def mlp_is_true(device: str, tokens: int) -> None:
     """Output and every gradient against the oracle."""
-    module, (x, ids, w) = mlp(device, weights=weights), mlp_inputs(device, tokens)
+    module, (x, ids, w) = mlp(device), mlp_inputs(device, tokens)
     y = module(x, ids, w)
     y.sum().backward()
     host, leaves = copy.deepcopy(module).cpu(), [t.detach().cpu().requires_grad_() for t in (x, w)]

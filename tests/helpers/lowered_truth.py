@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trimtab.experts.activations import activation_of
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import RecipeState
 
@@ -24,7 +25,7 @@ def truth(
     mlp: ExpertMLP, states: dict[str, RecipeState], x: Tensor, ids: Tensor, w: Tensor, dy: Tensor
 ) -> dict[str, Tensor]:
     """Output and every gradient. `states` are as the module's were before the call, and are moved on."""
-    alignment, activation = mlp.recipe.alignment, mlp.math.activation
+    alignment, activation = mlp.recipe.alignment, activation_of(mlp.activation)
     own = mlp.expert_weights()
     x, w, up, down = x.detach(), w.detach(), own.up.detach().flatten(1, -2).mT, own.down.detach().mT
     up_bias = None if own.up_bias is None else own.up_bias.flatten(1)
@@ -61,15 +62,14 @@ def truth(
     X, G, W = laid_out(x[rows]), laid_out(dy[rows]), laid_out(w[rows, slot_k])[:, None].to(x.dtype)
     pre = (product(u.activation(X, cuts, "row"), u.weight(up, "in")) + biases(up_bias)).to(x.dtype)
     h = activation.forward(pre)
-    folded = mlp.weights == "experts"
-    out = product(d.activation(h * W if folded else h, cuts, "row"), d.weight(down, "in"))
-    out = out + biases(mlp.down_bias) * (W.double() if folded else 1)
+    out = product(d.activation(h * W, cuts, "row"), d.weight(down, "in"))
+    out = out + biases(mlp.down_bias) * W.double()
     dh = product(d.gradient(G, cuts, "row"), d.weight(down, "out").mT).to(x.dtype)
-    d_pre, _ = activation.backward(pre, dh * W)
+    d_pre = activation.backward(pre, dh * W)
     dX = product(u.gradient(d_pre, cuts, "row"), u.weight(up, "out").mT)
     found = {
         "output": torch.zeros(x.shape, dtype=torch.float64).index_add(
-            0, torch.tensor(rows, dtype=torch.int64), (out if folded else out * W.double())[place]
+            0, torch.tensor(rows, dtype=torch.int64), out[place]
         ),
         "x": torch.zeros(x.shape, dtype=torch.float64).index_add(0, torch.tensor(rows, dtype=torch.int64), dX[place]),
         "w": torch.zeros(w.shape, dtype=torch.float64),

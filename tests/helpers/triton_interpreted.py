@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
-from trimtab.experts.mlp_triton import plan_on_device
+from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import KernelChoice, self_test

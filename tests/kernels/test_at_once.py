@@ -13,9 +13,8 @@ from torch import Tensor
 from helpers.comparing import assert_close
 from helpers.threads import torch_threads
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.recomputed import Recomputed
 from trimtab.kernels.block import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 from trimtab.kernels.loop import LoopKernels
@@ -151,7 +150,7 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
         leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
         y = expert_mlp(
             *leaves, plan_experts(ids[:rows], 4), ExpertWeights(up=up, down=down),
-            ExpertMath(activation=Recomputed(torch.tanh)), compiled_kernels(),
+            torch.tanh, compiled_kernels(),
         )  # fmt: skip
         y.backward(dy[:rows])
         found.append([t[:7].detach() for t in (y, leaves[0].grad, leaves[1].grad) if t is not None])

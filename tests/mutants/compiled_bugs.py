@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp_fused
+from trimtab.experts import on_cpu
 
 Fields = dict[str, Any]
 Change = Callable[[str, Fields], Fields]
@@ -51,7 +51,7 @@ def _as_is(name: str, fields: Fields) -> Fields:
 
 
 def _put(p: Patches, before: Change = _as_is, after: Change = _as_is) -> None:
-    p.wrap(mlp_fused, "_kernels", lambda taken: lambda call: _Between(taken(call), before, after))
+    p.wrap(on_cpu, "_kernels", lambda taken: lambda call: _Between(taken(call), before, after))
 
 
 def _offsets(p: Patches) -> None:

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp, module
+from trimtab.experts import by_blocks, mlp, ops
 from trimtab.experts.activations import SwiGLU
-from trimtab.experts.expert_call import ExpertGradients
-from trimtab.experts.per_group import Gradients
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.grouped import Block, LoopKernels
 from trimtab.kernels.rows import Csr, combine_rows
@@ -30,8 +28,7 @@ def _swapped_gate(p: Patches) -> None:
         return pre.roll(pre.shape[-1] // 2, -1)
 
     def backward(self: SwiGLU, pre: Tensor, dh: Tensor) -> Any:
-        d_pre, none = back(self, swap(pre), dh)
-        return swap(d_pre), none
+        return swap(back(self, swap(pre), dh))
 
     back = SwiGLU.backward
     p.wrap(SwiGLU, "forward", lambda act: lambda self, pre: act(self, swap(pre)))
@@ -48,8 +45,8 @@ def _tail(p: Patches) -> None:
         summed[:1] += tail.sum(0)
         return summed
 
-    p.put(module, "plan_experts", static)
-    p.put(mlp, "combine_rows", combine)
+    p.put(ops, "plan_experts", static)
+    p.put(by_blocks, "combine_rows", combine)
 
 
 def _tail_bag(p: Patches) -> None:
@@ -60,8 +57,8 @@ def _tail_bag(p: Patches) -> None:
     def static(*args: Any, **kwargs: Any) -> ExpertPlan:
         return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
 
-    p.put(module, "plan_experts", static)
-    p.put(mlp, "combine_rows", combine)
+    p.put(ops, "plan_experts", static)
+    p.put(by_blocks, "combine_rows", combine)
 
 
 def _none_for_empty(p: Patches) -> None:
@@ -70,8 +67,8 @@ def _none_for_empty(p: Patches) -> None:
         empty = ctx.call.plan.row_R.shape[0] == 0
         return call, d_x, d_w, None if empty else up, None if empty else down, *rest
 
-    original = mlp._ExpertMLP.backward
-    p.put(mlp._ExpertMLP, "backward", staticmethod(backward))
+    original = mlp._Experts.backward
+    p.put(mlp._Experts, "backward", staticmethod(backward))
 
 
 def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], None]) -> None:
@@ -80,25 +77,23 @@ def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], No
     Behind the kernels, whose self-test sees nothing.
     """
 
-    def weight(self: ExpertGradients, into: Gradients | None, a: Tensor, b: Tensor, block: Block) -> None:
-        last = self._call.plan.counts_e.shape[0] - 1
+    def weight(of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
+        last = of.plan.counts_e.shape[0] - 1
         before = last - torch.arange(block.experts.start, block.experts.stop)
         before_R1 = before.repeat_interleave(torch.tensor(block.sizes))[:, None]
-        change(lambda a, b: original(self, into, a, b, block), a, b, before_R1)
+        change(lambda a, b: original(of, out, a, b, block, add), a, b, before_R1)
 
-    original = ExpertGradients.weight
-    p.put(ExpertGradients, "weight", weight)
+    original = by_blocks._weight
+    p.put(by_blocks, "_weight", weight)
 
 
 def _empty_unwritten(p: Patches) -> None:
-    def weight(self: ExpertGradients, into: Gradients | None, a: Tensor, b: Tensor, block: Block) -> None:
-        original(self, into, a, b, block)
-        if into is not None:
-            with into.block(block.experts) as (out, _):
-                out[torch.tensor(block.sizes) == 0] = NAN
+    def weight(of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
+        original(of, out, a, b, block, add)
+        out[block.experts][torch.tensor(block.sizes) == 0] = NAN
 
-    original = ExpertGradients.weight
-    p.put(ExpertGradients, "weight", weight)
+    original = by_blocks._weight
+    p.put(by_blocks, "_weight", weight)
 
 
 def _last_group(p: Patches) -> None:
@@ -115,16 +110,16 @@ def _overwritten(p: Patches) -> None:
 
 
 def _backward_weight(p: Patches) -> None:
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(*given: Any) -> Any:
         inner = Patches()
-        inner.wrap(mlp, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
+        inner.wrap(by_blocks, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
         try:
-            return original(ctx, dy)
+            return original(*given)
         finally:
             inner.undo()
 
-    original = mlp._ExpertMLP.backward
-    p.put(mlp._ExpertMLP, "backward", staticmethod(backward))
+    original = by_blocks.backward
+    p.put(by_blocks, "backward", backward)
 
 
 def _bf16_experts(p: Patches) -> None:
@@ -144,7 +139,7 @@ def _once_per_expert(p: Patches) -> None:
         same = (ids_MK[:, :, None] == ids_MK[:, None, :]).tril(-1).any(-1)
         return plan_experts(ids_MK.masked_fill(same, -1), num_experts, **kwargs)
 
-    p.put(module, "plan_experts", deduped)
+    p.put(ops, "plan_experts", deduped)
 
 
 MUTANTS = (

@@ -97,8 +97,8 @@ def _dropped_dx(p: Patches) -> None:
         sizes = ctx.call.plan.row_csr.indptr.diff()
         return call, torch.where((sizes == 0)[:, None], dy, d_x), *rest
 
-    original = mlp._ExpertMLP.backward
-    p.put(mlp._ExpertMLP, "backward", staticmethod(backward))
+    original = mlp._Experts.backward
+    p.put(mlp._Experts, "backward", staticmethod(backward))
 
 
 MUTANTS = (

@@ -77,7 +77,7 @@ def test_bits_do_not_depend_on_ep_nor_on_other_tokens() -> None:
 def test_where_rows_are_few_the_products_alone_decide(dim: int, hidden: int) -> None:
     """One expert, 1 to 31 of 64 rows: other bits only where x W has other bits."""
     torch.manual_seed(2)
-    experts = ExpertMLP(1, dim, hidden, weights="combine", kernels="loop")
+    experts = ExpertMLP(1, dim, hidden, kernels="loop")
     x, ids, w = torch.randn(64, dim), torch.zeros(64, 1, dtype=torch.int32), torch.ones(64, 1)
     up, down = experts.gate_up[0].flatten(0, 1).T, experts.down[0].T
     whole, pre = experts(x, ids, w), x @ up

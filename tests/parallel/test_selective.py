@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from helpers.comparing import relative_error
 from helpers.layout_truth import D, Model, build
 from trimtab.dispatch.dispatcher import COMBINE_MODES
-from trimtab.experts.activations import BY_NAME
+from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
@@ -80,7 +80,7 @@ def everything(*_a: object, **_k: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
-@pytest.mark.parametrize("activation", BY_NAME)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_shared_experts_under_a_policy_that_keeps_everything(activation: str) -> None:
     torch.manual_seed(0)
     config = MoEConfig(

@@ -1,12 +1,12 @@
-"""Activations between the two GEMMs of an expert, with the backward taken from the pre-activations alone.
+"""Activations of an expert, h = f(pre), with the backward taken from the pre-activations alone.
 
-    SwiGLU          silu(gate) * up of [gate | up]                                  (Shazeer 2020, arXiv 2002.05202)
-    GeGLU           gelu(gate) * up of [gate | up]                                  (the same)
-    ClampedSwiGLU   (up + shift) * gate * sigmoid(alpha * gate), clamped            (gpt-oss, DeepSeek-V4)
-    ReluSquared     relu(x)^2                                                       (So et al. 2021, arXiv 2109.08668)
-    GELU            gelu(x)                                                         (Hendrycks 2016, arXiv 1606.08415)
+    swiglu           silu(gate) * up of [gate | up]                                 (Shazeer 2020, arXiv 2002.05202)
+    geglu            gelu(gate) * up of [gate | up]                                 (the same)
+    clamped_swiglu   (up + shift) * gate * sigmoid(alpha * gate), clamped           (gpt-oss, DeepSeek-V4)
+    relu_squared     relu(x)^2                                                      (So et al. 2021, arXiv 2109.08668)
+    gelu             gelu(x)                                                        (Hendrycks 2016, arXiv 1606.08415)
 
-A function of one's own is run again for its backward: see `recomputed`.
+A new one is one row of `ACTIVATIONS`. Those that the C++ kernels know by name run there, others on the generic path.
 
 Legend: n rows, I width of the pre-activations (2F with a gate, else F), F expert hidden dim.
 """
@@ -15,44 +15,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache
 from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from trimtab.kernels.hidden import Gradients
-
 Approximate = Literal["none", "tanh"]
 
 
 class Activation(Protocol):
-    """h = f(pre). Parameters of f, if any, are listed so that their gradients come out as well."""
+    """h = f(pre), row by row. gated: whether I is 2F."""
 
-    params: tuple[Tensor, ...]
+    gated: ClassVar[bool]
 
     def forward(self, pre_nI: Tensor) -> Tensor:
         """[n, I] -> [n, F]. Does not change its input."""
-        ...
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients: ...
-
-    def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
-        """`forward`, and `backward` of `pre` with what of it the two share: of dh [n, F], called once at most."""
-        return self.forward(pre_nI), partial(self.backward, pre_nI)
-
-
-class BuiltIn(Activation, Protocol):
-    """One that is known by a name. gated: whether I is 2F."""
-
-    gated: ClassVar[bool]
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
+        """The gradient of `pre`."""
 
 
 class _Gated(Activation):
     """s(gate) * up, gate first."""
 
     gated: ClassVar[bool] = True
-    params: tuple[Tensor, ...] = ()
 
     @abstractmethod
     def _s(self, gate_nF: Tensor) -> Tensor: ...
@@ -64,22 +51,14 @@ class _Gated(Activation):
         gate, up = pre_nI.chunk(2, dim=-1)
         return self._s(gate).mul_(up)
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
-        return self._backward(pre_nI, self._s(pre_nI.chunk(2, dim=-1)[0]), dh_nF)
-
-    def again(self, pre_nI: Tensor) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
-        gate, up = pre_nI.chunk(2, dim=-1)
-        s = self._s(gate)
-        return s * up, partial(self._backward, pre_nI, s)
-
-    def _backward(self, pre_nI: Tensor, s_nF: Tensor, dh_nF: Tensor) -> Gradients:
-        """`s` is not the caller's any more."""
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
         gate, up = pre_nI.chunk(2, dim=-1)
         d_pre = torch.empty_like(pre_nI)
         d_gate, d_up = d_pre.chunk(2, dim=-1)
+        s_nF = self._s(gate)
         torch.mul(s_nF, dh_nF, out=d_up)
         self._s_backward(torch.mul(dh_nF, up, out=s_nF), gate, d_gate)
-        return d_pre, ()
+        return d_pre
 
 
 class SwiGLU(_Gated):
@@ -113,7 +92,6 @@ class ClampedSwiGLU(Activation):
     """
 
     gated: ClassVar[bool] = True
-    params: tuple[Tensor, ...] = ()
 
     def __init__(
         self, alpha: float = 1.702, limit: float = 7.0, shift: float = 1.0, *, interleaved: bool = False
@@ -124,7 +102,7 @@ class ClampedSwiGLU(Activation):
         gate, up = self._cut(pre_nI)
         return (self.alpha * gate).sigmoid_().mul_(gate).mul_(up.add_(self.shift))
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
         gate, up = self._cut(pre_nI)
         sigmoid = (self.alpha * gate).sigmoid_()
         d_pre = torch.empty_like(pre_nI)
@@ -138,7 +116,7 @@ class ClampedSwiGLU(Activation):
         gate, up = self._parts(pre_nI)
         d_gate.masked_fill_(gate > self.limit, 0)
         d_up.masked_fill_(up.abs() > self.limit, 0)
-        return d_pre, ()
+        return d_pre
 
     def _parts(self, pre_nI: Tensor) -> tuple[Tensor, Tensor]:
         if self.interleaved:
@@ -155,20 +133,18 @@ class ReluSquared(Activation):
     """relu(x)^2, no gate."""
 
     gated: ClassVar[bool] = False
-    params: tuple[Tensor, ...] = ()
 
     def forward(self, pre_nI: Tensor) -> Tensor:
         return torch.relu(pre_nI).square_()
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
-        return torch.relu(pre_nI).mul_(2).mul_(dh_nF), ()
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
+        return torch.relu(pre_nI).mul_(2).mul_(dh_nF)
 
 
 class GELU(Activation):
     """gelu(x), no gate. `approximate` as in `torch.nn.functional.gelu`."""
 
     gated: ClassVar[bool] = False
-    params: tuple[Tensor, ...] = ()
 
     def __init__(self, approximate: Approximate = "none") -> None:
         self.approximate = approximate
@@ -176,26 +152,32 @@ class GELU(Activation):
     def forward(self, pre_nI: Tensor) -> Tensor:
         return torch.nn.functional.gelu(pre_nI, approximate=self.approximate)
 
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Gradients:
-        return torch.ops.aten.gelu_backward(dh_nF, pre_nI, approximate=self.approximate), ()
+    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
+        d_pre: Tensor = torch.ops.aten.gelu_backward(dh_nF, pre_nI, approximate=self.approximate)
+        return d_pre
 
 
-BY_NAME: dict[str, Callable[[], BuiltIn]] = {
+ACTIVATIONS: dict[str, Callable[[], Activation]] = {
     "swiglu": SwiGLU,
     "geglu": GeGLU,
+    "geglu_tanh": lambda: GeGLU("tanh"),
     "clamped_swiglu": ClampedSwiGLU,
     "relu_squared": ReluSquared,
     "gelu": GELU,
+    "gelu_tanh": lambda: GELU("tanh"),
 }
 
 
-def spelled(word: str) -> BuiltIn:
-    """The activation that `word` spells: a name, one of GELU's that ends in _tanh, or "clamped_swiglu" and its alpha,
-    limit, shift and 1 or 0 for interleaved. An operator of `torch.compile` takes no more of one than that."""
+def clamped(alpha: float, limit: float, shift: float, *, interleaved: bool) -> str:
+    """The word of `activation_of` for a `ClampedSwiGLU` with these numbers."""
+    return f"clamped_swiglu {alpha!r} {limit!r} {shift!r} {int(interleaved)}"
+
+
+@lru_cache(maxsize=64)
+def activation_of(word: str) -> Activation:
+    """The activation that an operator is told of by `word`: a name of `ACTIVATIONS`, or what `clamped` makes."""
     name, *numbers = word.split()
     if numbers:
         alpha, limit, shift, interleaved = map(float, numbers)
         return ClampedSwiGLU(alpha, limit, shift, interleaved=bool(interleaved))
-    if name in ("geglu_tanh", "gelu_tanh"):
-        return GeGLU("tanh") if name == "geglu_tanh" else GELU("tanh")
-    return BY_NAME[name]()
+    return ACTIVATIONS[name]()

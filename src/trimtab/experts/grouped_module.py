@@ -61,12 +61,6 @@ class GroupedModule(nn.Module):
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
         self._delayed = DelayedGradients()
 
-    def _refuse_transforms(self) -> None:
-        """Raises:
-        InputError: see `refuse_transforms`.
-        """
-        refuse_transforms(type(self).__name__)
-
     def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
         """Raises:
         ConfigError: a parameter was cast to a dtype that is not computed with, or wraps other tensors.

@@ -1,13 +1,12 @@
 """The expert MLPs of one rank in low precision: all experts' rows at once, because scales belong to whole tensors.
 
     pre = Q(x[row]) Q(W_up) + b_up                                              saved, in the rows' dtype
-    h   = activation(pre) * w                 weights="combine": activation(pre)
-    out = Q(h) Q(W_down) + w b_down           weights="combine": Q(h) Q(W_down) + b_down
-    y   = sum of a row's outs                 weights="combine": sum of w * out
+    h   = activation(pre) * w
+    out = Q(h) Q(W_down) + w b_down
+    y   = sum of a row's outs
 
 Q is the recipe's quantisation of each operand along the axis that its product contracts; the activation sees what is
-not quantised. Six products, twelve operands. The backward is one for both sides, so with "combine" the down weight's
-gradient contracts Q(h * w) with Q(dy): then a recipe's numbers differ between the two sides, within its error.
+not quantised. Six products, twelve operands.
 
 Saved for the backward: the rows, the weights and the pre-activations. The rest is made again, quantised operands too.
 
@@ -23,9 +22,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, needed
-from trimtab.experts.expert_call import ExpertCall, ExpertGradients
+from trimtab.experts.expert_call import ExpertCall, ExpertGradients, cast_weights
+from trimtab.experts.operands import row_dot
 from trimtab.experts.products import GroupWeights, bias_gradients
-from trimtab.experts.slots import row_dot, slot_grads, slot_weights
+from trimtab.experts.slots import slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 
@@ -44,49 +44,49 @@ class LoweredMLP(Function):
         down_bias: Tensor | None,
         anchor: Tensor | None,
     ) -> Tensor:
-        plan, math, kernels, products = call.plan, call.math, call.kernels, call.products
+        plan, kernels, products = call.plan, call.kernels, call.products
         assert products is not None
+        assert kernels is not None
         given = up, down, up_bias, down_bias
-        up, down, up_bias, down_bias = call.cast(*given)
+        up, down, up_bias, down_bias = cast_weights(*given, plan, x, kernels, every=True)
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         pre = products.up.forward(gather_padded(x, plan.row_R), _grouped(up, up_bias))
-        h = math.activation.forward(pre)
-        # Padding inside a segment has the activation of the bias, which must not take part in a scale.
-        h = h * w_R1 if math.folded else h.masked_fill((plan.row_R < 0)[:, None], 0)
+        h = call.activation.forward(pre) * w_R1  # 0 in padding: the activation of a bias must not take part in a scale
         out_RD = products.down.forward(h, _grouped(down, None))
         del h
         if down_bias is not None:
             for block in call.blocks():
                 bias = kernels.expand(down_bias[block.experts], block)
-                out_RD[block.rows] += bias * w_R1[block.rows] if math.folded else bias
+                out_RD[block.rows] += bias * w_R1[block.rows]
         ctx.call = call
         ctx.save_for_backward(x, w_MK, *given, pre if call.keep else None)
-        return combine_rows(out_RD, plan.row_csr, None if math.folded else w_R1[:, 0])
+        return combine_rows(out_RD, plan.row_csr)
 
     @staticmethod
     @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
-        plan, math, products = call.plan, call.math, call.products
+        plan, kernels, products = call.plan, call.kernels, call.products
         assert products is not None
+        assert kernels is not None
         x, w_MK, up, down, up_bias, down_bias, pre = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        up, down, _, down_bias = call.cast(up, down, up_bias, down_bias, reads_up=need_x)
-        wanted = call.wanted(needs)
+        up, down, _, down_bias = cast_weights(up, down, up_bias, down_bias, plan, x, kernels, every=True)
+        wanted = needs if call.defer is None else call.trained
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         d_out = gather_padded(dy.contiguous(), plan.row_R)
         dh = products.down.dgrad(d_out, _grouped(down, None))
-        h = math.activation.forward(pre)
+        h = call.activation.forward(pre)
         dw_R = row_dot(h, dh)
         if down_bias is not None:
             for block in call.blocks():
-                dw_R[block.rows] += row_dot(call.kernels.expand(down_bias[block.experts], block), d_out[block.rows])
+                dw_R[block.rows] += row_dot(kernels.expand(down_bias[block.experts], block), d_out[block.rows])
         # Quantised now, also where the products come later: scales belong to this step.
         hw = products.down.keep(h * w_R1, "activation") if wanted[1] else ()
         d_out_kept = products.down.keep(d_out, "gradient") if wanted[1] else ()
         del h
         dh *= w_R1
-        d_pre, _ = math.activation.backward(pre, dh)
+        d_pre = call.activation.backward(pre, dh)
         del pre, dh
         dx = None
         if need_x:
@@ -100,11 +100,11 @@ class LoweredMLP(Function):
             if grads.down is not None:
                 products.down.wgrad(hw, d_out_kept, grads.down)
             if grads.down_bias is not None:
-                bias_gradients(call.kernels, plan.offsets_e, d_out * w_R1, grads.down_bias)
+                bias_gradients(kernels, plan.offsets_e, d_out * w_R1, grads.down_bias)
             if grads.up is not None:
                 products.up.wgrad(rows, d_pre_kept, grads.up)
             if grads.up_bias is not None:
-                bias_gradients(call.kernels, plan.offsets_e, d_pre, grads.up_bias)
+                bias_gradients(kernels, plan.offsets_e, d_pre, grads.up_bias)
             return grads
 
         if call.defer is not None:

@@ -57,30 +57,9 @@ class Gradients:
         ]
 
     @property
-    def stack(self) -> Tensor | None:
-        """Where all groups are written, [e, ...], if their parameter is one."""
-        return joined(self._each[0].buffer) if self._stacked else None
-
-    @contextmanager
-    def block(self, e: slice) -> Iterator[tuple[Tensor, bool]]:
-        """Where to write the groups `e`, [e, ...] of a parameter's shape, `joined`, and whether to add to what is
-        there."""
-        if self._stacked:
-            buffer, adds = self._each[0].buffer[e], self._each[0].adds
-            if buffer.ndim < 4 or buffer.is_contiguous():
-                yield joined(buffer), adds
-            else:
-                fresh = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-                yield joined(fresh), False
-                put(buffer, fresh, adds)
-        elif e.stop - e.start == 1:
-            yield self._each[e.start].buffer[None], self._each[e.start].adds
-        else:
-            first = self._each[e.start].buffer
-            fresh = first.new_empty(e.stop - e.start, *first.shape)
-            yield fresh, False
-            for gradient, value in zip(self._each[e], fresh.unbind(), strict=True):
-                put(gradient.buffer, value, gradient.adds)
+    def whole(self) -> WeightGradient:
+        """That of the one stacked parameter."""
+        return self._each[0]
 
     @contextmanager
     def targets(self) -> Iterator[tuple[list[Tensor], list[bool]]]:

@@ -5,34 +5,14 @@ Legend: T tokens, D model dim, I = 2F with a gate in the activation, else F, F h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.nn.utils.parametrize import is_parametrized
 
-from trimtab.backward import may_have_tangents, once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.activations import BY_NAME, Activation
-from trimtab.routing.recompute import unseen
+from trimtab.experts.activations import ACTIVATIONS, activation_of
+from trimtab.experts.composed import apply
 from trimtab.validation import check_flags, check_sizes, holds_values
-
-
-class _Activate(Function):
-    """h = f(pre), with `pre` alone saved."""
-
-    @staticmethod
-    def forward(ctx: Any, pre_TI: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(pre_TI)
-        ctx.activation = activation
-        with unseen():
-            return activation.forward(pre_TI)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor, None]:
-        return ctx.activation.backward(*ctx.saved_tensors, dh_TF)[0], None
 
 
 class Projection(nn.Linear):
@@ -82,10 +62,10 @@ class SharedExperts(nn.Module):
         super().__init__()
         check_sizes(dim=dim, hidden=hidden)
         check_flags(gated=gated)
-        if activation not in tuple(BY_NAME):
-            raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(BY_NAME)}")
-        self.name, self.activation = activation, BY_NAME[activation]()
-        width = 2 * hidden if self.activation.gated else hidden
+        if activation not in tuple(ACTIVATIONS):
+            raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(ACTIVATIONS)}")
+        self.name = activation
+        width = 2 * hidden if activation_of(activation).gated else hidden
         self.up = nn.Linear(dim, width, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(hidden, dim, bias=False, dtype=dtype, device=device)
         self.gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if gated else None
@@ -93,19 +73,5 @@ class SharedExperts(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] in x's dtype, computed in the parameters' dtype or autocast's."""
         x = x_TD.to(_stored_in(self.up, x_TD))
-        y: Tensor = self.down(self._activated(self.up(x)))
+        y: Tensor = self.down(apply(self.up(x), self.name))
         return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)
-
-    def _activated(self, pre_TI: Tensor) -> Tensor:
-        h_TF: Tensor
-        if torch.compiler.is_compiling() and may_have_tangents():
-            from trimtab.eager import eagerly
-
-            h_TF = eagerly(self._activated, pre_TI)
-        elif torch.compiler.is_compiling():
-            from trimtab.experts.compiled_activation import activate
-
-            h_TF = activate(pre_TI, self.name)
-        else:
-            h_TF = _Activate.apply(pre_TI, self.activation)  # type: ignore[no-untyped-call]
-        return h_TF

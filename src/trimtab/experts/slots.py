@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.plan import ExpertPlan
-from trimtab.kernels.hidden import row_dot as row_dot
 
 
 def slot_weights(w_MK: Tensor, plan: ExpertPlan) -> Tensor:

@@ -7,7 +7,7 @@
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
-What these do not cover goes block by block, see `trimtab.experts.mlp_fused`, with the first product of cpu/forward.h
+What these do not cover goes block by block, see `trimtab.experts.by_blocks`, with the first product of cpu/forward.h
 and those of cpu/wgrad.h in the dtypes that they have.
 
 Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.abi import ACTIVATIONS, CLAMPED, TYPES, Call, Places
+from trimtab.kernels.abi import ACTIVATIONS, TYPES, Call, Places
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import is_made, load
@@ -210,7 +210,7 @@ def _count(name: str, call: Call) -> None:
     up = (name == "forward") + (backward and bool(call.dx)) + bool(call.d_up)
     down = bool(call.y) + backward + bool(call.d_down)
     for _ in range(up):
-        count(call.R, call.D, 2 * call.F if call.act <= CLAMPED else call.F)
+        count(call.R, call.D, 2 * call.F if call.act <= ACTIVATIONS.index("clamped_swiglu") else call.F)
     for _ in range(down):
         count(call.R, call.F, call.D)
 

@@ -4,19 +4,9 @@
     grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       or +=; zeros where the segment is empty
     grouped_sum     db[i]        = sum of the rows of segment i
 
-Four sets of kernels with these names:
-
-    LoopKernels      one `mm` per expert or for some of them; counts are on the host anyway (CPU)
-    CompiledKernels  the same, and whole expert MLPs in C++: see `trimtab.kernels.compiled`. Fastest on the CPU
-    StockKernels     `torch.nn.functional.grouped_mm`; offsets stay on the device, but torch itself reads them back for
-                     products of other dtypes than bfloat16. Safe against its traps: rows behind the last segment come
-                     out zero in both directions, gradients are made contiguous
-    TritonKernels    grouped GEMMs of our own and whole SwiGLU experts, for CUDA: see `trimtab.kernels.triton.kernels`
-
-and for tensors without values `trimtab.kernels.shapes`.
-
-An expert MLP runs in blocks of experts; `blocks` says which. The loop takes one expert at a time, or several of few
-rows, so that gathered rows and activations stay in cache and are never held for all experts at once.
+`LoopKernels` make one `mm` per expert, `CompiledKernels` are in C++ (both for the CPU), `StockKernels` are PyTorch's
+grouped GEMM with offsets on the device, `TritonKernels` are our own for CUDA. An expert MLP runs in blocks of experts;
+`blocks` says which.
 
 Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM, I width of the pre-activations,
 F expert hidden dim.
@@ -36,9 +26,7 @@ from trimtab.kernels.block import as_it_lies
 from trimtab.kernels.block import put as put
 from trimtab.kernels.compiled import compiled_kernels, switched_off
 from trimtab.kernels.counted import count
-from trimtab.kernels.hidden import HiddenBack, HiddenKernels, RowFunction
 from trimtab.kernels.loop import LoopKernels as LoopKernels
-from trimtab.kernels.measured import faster
 from trimtab.kernels.row_major import row_major
 from trimtab.kernels.rows import Csr, combine_rows, gather_padded
 
@@ -49,6 +37,9 @@ class Kernels(Protocol):
     name: str
     weighs_sums: bool
     """Whether weights are to be taken into the combine rather than into hidden rows."""
+
+    whole: bool
+    """Whether one block holds all experts and rows."""
 
     def blocks(
         self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
@@ -61,57 +52,41 @@ class Kernels(Protocol):
         together: kernels that take the experts one by one may give a block several of so many rows in all.
         dtype: of the products, for kernels that compute some in larger blocks.
         """
-        ...
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a block of products in `dtype` is best computed; never narrower."""
-        ...
 
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Like `torch.empty_like`, perhaps in memory that was used before."""
-        ...
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         """x[index] for the rows of one block; zeros where the index is -1."""
-        ...
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         """[rows, width] of `dtype` for the blocks' results: not initialised, but zero where no block reaches."""
-        ...
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         """[R, B]. Rows of the block behind its last segment come out zero, whatever `x_RA` holds there.
 
         x_RA: in `compute_dtype` of the weight's dtype.
         """
-        ...
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         """Into `out_eAB`, of any strides and dtype, whatever it held; with `add` on top of what it held."""
-        ...
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         """[e, A]."""
-        ...
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
         """Each expert's row of values for each of its rows, zero behind the last segment: broadcastable to [R, A]."""
-        ...
-
-    def hidden(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> Tensor:
-        """The hidden rows of a block, f(pre) * w: [R, F]. number: of f in `abi.ACTIVATIONS`, if it has one."""
-        ...
-
-    def hidden_back(self, f: RowFunction, number: int | None, pre_RI: Tensor, w_R1: Tensor | None) -> HiddenBack:
-        """The backward of `hidden`."""
-        ...
 
 
-class StockKernels(HiddenKernels):
+class StockKernels:
     """PyTorch's own grouped GEMM over all experts at once, sizes on the device (in bfloat16: see above)."""
 
     name = "stock"
     weighs_sums = False
+    whole = True
 
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
@@ -191,16 +166,10 @@ KERNELS: dict[str, Callable[[], Kernels]] = {
 }
 
 
-def names_for(name: str, device: torch.device, shape: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there.
-
-    shape: (D, F) of an expert MLP in bfloat16; on CUDA the faster set for it, where that was measured.
-    """
+def names_for(name: str, device: torch.device) -> tuple[str, ...]:
+    """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there."""
     if name != "auto":
         return (name,)
-    if device.type == "cuda" and shape is not None:
-        first = faster(torch.cuda.get_device_name(device), *shape)
-        return (first,) if first == "stock" else (first, "stock")
     if device.type != "cpu":
         return ("stock",)
     return ("loop",) if switched_off() else ("compiled", "loop")

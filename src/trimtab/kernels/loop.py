@@ -16,16 +16,15 @@ from torch import Tensor
 from trimtab.kernels import processor
 from trimtab.kernels.block import Block, as_it_lies, put
 from trimtab.kernels.buffer_pool import shared_pool
-from trimtab.kernels.hidden import HiddenKernels
 from trimtab.kernels.rows import gather_rows
 
 
-class LoopKernels(HiddenKernels):
+class LoopKernels:
     """A block is one expert, or several of few rows. For the CPU."""
 
     name = "loop"
     weighs_sums = True  # PyTorch sums weighted rows as fast as others
-    shares = True  # a block is small
+    whole = False
 
     def __init__(self) -> None:
         self.pool = shared_pool()

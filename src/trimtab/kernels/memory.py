@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import InputError
 from trimtab.validation import holds_values
 
 
@@ -17,11 +16,6 @@ def no_values(device: torch.device) -> bool:
     keys = torch._C._TorchDispatchModeKey
     fake, traced = (torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
     return fake and not traced
-
-
-def in_memory(t: Tensor) -> bool:
-    """Whether the values of `t` lie at its address. Not those of a tensor that wraps others, as a DTensor does."""
-    return t.layout is torch.strided and (t.data_ptr() != 0 or not t.nbytes)
 
 
 def dense(t: Tensor) -> bool:
@@ -58,27 +52,6 @@ def plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
     known = type(t) in (Tensor, nn.Parameter)
     return known and t.dtype == dtype and t.is_contiguous() and not t.is_neg() and bool(t.data_ptr() or not t.nbytes)
-
-
-def laid_out(t: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """The values of `t` in `dtype`, contiguous, whatever it is a view or a promise of.
-
-    Raises:
-        InputError: it wraps other tensors. `what` says in the message what it is.
-    """
-    if plain(t, dtype):
-        return t  # as nearly always
-    if type(t) not in (Tensor, nn.Parameter):
-        t = _arrived(t)
-    if t._is_zerotensor():
-        t = t.clone()
-    t = t.resolve_neg().to(dtype).contiguous()
-    if not in_memory(t):
-        raise InputError(
-            f"{what} is a {type(t).__name__} whose values do not lie at its address: hand over the local, dense tensor",
-            phase="experts",
-        )
-    return t
 
 
 def _arrived(t: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Kernels that have shown on this device that they do what is needed, before the first real row goes through them.
 
-`KernelChoice.on(device, dtype)` runs a problem of a few rows through the chosen kernels the first time it is asked:
-empty groups at the start and in between, rows behind the last segment that hold NaN, results written over NaN, and a
-gradient of stride 0; then no rows at all. Values are small integers, exact in every dtype, so results must be equal.
-The answer is kept in the choice itself; layers may share one. It costs tenths of a second, once: see `reports`.
+`KernelChoice.on(device, dtype)` runs a problem of a few rows the first time it is asked: empty groups, rows behind the
+last segment that hold NaN, a gradient of stride 0, no rows at all. Values are small integers, exact in every dtype.
 
 Legend: R rows, e groups, A and B the widths of a GEMM.
 """
@@ -82,8 +80,7 @@ class KernelChoice:
 
     def _choose(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
         refused: list[str] = []
-        shape = shape if dtype is torch.bfloat16 else None  # in no other dtype were sets measured beside each other
-        candidates = [n for c in self.candidates for n in (names_for(c, device, shape) if isinstance(c, str) else (c,))]
+        candidates = [n for c in self.candidates for n in (names_for(c, device) if isinstance(c, str) else (c,))]
         for candidate in candidates:
             try:
                 kernels = get_kernels(candidate, device) if isinstance(candidate, str) else candidate

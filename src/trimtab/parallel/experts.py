@@ -97,8 +97,7 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
 def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
     """(in, out) features of each product of one of so many ranks that share F."""
     hidden = experts.hidden // ranks
-    gated: bool = getattr(experts.math.activation, "gated", False)
-    return [(experts.dim, 2 * hidden if gated else hidden), (hidden, experts.dim)]
+    return [(experts.dim, 2 * hidden if experts.gated else hidden), (hidden, experts.dim)]
 
 
 class ParallelExperts(ExpertMLP):

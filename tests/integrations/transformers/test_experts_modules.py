@@ -7,10 +7,10 @@ recorded once and replayed, so that rounding stays inside one module.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from helpers.parity import FLOAT32_INSIDE, difference, scale
 from helpers.wrapped import Quantised
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.experts import experts_forward
-from trimtab.integrations.transformers.gates import activation_of
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.selftest import KernelChoice
 
@@ -203,23 +202,18 @@ def test_an_activation_of_the_same_name_and_hooks_are_what_runs() -> None:
     torch.testing.assert_close(module(*given), 3 * plain)
 
 
-def test_an_activation_that_draws_is_refused_where_a_backward_may_come() -> None:
-    module = qwen(act_fn=nn.Dropout(0.5))
-    with pytest.raises(InputError, match="draws random numbers"):
-        module(*rows())
+def test_an_activation_that_draws_keeps_what_it_drew() -> None:
+    module, (x, ids, w) = qwen(act_fn=nn.Dropout(0.5)).double(), rows()
+    x = x.double().requires_grad_()
+    torch.manual_seed(2)
+    y = module(x, ids, w.double())
+    y.sum().backward()
+    step = 1e-6 * torch.ones_like(x)
     with torch.no_grad():
-        module(*rows())
-    module.eval()
-    module(*rows()).sum().backward()
-
-
-def test_another_thread_may_draw_meanwhile() -> None:
-    class Slow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            threading.Thread(target=torch.rand, args=(1,)).run()  # as one that happens to run just then
-            return torch.tanh(x)
-
-    qwen(act_fn=Slow())(*rows()).sum().backward()
+        torch.manual_seed(2)
+        more = module(x + step, ids, w.double())
+    assert x.grad is not None
+    torch.testing.assert_close((more - y).sum(), (x.grad * step).sum(), rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -348,50 +342,40 @@ def test_every_parameter_of_a_gate_of_ones_own_has_its_gradient(way: str, alone:
         found[implementation] = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
     assert len(found[IMPL]) == 2 + 2 * (not alone)
     torch.testing.assert_close(found[IMPL], found["grouped_mm"], rtol=1e-3, atol=1e-2)
-    assert {name for _, name in activation_of(own_gate())._places} == {"original", "frozen", "weight"}  # type: ignore[attr-defined]
 
 
-def test_a_tensor_of_a_gate_whose_gradient_would_be_lost_is_refused_by_name() -> None:
-    """Of nobody, of another module, and a stacked weight of its own."""
-    module, other, loose = qwen(), OwnGate(), torch.ones(8, requires_grad=True)
-    gates: dict[str, Any] = {
-        r"loose uses a tensor of \(8,\)": lambda pre: other.frozen * loose * pre[:, :8],
-        "linear uses a tensor": lambda pre: other.norm(pre[:, :8]),
-        "stacked uses a tensor of ": lambda pre: pre[:, :8] * module.down_proj.mean(),
-    }
-    for says, gate in gates.items():
-        gate.__qualname__ = says.split()[0]
-        module._apply_gate = gate
-        with pytest.raises(
-            InputError, match=rf"phase experts\] {says}.*is none that it may train: neither a parameter"
-        ):
-            module(*rows())
-        with torch.no_grad():
-            module(*rows())
-    module._apply_gate = gates[r"loose uses a tensor of \(8,\)"]
-    loose.requires_grad_(False)
-    module(*rows()).sum().backward()
+def test_a_tensor_of_a_gate_that_belongs_to_nobody_has_its_gradient() -> None:
+    """Of another module, or a stacked weight of its own as well."""
+    other, loose = OwnGate(), torch.ones(8, requires_grad=True)
+    gates: tuple[Any, ...] = (
+        lambda module, pre: other.frozen * loose * pre[:, :8],
+        lambda module, pre: other.norm(pre[:, :8]),
+        lambda module, pre: pre[:, :8] * module.down_proj.mean(),
+    )
+    for gate in gates:
+        found = []
+        for implementation in ("grouped_mm", IMPL):
+            module = qwen()
+            module.config._experts_implementation = implementation
+            module._apply_gate = partial(gate, module)
+            leaves = [loose, other.norm.weight, *module.parameters()]
+            y = module(*rows()).square().sum()
+            found.append(torch.autograd.grad(y, leaves, allow_unused=True, materialize_grads=True))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_parameter_that_the_gate_does_not_use_has_no_gradient(hooked: bool) -> None:
-    """But zeros where a hook would be handed None. It may be changed before the backward."""
-    module = own_gate(unused=nn.Parameter(torch.ones(3)), off=nn.Parameter(torch.ones(8), requires_grad=False))
-    if hooked:
-        module.unused.register_hook(lambda g: 3 * g)
+def test_a_parameter_that_the_gate_does_not_use_has_no_gradient() -> None:
+    """It may be changed before the backward; one that is used may not."""
+    module = own_gate(unused=nn.Parameter(torch.ones(3)))
     y = module(*rows())
     with torch.no_grad():
         module.unused.mul_(2)
-        module.off.mul_(2)
     y.sum().backward()
     assert module.norm.weight.grad.any()
-    if hooked:
-        assert not module.unused.grad.any()
-    else:
-        assert module.unused.grad is None
+    assert module.unused.grad is None
     y = module(*rows())
     module.frozen.mul_(2)
-    with pytest.raises(InputError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -428,7 +412,6 @@ def test_an_act_fn_that_is_no_child_is_trained() -> None:
 
 
 def test_a_gate_may_count_in_a_frozen_parameter() -> None:
-    """It counts each row once, though the gate is run again in the backward."""
     module = own_gate(seen=nn.Parameter(torch.zeros(()), requires_grad=False))
     kind = type(module)
 
@@ -448,23 +431,6 @@ def test_a_gate_with_gradients_in_inference_mode_is_refused_by_torch() -> None:
         module(*given)
 
 
-class Hidden(nn.PReLU):
-    """No graph shows its parameter."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.prelu(x, self.weight.detach())
-
-
-@pytest.mark.parametrize("kind", [nn.PReLU, Hidden])
-def test_a_parameter_of_the_activation_that_is_changed_before_the_backward_is_named(kind: type[nn.PReLU]) -> None:
-    module = qwen(act_fn=kind().requires_grad_(kind is nn.PReLU))
-    y = module(*rows())
-    with torch.no_grad():
-        module.act_fn.weight.mul_(2)
-    with pytest.raises(InputError, match="changed in place between forward and backward"):
-        y.sum().backward()
-
-
 @pytest.mark.usefixtures("no_graph_stays")
 def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     module = qwen()
@@ -478,8 +444,6 @@ def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         torch.func.grad(lambda x: module(x, ids, w).sum())(x)
     with pytest.raises(InputError, match=r"torch\.jit"):
         torch.jit.trace(module, (x, ids, w))
-    with pytest.raises(InputError, match="experts_implementation='grouped_mm'"):
-        torch.export.export(qwen(act_fn=nn.Sigmoid()), (x, ids, w))
     for dtype in (torch.int8, torch.float8_e4m3fn):
         quantised = qwen(gate_up_proj=nn.Parameter(module.gate_up_proj.detach().to(dtype), requires_grad=False))
         with pytest.raises(ConfigError, match=f"has weights in {dtype}.*transformers' own"):

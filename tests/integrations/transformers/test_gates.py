@@ -15,11 +15,26 @@ from transformers.activations import ACT2FN
 
 from helpers.families import build_model, experts_modules, family_names
 from trimtab.experts.activations import GELU, ClampedSwiGLU, GeGLU, ReluSquared, SwiGLU
-from trimtab.experts.recomputed import Recomputed
-from trimtab.integrations.transformers.gates import activation_of
+from trimtab.experts.activations import activation_of as activation_named
+from trimtab.integrations.transformers.gates import gate_of
 
 OWN = {"beam", "inkling2", "inkling2_loop"}
 """Gates of formulas that no family with one of ours has."""
+
+Own = type(None)
+"""Stands for a function of the module's own, which runs as it is."""
+
+
+def kind_of(module: Any) -> type:
+    """Of the activation that it runs with."""
+    found = gate_of(module)
+    return type(activation_named(found)) if isinstance(found, str) else Own
+
+
+def computed(module: Any, pre: Tensor) -> Tensor:
+    found = gate_of(module)
+    return activation_named(found).forward(pre) if isinstance(found, str) else found(pre)
+
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
@@ -31,12 +46,10 @@ def gpt_oss() -> Any:
 @pytest.mark.parametrize("name", family_names())
 def test_every_family_but_those_with_a_formula_of_their_own_runs_ours(name: str) -> None:
     for module in experts_modules(build_model(name)).values():
-        ours = activation_of(module)
-        assert isinstance(ours, Recomputed) <= (name in OWN)
+        assert (kind_of(module) is Own) <= (name in OWN)
         pre = 4 * torch.randn(9, 12, dtype=torch.float64)
         truth = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
-        if not isinstance(ours, Recomputed):
-            torch.testing.assert_close(ours.forward(pre), truth)
+        torch.testing.assert_close(computed(module, pre), truth)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt_oss", ""), ("minimax_m3_vl", "swiglu_")])
@@ -44,7 +57,7 @@ def test_a_clamped_gate_has_the_numbers_of_its_module(name: str, prefix: str) ->
     module: Any = next(iter(experts_modules(build_model(name)).values()))
     setattr(module, f"{prefix}limit", 1.25)
     setattr(module, f"{prefix}alpha", 0.5)
-    ours = activation_of(module)
+    ours = activation_named(str(gate_of(module)))
     assert isinstance(ours, ClampedSwiGLU)
     assert (ours.alpha, ours.limit, ours.shift, ours.interleaved) == (0.5, 1.25, 1.0, name == "gpt_oss")
 
@@ -56,10 +69,9 @@ def test_limits_of_any_size_leave_the_formula_what_it_is(name: str, limit: float
     for key in ("limit", "swiglu_limit"):
         if hasattr(module, key):
             setattr(module, key, limit)
-    ours = activation_of(module)
-    assert isinstance(ours, ClampedSwiGLU) or limit == 1e308
+    assert kind_of(module) is ClampedSwiGLU or limit == 1e308
     pre = 4 * torch.randn(50, 12, dtype=torch.float64)
-    torch.testing.assert_close(ours.forward(pre), module._apply_gate(pre))
+    torch.testing.assert_close(computed(module, pre), module._apply_gate(pre))
 
 
 def test_a_gate_of_another_module_has_the_numbers_of_that_module() -> None:
@@ -67,10 +79,10 @@ def test_a_gate_of_another_module_has_the_numbers_of_that_module() -> None:
     other.alpha = other.limit = 1.0
     module._apply_gate = other._apply_gate
     pre = 4 * torch.randn(9, 12)
-    torch.testing.assert_close(activation_of(module).forward(pre), other._apply_gate(pre))
+    torch.testing.assert_close(computed(module, pre), other._apply_gate(pre))
     plain: Any = of_silu(True, ACT2FN["silu"])
     plain._apply_gate = of_silu(True, torch.tanh)._apply_gate
-    torch.testing.assert_close(activation_of(plain).forward(pre), plain._apply_gate(pre))
+    torch.testing.assert_close(computed(plain, pre), plain._apply_gate(pre))
 
 
 def doubled(self: nn.Module, gate_up: Tensor) -> Tensor:
@@ -104,18 +116,18 @@ def test_a_gate_that_somebody_changed_is_run_as_it_is(monkeypatch: pytest.Monkey
 
     nowhere = of_the_file(from_globals)
     nowhere.__module__ = None  # type: ignore[assignment]
-    assert isinstance(activation_of(module), ClampedSwiGLU)
+    assert kind_of(module) is ClampedSwiGLU
     for other in (nowhere, told, steeper, reads_more, doubled, of_the_file(from_globals)):
         monkeypatch.setattr(kind, "_apply_gate", other)
-        assert isinstance(activation_of(module), Recomputed), other
+        assert kind_of(module) is Own, other
     monkeypatch.setattr(kind, "_apply_gate", right)
     module._apply_gate = types.MethodType(doubled, module)
-    assert isinstance(activation_of(module), Recomputed)
+    assert kind_of(module) is Own
     del module._apply_gate
     module.limit = None
-    assert isinstance(activation_of(module), Recomputed)
+    assert kind_of(module) is Own
     module.limit = 2.0
-    assert isinstance(activation_of(module), ClampedSwiGLU)
+    assert kind_of(module) is ClampedSwiGLU
     assert not seen
 
 
@@ -131,8 +143,8 @@ def of_silu(gate: bool, act_fn: object) -> Any:
 @pytest.mark.parametrize(
     ("act_fn", "gated", "ungated"),
     [
-        (ACT2FN["silu"], SwiGLU, Recomputed),
-        (nn.functional.silu, SwiGLU, Recomputed),
+        (ACT2FN["silu"], SwiGLU, Own),
+        (nn.functional.silu, SwiGLU, Own),
         (ACT2FN["gelu"], GeGLU, GELU),
         (nn.functional.gelu, GeGLU, GELU),
         (nn.GELU(), GeGLU, GELU),
@@ -140,10 +152,10 @@ def of_silu(gate: bool, act_fn: object) -> Any:
         (ACT2FN["gelu_pytorch_tanh"], GeGLU, GELU),
         (ACT2FN["gelu_new"], GeGLU, GELU),
         (ACT2FN["gelu_fast"], GeGLU, GELU),
-        (ACT2FN["gelu_python"], Recomputed, Recomputed),
-        (ACT2FN["quick_gelu"], Recomputed, Recomputed),
-        (ACT2FN["relu2"], Recomputed, ReluSquared),
-        (ACT2FN["relu"], Recomputed, Recomputed),
+        (ACT2FN["gelu_python"], Own, Own),
+        (ACT2FN["quick_gelu"], Own, Own),
+        (ACT2FN["relu2"], Own, ReluSquared),
+        (ACT2FN["relu"], Own, Own),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -151,20 +163,19 @@ def test_activations_are_what_their_module_computes(act_fn: Any, gated: type, un
     pre = 4 * torch.randn(9, 12)
     for gate, kind in ((True, gated), (False, ungated)):
         module: Any = of_silu(gate, act_fn)
-        ours = activation_of(module)
-        assert type(ours) is kind
-        torch.testing.assert_close(ours.forward(pre), module._apply_gate(pre) if gate else act_fn(pre))
+        assert kind_of(module) is kind
+        torch.testing.assert_close(computed(module, pre), module._apply_gate(pre) if gate else act_fn(pre))
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "relu2"])
 def test_a_hook_or_another_function_inside_is_what_runs(name: str) -> None:
     hooked, other, patched = ACT2FN[name], ACT2FN[name], ACT2FN[name]
     patched.forward = torch.tanh
-    assert isinstance(activation_of(of_silu(False, patched)), Recomputed)
+    assert kind_of(of_silu(False, patched)) is Own
     hooked.register_forward_hook(lambda _m, _a, y: 3 * y)
     other.act = torch.tanh
     for act_fn in (hooked, other) if hasattr(ACT2FN[name], "act") else (hooked,):
-        assert isinstance(activation_of(of_silu(False, act_fn)), Recomputed)
+        assert kind_of(of_silu(False, act_fn)) is Own
 
 
 def test_a_limit_behind_silu_is_not_one_before_it() -> None:
@@ -174,6 +185,6 @@ def test_a_limit_behind_silu_is_not_one_before_it() -> None:
     module = of_silu(True, ACT2FN["silu"])
     module.limit = float("inf")
     module._apply_gate = types.MethodType(Step3p7Experts._apply_gate, module)
-    assert isinstance(activation_of(module), ClampedSwiGLU)
+    assert kind_of(module) is ClampedSwiGLU
     module.limit = 2.0
-    assert isinstance(activation_of(module), Recomputed)
+    assert kind_of(module) is Own

@@ -8,18 +8,19 @@ Legend: T rows, K slots per row, D model dim.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import refuse_transforms
-from trimtab.experts.mlp import ExpertMath, ExpertWeights, expert_mlp
-from trimtab.experts.plan import ExpertPlan, plan_experts
-from trimtab.experts.recomputed import Recomputed
-from trimtab.integrations.transformers.gates import activation_of
-from trimtab.kernels.memory import codes, no_values
-from trimtab.kernels.rows import static_by_default
+from trimtab.experts.library import kernels_for, not_in_graphs
+from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.ops import plan_for
+from trimtab.integrations.transformers.gates import gate_of
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.memory import codes
 from trimtab.kernels.selftest import KernelChoice
 
 
@@ -44,15 +45,13 @@ def experts_forward(
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised.
-        InputError: shapes or ids other than these; under `torch.func`'s transforms or, eagerly, `torch.jit.trace`.
+        InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
-    Under `torch.compile` they are operators of the graph; with an activation or gate that is none of ours, or a norm
-    behind the experts, they run eagerly, between two graphs, and `torch.export` raises InputError.
+    Under `torch.compile` and `torch.export` it is operators of the graph.
     """
     who = type(module).__name__
-    if not torch.compiler.is_compiling():
-        refuse_transforms(who)
+    refuse_transforms(who)
     rows, slots = tuple(hidden_states.shape), tuple(top_k_index.shape)
     if len(rows) != 2 or len(slots) != 2 or slots[0] != rows[0] or tuple(top_k_weights.shape) != slots:
         raise InputError(
@@ -60,36 +59,31 @@ def experts_forward(
             f"{tuple(top_k_weights.shape)}",
             phase="experts",
         )
-    if torch.compiler.is_compiling():
-        from trimtab.integrations.transformers.compiled import compiled_forward
-
-        given = (module, hidden_states, top_k_index, top_k_weights)
-        return compiled_forward(*given, kernels=kernels, num_slots=num_slots)
-    weights, math = weights_of(module), math_of(module)
-    chosen = kernels.on(hidden_states.device, computed_in(weights.up), weights.shape)
-    plan = plan_experts(top_k_index, weights.up.shape[0], num_slots=num_slots, kernels=chosen)
-    if not module._is_expert_parallel:  # else slots of other ranks have the sentinel
-        refuse_dropped(who, _dropped(plan, top_k_index), weights.up.shape[0])
-    return expert_mlp(hidden_states, top_k_weights, plan, weights, math, chosen)
+    weights = weights_of(module)
+    chosen = kernels_for(kernels, hidden_states.device, computed_in(weights.up), weights.shape)
+    given = (module, weights, hidden_states, top_k_index, top_k_weights)
+    return _between_graphs(*given, kernels, num_slots) if chosen is None else _run(*given, chosen, num_slots)
 
 
-def _dropped(plan: ExpertPlan, ids_TK: Tensor) -> int | Tensor:
-    """How many slots are in no expert's segment, without a host sync; 0 where nobody can tell."""
-    if static_by_default(ids_TK):
-        return 0 if no_values(ids_TK.device) else ids_TK.numel() - plan.counts_e.sum()
-    return ids_TK.numel() - plan.row_csr.indices.shape[0]
+def _run(
+    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: Kernels | str,
+    num_slots: int | None,
+) -> Tensor:  # fmt: skip
+    experts = weights.up.shape[0]
+    whole = "" if module._is_expert_parallel else type(module).__name__  # else slots of other ranks have the sentinel
+    plan = plan_for(ids, experts, num_slots, kernels, whole)
+    norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
+    return expert_mlp(x, w, plan, weights, gate_of(module), kernels, norm=norm)
 
 
-def refuse_dropped(who: str, dropped: int | Tensor, num_experts: int) -> None:
-    """Raise InputError where slots name no expert; on a device, trip an assertion there."""
-    if isinstance(dropped, Tensor) and dropped.device.type != "cpu":
-        torch._assert_async(dropped == 0, f"trimtab: {who}: ids outside 0..{num_experts - 1}")
-    elif int(dropped):
-        raise InputError(
-            f"{who}: {int(dropped)} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "
-            "experts as there are?",
-            phase="experts",
-        )
+@not_in_graphs
+def _between_graphs(
+    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: KernelChoice,
+    num_slots: int | None,
+) -> Tensor:  # fmt: skip
+    """Kernels of one's own, which no graph can name."""
+    chosen = kernels.on(x.device, computed_in(weights.up), weights.shape)
+    return _run(module, weights, x, ids, w, chosen, num_slots)
 
 
 _NEEDS = (
@@ -112,16 +106,6 @@ def weights_of(module: nn.Module) -> ExpertWeights:
         down_bias=_of_values(module, module.down_proj_bias) if module.has_bias else None,
         transposed=bool(module.is_transposed),
     )
-
-
-def math_of(module: nn.Module) -> ExpertMath:
-    """Activation and norm of a module."""
-    post_norm = None
-    if module.has_post_expert_norm:
-        norm = module.post_expert_norm
-        assert isinstance(norm, nn.Module)
-        post_norm = Recomputed(norm, module=norm)
-    return ExpertMath(activation=activation_of(module), post_norm=post_norm)
 
 
 def _or_none(module: nn.Module, name: str) -> object:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import product
 from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,36 +30,26 @@ from transformers.activations import (
 )
 from transformers.integrations.moe import _default_apply_gate
 
-from trimtab.experts.activations import Activation, spelled
-from trimtab.experts.recomputed import Recomputed
+from trimtab.experts.activations import activation_of, clamped
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-ClampedWord = Callable[[FunctionType, tuple[tuple[str, str], ...], bool], "str | None"]
 LIMITS, SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
-def activation_of(module: nn.Module) -> Activation:
-    """What an experts module computes of its pre-activations. `_apply_gate` is the module's word on its gate."""
+def gate_of(module: nn.Module) -> str | Callable[[Tensor], Tensor]:
+    """What an experts module computes of its pre-activations: the word of ours that computes the same, or its own
+    function. `_apply_gate` is the module's word on its gate."""
     word = word_of(module)
     if word is not None:
-        return spelled(word)
-    act_fn = getattr(module, "act_fn", None)
-    function = module._apply_gate if module.has_gate else act_fn
+        return word
+    function: Any = module._apply_gate if module.has_gate else getattr(module, "act_fn", None)
     assert callable(function)
-    beside = act_fn if isinstance(act_fn, nn.Module) else None  # perhaps no child: a property, a class's attribute
-    return Recomputed(function, module=module, but=_NOT_OF_A_GATE, beside=beside)
+    return function  # type: ignore[no-any-return]
 
 
-_PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
-_NOT_OF_A_GATE = (*_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS), "post_expert_norm")
-
-
-def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str | None:
-    """The word of `activations.spelled` for it, None where none of ours is known to compute the same.
-
-    clamped_word: in place of ours, where `torch.compile` traces this.
-    """
+def word_of(module: nn.Module) -> str | None:
+    """The word of `activations.activation_of` for it, None where none of ours is known to compute the same."""
     name = known(getattr(module, "act_fn", None))
     if not module.has_gate:
         return UNGATED.get(name or "")
@@ -71,7 +62,8 @@ def word_of(module: nn.Module, clamped_word: ClampedWord | None = None) -> str |
     numbers = [(key, getattr(module, key, None)) for key in (*LIMITS, *SLOPES)]
     # As text, which is a constant to `torch.compile` where a number may be a symbol.
     plain = tuple((key, float(value).hex()) for key, value in numbers if isinstance(value, (int, float)))
-    return (clamped_word or _clamped)(function, plain, name == "silu")
+    word: str | None = _clamped(function, plain, name == "silu")
+    return word
 
 
 def known(act_fn: object) -> str | None:
@@ -107,8 +99,14 @@ def _is_transformers(function: FunctionType) -> bool:
     return home and function.__closure__ is None and not hasattr(function, "__wrapped__")
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
+    """It tries the gate, which cannot be traced; the answer depends on nothing else."""
+    return _tried(function, numbers, silu)
+
+
+@lru_cache(maxsize=64)
+def _tried(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
     """The word of the clamped gate that gives what `function` gives; None where none does or several do, or it fails.
 
     Kept for the process: a model has a module a layer, each asks at each call, and the answer depends on nothing else.
@@ -123,8 +121,8 @@ def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu:
         except Exception:  # it reads something else, or wants something else
             return None
         candidates = product(slopes, limits, (0.0, 1.0), (False, True))
-        ours = ["clamped_swiglu " + " ".join(map(repr, map(float, numbers))) for numbers in candidates]
-        same = [word for word in ours if _same(spelled(word).forward(pre_nI), truth)]
+        ours = [clamped(alpha, limit, shift, interleaved=turns) for alpha, limit, shift, turns in candidates]
+        same = [word for word in ours if _same(activation_of(word).forward(pre_nI), truth)]
     return same[0] if len(same) == 1 else None
 
 

@@ -1,0 +1,151 @@
+"""The expert MLP by the C++ kernels: one call forward, one backward, one more where weight gradients come later.
+
+They cover activations that C++ knows by name, with or without biases, of contiguous weights in float32 or bfloat16 in
+either layout. What they do not cover goes block by block.
+
+Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
+F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.experts.activations import ClampedSwiGLU, activation_of
+from trimtab.experts.expert_call import cast_weights
+from trimtab.experts.operands import Operands, Targets
+from trimtab.kernels.abi import ACTIVATIONS, TYPES
+from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.grouped import put
+
+Fields = dict[str, Any]
+NAMES = ("up", "down", "up_bias", "down_bias")
+
+
+def covers(o: Operands) -> bool:
+    """Whether the C++ kernels compute this call."""
+    up, down, dtype = o.up, o.down, o.up.dtype
+    return (
+        isinstance(o.kernels, CompiledKernels)
+        and _known(o.word) is not None
+        and o.x.dtype in TYPES
+        and down.dtype is dtype
+        and up.is_contiguous()
+        and down.is_contiguous()
+        and all(bias is None or (bias.dtype is dtype and bias.is_contiguous()) for bias in (o.up_bias, o.down_bias))
+    )
+
+
+def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
+    """y [M, D], and the pre-activations [R, I], none unless `keep`."""
+    kernels, x = _kernels(o), o.x.contiguous()
+    fields = _fields(o, x, reads_biases=True)
+    pre = kernels.empty(fields["R"] if keep else 0, o.width, dtype=x.dtype)
+    y = kernels.empty(*x.shape, dtype=x.dtype)
+    kernels.forward(fields | {"pre": pre if keep else None, "y": y})
+    return y, pre
+
+
+def backward(
+    o: Operands, dy: Tensor, pre: Tensor, targets: Targets, need_x: bool, d_pre: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """dx [M, D] and dw [M, K]; see `by_blocks.backward`."""
+    kernels, x = _kernels(o), o.x.contiguous()
+    fields = _fields(o, x, reads_biases=True)
+    if pre.shape[0] < fields["R"] or pre.shape[1:] != (o.width,):
+        raise InputError(f"the pre-activations came back as {tuple(pre.shape)}", phase="experts")
+    dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
+    dw = torch.zeros(o.w.shape, dtype=torch.float32, device="cpu")
+    fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw}
+    if d_pre is None:
+        later = _written(fields, targets)
+        kernels.backward(fields)
+        _put(later)
+    else:
+        kernels.backward(fields | {"d_pre": d_pre})
+    return dx, dw.to(o.w.dtype)
+
+
+def weight_gradients(o: Operands, dy: Tensor, pre: Tensor, d_pre: Tensor, targets: Targets) -> None:
+    """The parameters' gradients, from what the backward left."""
+    x = o.x.contiguous()
+    fields = _fields(o, x, reads_biases=False)
+    fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "d_pre": d_pre}
+    later = _written(fields, targets)
+    _kernels(o).weight_gradients(fields)
+    _put(later)
+
+
+def _kernels(o: Operands) -> CompiledKernels:
+    assert isinstance(o.kernels, CompiledKernels)
+    return o.kernels
+
+
+@lru_cache(maxsize=64)
+def _known(word: str) -> Fields | None:
+    """The activation's fields of cpu/call.h, None where C++ does not know it."""
+    name = word.split()[0]
+    if name not in ACTIVATIONS:
+        return None
+    activation, number = activation_of(word), {"act": ACTIVATIONS.index(name)}
+    if not isinstance(activation, ClampedSwiGLU):
+        return number
+    numbers = {key: getattr(activation, key) for key in ("alpha", "limit", "shift")}
+    return number | numbers | {"interleaved": int(activation.interleaved)}
+
+
+def _fields(o: Operands, x: Tensor, *, reads_biases: bool) -> Fields:
+    """What all three calls read, and what keeps it alive. reads_biases: whether the weights are read at all, too."""
+    plan, (M, D), e, K, F = o.plan, x.shape, o.down.shape[0], o.w.shape[1], o.hidden
+    wanted = (e, F, D) if o.transposed else (e, D, F)
+    known = _known(o.word)
+    assert known is not None
+    fits = o.down.shape == wanted and o.up.shape[1 if o.transposed else -1] == D and o.w.shape == (M, K)
+    fits = fits and o.width == (2 * F if activation_of(o.word).gated else F) and o.up.shape[0] == e
+    fits = fits and plan.offsets_e.shape[0] == e + 1 and plan.row_csr.indptr.shape[0] == M + 1 and plan.top_k == K
+    if not fits:
+        raise InputError(
+            f"x {tuple(x.shape)}, weights {tuple(o.w.shape)}, up {tuple(o.up.shape)} and down {tuple(o.down.shape)} "
+            "do not fit together",
+            phase="experts",
+        )
+    fields = known | {
+        "type": TYPES[x.dtype], "folded": 1, "transposed": int(o.transposed), "M": M, "R": plan.row_R.shape[0], "E": e,
+        "D": D, "F": F, "row_R": plan.row_R, "slot_R": plan.slot_R, "offsets": plan.offsets_e, "x": x,
+        "w": o.w.to(torch.float32).contiguous(),
+    }  # fmt: skip
+    if reads_biases:
+        up, down, up_bias, down_bias = o.up, o.down, o.up_bias, o.down_bias
+        if (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those C++ rounds weights itself
+            up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, plan, x, o.kernels)
+        fields |= {"up": up, "down": down, "type_weights": TYPES[up.dtype]}
+        if up_bias is not None and down_bias is not None:
+            fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
+    return fields
+
+
+def _written(fields: Fields, targets: Targets) -> list[tuple[Tensor, Tensor, bool]]:
+    """Say where the gradients that are wanted go. What C++ cannot write is made beside it: (target, value, adds)."""
+    later: list[tuple[Tensor, Tensor, bool]] = []
+    for name, target, adds in zip(NAMES, targets.each, targets.adds, strict=True):
+        if target is None:
+            continue
+        bias = name.endswith("bias")
+        if bias or target.dtype not in TYPES or not target.is_contiguous():
+            value = torch.empty(target.shape, dtype=torch.float32, device="cpu")
+            later.append((target, value, adds))
+            target, adds = value, False
+        fields[f"d_{name}"] = target
+        if not bias:
+            fields |= {f"type_{name}": TYPES[target.dtype], f"add_{name}": int(adds)}
+    return later
+
+
+def _put(later: list[tuple[Tensor, Tensor, bool]]) -> None:
+    for target, value, adds in later:
+        put(target, value, adds)

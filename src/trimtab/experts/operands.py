@@ -1,0 +1,103 @@
+"""What an operator of the expert MLP hands to a backend.
+
+Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
+F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.experts.activations import Activation, activation_of
+from trimtab.experts.plan import ExpertPlan
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.rows import Csr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """x [M, D] in the dtype that is computed in, w [M, K] in float32 or wider, the parameters in the model's dtype.
+
+    up: [e, 2, F, D], [e, I, D] or, with `transposed`, [e, D, I]. down: [e, D, F], or [e, F, D]. word: the activation's.
+    """
+
+    x: Tensor
+    w: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    transposed: bool
+    word: str
+    plan: ExpertPlan
+    kernels: Kernels
+
+    @property
+    def activation(self) -> Activation:
+        return activation_of(self.word)
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return width_of(self.up, self.transposed)
+
+    @property
+    def hidden(self) -> int:
+        """F."""
+        return self.down.shape[1 if self.transposed else 2]
+
+    def by_row(self, weight: Tensor) -> Tensor:
+        """A weight, or a part of one, as [e, in, out]."""
+        return weight if self.transposed else weight.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where the gradients of up, down and their biases are written, in the parameters' shapes; None: not wanted.
+
+    adds: whether they are added to what is there.
+    """
+
+    each: tuple[Tensor | None, ...]
+    adds: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool]) -> Targets:
+        """From the lists that operators take: `out` and `adds` have an entry for each one that is wanted."""
+        buffers, flags = iter(out), iter(adds)
+        return cls(
+            tuple(next(buffers) if want else None for want in wanted),
+            tuple(next(flags) if want else False for want in wanted),
+        )
+
+
+def width_of(up: Tensor, transposed: bool) -> int:
+    """I."""
+    return up.shape[2] if transposed else up.shape[1:-1].numel()
+
+
+def plan_tensors(plan: ExpertPlan) -> list[Tensor]:
+    """A plan as an operator takes it."""
+    return [plan.slot_R, plan.row_R, plan.row_csr.indices, plan.row_csr.indptr, plan.counts_e, plan.offsets_e]
+
+
+def plan_of(tensors: Sequence[Tensor], top_k: int) -> ExpertPlan:
+    """The way back."""
+    slot_R, row_R, indices, indptr, counts_e, offsets_e = tensors
+    return ExpertPlan(
+        slot_R=slot_R,
+        row_R=row_R,
+        row_csr=Csr(indices=indices, indptr=indptr),
+        counts_e=counts_e,
+        offsets_e=offsets_e,
+        top_k=top_k,
+    )
+
+
+def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
+    """Row-wise dot products in at least float32: [R]."""
+    return (a_RF * b_RF).sum(-1, dtype=torch.promote_types(a_RF.dtype, torch.float32))

@@ -1,0 +1,245 @@
+"""The expert MLP as operators of `torch.library`: eager mode, graphs, tensors without values, FLOP counters see these.
+
+    trimtab::experts                     y, pre     from x, the routing weights and the parameters
+    trimtab::experts_backward            dx, dw, and the parameters' gradients, or d_pre where these come later
+    trimtab::experts_weight_gradients    the parameters' gradients, later
+    trimtab::plan_experts                which slots go to which expert; in graphs alone
+    trimtab::activate                    an activation by name, and its backward
+
+The first three hand their operands to the first backend that covers them: the device's own, or grouped products by
+blocks.
+
+Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
+F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.autocast import without_autocast
+from trimtab.errors import InputError
+from trimtab.experts import by_blocks, on_cpu
+from trimtab.experts.activations import activation_of
+from trimtab.experts.library import kernels_of, operator
+from trimtab.experts.operands import Operands, Targets, plan_of, plan_tensors, width_of
+from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.memory import no_values
+
+_READS = "Tensor x, Tensor w, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor[] plan"
+_OPTIONS = "str activation, bool transposed, str kernels"
+_WRITES = "Tensor(a!)[] out, bool[] wanted, bool[] adds"
+
+
+def _operands(
+    x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    plan: Sequence[Tensor], word: str, transposed: bool, kernels: str,
+) -> Operands:  # fmt: skip
+    shape = (x.shape[1], down.shape[1 if transposed else 2])
+    return Operands(
+        x=x, w=w, up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed, word=word,
+        plan=plan_of(plan, w.shape[1]), kernels=kernels_of(kernels, x.device, x.dtype, shape if x.is_cuda else None),
+    )  # fmt: skip
+
+
+def _backend(o: Operands, later: bool = False) -> Any:
+    """The module that computes these. later: weight gradients come in a call of their own."""
+    if on_cpu.covers(o):
+        return on_cpu
+    if o.kernels.name == "triton" and not later:  # there is Triton then
+        from trimtab.experts import on_triton
+
+        if on_triton.covers(o):
+            return on_triton
+    return by_blocks
+
+
+def _forward(
+    x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    plan: Sequence[Tensor], word: str, transposed: bool, kernels: str, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+    with without_autocast():
+        found: tuple[Tensor, Tensor] = _backend(o).forward(o, keep)
+    return found
+
+
+def _forward_fake(x: Tensor, w: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, plan, _, transposed, _, keep = rest
+    return x.new_empty(x.shape), x.new_empty(plan[0].shape[0] if keep else 0, width_of(up, transposed))
+
+
+def _backward(
+    dy: Tensor, pre: Tensor, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool], x: Tensor, w: Tensor,
+    up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, plan: Sequence[Tensor], word: str,
+    transposed: bool, kernels: str, need_x: bool, later: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+    d_pre = o.kernels.empty_like(pre) if later else None
+    targets = Targets.of(out, wanted, adds)
+    with without_autocast():
+        dx, dw = _backend(o, later).backward(o, dy, pre, targets, need_x, d_pre)
+    nothing = x.new_empty(0)
+    return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
+
+
+def _backward_fake(
+    dy: Tensor, pre: Tensor, out: Any, wanted: Any, adds: Any, x: Tensor, w: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_x, later = rest
+    return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape), pre.new_empty(pre.shape if later else 0)
+
+
+def _weight_gradients(
+    dy: Tensor, pre: Tensor, d_pre: Tensor, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool],
+    x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    plan: Sequence[Tensor], word: str, transposed: bool, kernels: str,
+) -> None:  # fmt: skip
+    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+    _backend(o, later=True).weight_gradients(o, dy, pre, d_pre, Targets.of(out, wanted, adds))
+
+
+def _flops(up: Sequence[int], down: Sequence[int], plan: Sequence[Sequence[int]], ups: int, downs: int) -> int:
+    """Of so many products with each."""
+    return int(2 * plan[0][0] * (ups * prod(up[1:]) + downs * prod(down[1:])))
+
+
+def _forward_flops(*shapes: Any, **kwargs: Any) -> int:
+    _, _, up, down, _, _, plan, *_ = shapes
+    return _flops(up, down, plan, 1, 1)
+
+
+def _backward_flops(*shapes: Any, **kwargs: Any) -> int:
+    _, _, _, wanted, _, _, _, up, down, _, _, plan, *_, need_x, _ = shapes
+    return _flops(up, down, plan, need_x + wanted[0], 1 + wanted[1])
+
+
+def _weight_gradients_flops(*shapes: Any, **kwargs: Any) -> int:
+    _, _, _, _, wanted, _, _, _, up, down, _, _, plan, *_ = shapes
+    return _flops(up, down, plan, int(wanted[0]), int(wanted[1]))
+
+
+def plan_for(
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Kernels | str, whole: str = ""
+) -> ExpertPlan:
+    """`plan_experts`, in a graph as an operator with as many rows as there are slots.
+
+    whole: who says that each slot names an expert, and is named where one does not. "": slots may be dropped.
+
+    Raises:
+        InputError: more slots are kept than `num_slots`, on the CPU; some are dropped, with `whole`.
+    """
+    if not torch.compiler.is_compiling():
+        return _plan(ids_MK, num_experts, num_slots, kernels, whole)
+    bound = ids_MK.numel() if num_slots is None else num_slots
+    names = kernels if isinstance(kernels, str) else ""
+    return plan_of(plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names), ids_MK.shape[1])
+
+
+def _plan(
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Kernels | str, whole: str
+) -> ExpertPlan:  # fmt: skip
+    if getattr(kernels, "name", "") == "triton":
+        from trimtab.experts.on_triton import plan_on_device
+
+        plan = plan_on_device(ids_MK, num_experts, num_slots=num_slots)
+    else:
+        plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
+    if whole and not no_values(ids_MK.device):
+        _refuse_dropped(whole, plan, ids_MK, num_experts)
+    return plan
+
+
+def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: int) -> None:
+    """On a device, trip an assertion there."""
+    if ids_MK.device.type != "cpu":
+        kept = plan.counts_e.sum() == ids_MK.numel()
+        torch._assert_async(kept, f"trimtab: {whole}: ids outside 0..{num_experts - 1}")
+    elif dropped := ids_MK.numel() - plan.row_csr.indices.shape[0]:
+        raise InputError(
+            f"{whole}: {dropped} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "
+            "experts as there are?",
+            phase="experts",
+        )
+
+
+def _plan_tensors(
+    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
+) -> list[Tensor]:  # fmt: skip
+    dtype = torch.float32
+    chosen = kernels_of(kernels, ids.device, dtype) if ids.device.type == "cpu" else ""
+    plan = _plan(ids, num_experts, bound if bounded else None, chosen, whole)
+    slot_R, row_R, indices, *rest = plan_tensors(plan)
+    short = bound - slot_R.shape[0]
+    pad = torch.nn.functional.pad
+    return [pad(slot_R, (0, short), value=-1), pad(row_R, (0, short), value=-1), pad(indices, (0, short)), *rest]
+
+
+def _plan_fake(
+    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
+) -> list[Tensor]:  # fmt: skip
+    sizes = (bound, bound, bound, ids.shape[0] + 1, num_experts, num_experts + 1)
+    return [ids.new_empty(size, dtype=torch.int64) for size in sizes]
+
+
+def _activate(pre: Tensor, word: str) -> Tensor:
+    return activation_of(word).forward(pre)
+
+
+def _activate_fake(pre: Tensor, word: str) -> Tensor:
+    width = pre.shape[-1]
+    return pre.new_empty(*pre.shape[:-1], width // 2 if activation_of(word).gated else width)
+
+
+def _activate_backward(pre: Tensor, dh: Tensor, word: str) -> Tensor:
+    return activation_of(word).backward(pre, dh)
+
+
+plan_op = operator(
+    "plan_experts(Tensor ids, SymInt num_experts, SymInt bound, bool bounded, str whole, str kernels) -> Tensor[]",
+    _plan_tensors,
+    _plan_fake,
+)
+"""`plan_tensors` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""
+
+activate_op = operator("activate(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)
+"""An activation by its word: [..., I] -> [..., F]."""
+
+activate_backward_op = operator(
+    "activate_backward(Tensor pre, Tensor dh, str activation) -> Tensor",
+    _activate_backward,
+    lambda pre, dh, word: torch.empty_like(pre),
+)
+"""The gradient of `pre`."""
+
+experts_op = operator(
+    f"experts({_READS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)", _forward, _forward_fake, _forward_flops
+)
+"""y [M, D], and the pre-activations [R, I], [0, I] unless `keep`. x in the dtype to compute in, w float32 or wider."""
+
+experts_backward_op = operator(
+    f"experts_backward(Tensor dy, Tensor pre, {_WRITES}, {_READS}, {_OPTIONS}, bool need_x, bool later) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _backward_flops,
+)
+"""dx, empty unless `need_x`; dw; and, with `later`, d_pre [R, I] in place of the parameters' gradients in `out`.
+
+wanted: whether there is one of up, down, up_bias and down_bias in `out`. adds: of those in `out`, which are added to.
+"""
+
+experts_weight_gradients_op = operator(
+    f"experts_weight_gradients(Tensor dy, Tensor pre, Tensor d_pre, {_WRITES}, {_READS}, {_OPTIONS}) -> ()",
+    _weight_gradients,
+    lambda *args: None,
+    _weight_gradients_flops,
+)
+"""The parameters' gradients in `out`, from what `experts_backward` left. Of the
+weights only shapes are read, which FSDP2 leaves when it takes their memory."""
