@@ -26,9 +26,14 @@ def narrowed(x: Tensor, experts: nn.Module) -> Tensor:
     return x.to(computed_in(param))
 
 
+def autocast_at_work() -> bool:
+    """Whether autocast is on for the CPU or for CUDA."""
+    return any(torch.is_autocast_enabled(kind) for kind in _KINDS)
+
+
 def without_autocast() -> AbstractContextManager[object]:
     """Within, autocast is off for the CPU and for CUDA."""
-    if not torch._C._is_any_autocast_enabled():
+    if not autocast_at_work():
         return nullcontext()
     stack = ExitStack()
     for kind in _KINDS:
@@ -37,6 +42,4 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def _at_work(kind: str) -> bool:
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return False
     return kind in _KINDS and torch.is_autocast_enabled(kind)

@@ -191,7 +191,7 @@ def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
     a residual `y += x`."""
     if rows.shape == shape:
         return rows
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return rows.view(shape)
     shaped: Tensor = forward_of(_Shaped, rows, shape)
     return shaped

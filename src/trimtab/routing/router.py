@@ -117,12 +117,13 @@ class Router(nn.Module):
         x = x_TD if real_T is None else x_TD.masked_fill(~real_T[:, None], 0)
         logits = router_logits(self._jittered(x), self.weight)
         scores = SCORES[c.score].of(logits)
-        decision = self._decide(logits.detach(), scores.detach(), real_T, ids_TK, batch)
+        plain = logits.detach()
+        decision = self._decide(plain, scores.detach(), real_T, ids_TK, batch)
         chosen, ids = decision.chosen_TK, decision.kept_TK
         weights = pick_weights(logits, scores, chosen, c, complete=decision.complete)
         if ids is not chosen:
             weights = weights.masked_fill(ids < 0, 0)
-        weights = weights + (logits.detach() * 0.0).sum(-1, keepdim=True)  # NaN where one of them is not finite
+        weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
         if self._counts_now():

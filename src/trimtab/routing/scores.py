@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
+from trimtab.autocast import autocast_at_work
 from trimtab.backward import forward_of, needed, once_differentiable
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class _Logits(Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.dtype = dtype
-        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has none
+        off = autocast_at_work() and not x_TD.is_meta  # meta has none
+        with torch.autocast(x_TD.device.type, enabled=False) if off else nullcontext():
             return x_TD.to(dtype) @ weight_ED.to(dtype).T
 
     @staticmethod
@@ -125,9 +127,9 @@ def count_ids(ids: Tensor, num_experts: int, *, complete: bool = False) -> Tenso
 
     complete: every id is known to name an expert.
     """
-    flat = ids.reshape(-1)
-    one = torch.ones_like(flat)
+    flat = ids.flatten()
+    ones = torch.ones_like(flat)
     if complete:
-        return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, one)
+        return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, ones)
     counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add(0, flat.clamp(-1, num_experts) + 1, one)[1:-1]
+    return counts.scatter_add(0, flat.clamp(-1, num_experts) + 1, ones)[1:-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from trimtab.routing.config import RouterConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choosing:
+class Choosing(NamedTuple):
     """All that a selection may look at. real_T: the token mask, None where all are real."""
 
     logits_TE: Tensor
@@ -115,7 +114,6 @@ SELECTS: dict[str, Select] = {
 """`RouterConfig(select=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
-@torch.no_grad()
 def select(
     logits_TE: Tensor,
     scores_TE: Tensor,
@@ -124,10 +122,9 @@ def select(
     config: RouterConfig,
     training: bool,
 ) -> Tensor:
-    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick."""
-    ids = SELECTS[config.select].pick(
-        Choosing(
-            logits_TE=logits_TE, scores_TE=scores_TE, bias_E=bias_E, real_T=real_T, config=config, training=training
-        )
-    )
+    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick.
+
+    logits_TE, scores_TE: detached, no gradient comes back.
+    """
+    ids = SELECTS[config.select].pick(Choosing(logits_TE, scores_TE, bias_E, real_T, config, training))
     return ids if real_T is None else ids.masked_fill(~real_T[:, None], -1)
