@@ -7,8 +7,10 @@ import torch
 
 from helpers.comparing import assert_close
 from helpers.router_truth import truth_scores, truth_weights
+from trimtab.errors import ConfigError
+from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
+from trimtab.routing.scores import SCORES, Score, count_ids, pick_weights, router_logits
 
 T, D, E, K = 13, 16, 6, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -95,3 +97,21 @@ def test_counts_leave_out_what_names_no_expert() -> None:
     ids = torch.tensor([[0, -1], [2, 2], [7, -5], [3, 0]])
     assert count_ids(ids, 4).tolist() == [2, 0, 2, 1]
     assert count_ids(ids[:0], 4).tolist() == [0, 0, 0, 0]
+
+
+def test_a_score_from_outside_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer trains with it, and what does not know it is told which there are."""
+    cold = Score(of=lambda logits: (logits / 2).softmax(-1), says="a softmax at temperature 2", distribution=True)
+    monkeypatch.setitem(SCORES, "cold", cold)
+    router = RouterConfig(num_experts=E, top_k=K, score="cold", normalize=True, aux_loss=0.1)
+    moe = MoEConfig(dim=D, hidden=4, router=router).build()
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(3))
+    out = moe(x)
+    (out.y.square().sum() + out.losses["aux"]).backward()
+    picked = (moe.router(x).logits_TE / 2).softmax(-1).gather(1, out.ids_TK)
+    assert_close(moe.router(x).weights_TK, (picked / picked.sum(-1, keepdim=True)).double(), 2e-6, "weights")
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad.any()
+    monkeypatch.delitem(SCORES, "cold")
+    with pytest.raises(ConfigError, match=r"score='cold' is not one of \('softmax', 'sigmoid', 'sqrtsoftplus'\)"):
+        RouterConfig(num_experts=E, top_k=K, score="cold")
