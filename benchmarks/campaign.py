@@ -54,6 +54,7 @@ class Campaign:
     """
 
     def __init__(self, results: Path, *, quick: bool, only: Sequence[str] = ()) -> None:
+        self._now = revision()
         self._files = {results / f"{task.key}.json": task for task in all_tasks(quick=quick)}
         self._wanted = {f: task for f, task in self._files.items() if all(word in f.stem for word in only)}
         if not self._wanted:
@@ -62,8 +63,7 @@ class Campaign:
 
     def left(self) -> dict[Path, Task]:
         """What this revision has not measured yet."""
-        now = revision()
-        return {f: t for f, t in self._wanted.items() if not f.exists() or read_record(f).machine["revision"] != now}
+        return {file: task for file, task in self._wanted.items() if self._stands(file) is None}
 
     def run(self, measure: Callable[[Task], Record]) -> Iterator[Record]:
         """Measure what is left, one by one, each written before it is given out."""
@@ -74,6 +74,8 @@ class Campaign:
 
     def measured(self) -> list[Record]:
         """What this revision has measured, in the order of the page."""
-        now = revision()
-        found = [read_record(file) for file in self._files if file.exists()]
-        return [record for record in found if record.machine["revision"] == now]
+        return [record for file in self._files if (record := self._stands(file)) is not None]
+
+    def _stands(self, file: Path) -> Record | None:
+        record = read_record(file) if file.exists() else None
+        return record if record is not None and record.machine["revision"] == self._now else None

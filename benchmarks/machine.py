@@ -15,6 +15,7 @@ import trimtab
 from trimtab.kernels import processor
 
 PACKAGES = ("torch", "transformers", "triton")
+ROOT = Path(__file__).parent.parent
 
 
 def cores() -> int:
@@ -50,13 +51,16 @@ def native_bf16() -> bool:
 
 
 def revision() -> str:
-    """The commit of this checkout, "-dirty" where it was changed; "" where it is no repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The last commit of what is raced, "-dirty" where it was changed since; "" where this is no repository."""
+    raced = ["--", "src", "benchmarks", ":!benchmarks/results"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
+        commit, changed = (
+            subprocess.run(["git", *asked, *raced], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for asked in (["log", "-1", "--format=%h", "--abbrev=12"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip()
+    return f"{commit}-dirty" if changed else commit
 
 
 def machine_words(machine: dict[str, Any]) -> str:
