@@ -1,7 +1,7 @@
 """The set of kernels called "triton": what grouped layers and expert MLPs ask for, by the names of `Kernels`.
 
 All experts at once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels beside these, see
-`trimtab.experts.mlp_triton`; any other activation, biases and a norm behind the experts run on these.
+`trimtab.experts.on_triton`; any other activation, biases and a norm behind the experts run on these.
 
 Never run on a GPU: run in Triton's interpreter against float64, and compiled for compute capability 9.0.
 
