@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autocast import autocast_at_work
 from trimtab.backward import forward_of, needed, once_differentiable
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ class _Logits(Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.dtype = dtype
-        off = autocast_at_work() and not x_TD.is_meta  # meta has none
-        with torch.autocast(x_TD.device.type, enabled=False) if off else nullcontext():
+        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has none
             return x_TD.to(dtype) @ weight_ED.to(dtype).T
 
     @staticmethod
