@@ -16,8 +16,7 @@ from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise, Recipe
-from trimtab.experts.recipes.base import Way
-from trimtab.experts.recipes.hardware import Packed
+from trimtab.experts.recipes.base import Packed, Way
 
 G, A, B = 4, 128, 256
 # A product that the hardware rounds to bfloat16 is off by half a unit of the last place, and what follows builds on it.

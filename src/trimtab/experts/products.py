@@ -18,8 +18,7 @@ from torch import Tensor
 from trimtab.experts.grouped_linear import by_row, grouped_linear_op, grouped_sum_op, weight_gradient_op
 from trimtab.experts.library import name_of
 from trimtab.experts.per_group import Gradients
-from trimtab.experts.recipes.base import Operands, Recipe, RecipeState, Role, Way
-from trimtab.experts.recipes.hardware import Engine
+from trimtab.experts.recipes.base import Engine, Operands, Recipe, RecipeState, Role, Way
 from trimtab.kernels.grouped import Kernels, put
 
 Kept = tuple[Tensor, ...]

@@ -8,18 +8,15 @@ Legend: T tokens, E experts, K experts per token, N = T * K slots, X columns of 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trimtab.routing.options import RouterOptions
 from trimtab.routing.scores import count_ids
 
-if TYPE_CHECKING:
-    from trimtab.routing.config import RouterConfig
 
-
-def capacity(tokens: int, config: RouterConfig) -> int:
+def capacity(tokens: int, config: RouterOptions) -> int:
     """Slots that one expert takes from this rank's `tokens`: ceil(factor * K * T / E)."""
     slots = config.factor * config.top_k * tokens / config.num_experts
     whole = math.trunc(slots)  # not `math.ceil`: an exported program that holds one cannot be saved
@@ -33,7 +30,7 @@ def least(a: int, b: int) -> int:
     return smaller
 
 
-def most_slots(ids_TK: Tensor, config: RouterConfig, room: int) -> int:
+def most_slots(ids_TK: Tensor, config: RouterOptions, room: int) -> int:
     """How many slots all experts together take at most, each of which takes `room`. Symbolic in a traced graph."""
     return least(config.num_experts * room, ids_TK.numel())
 
@@ -58,18 +55,14 @@ def drop_over(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, b
     return ids_N.scatter(0, order_N, sorted_N.masked_fill(over_N | (sorted_N == num_experts), -1)).view_as(ids_TK)
 
 
-def pad_columns(config: RouterConfig) -> int:
-    """X: how many slots of padding each token gets at most. The same on every rank, whatever its T."""
-    return math.ceil(config.factor * config.top_k) + 1
-
-
 @torch.no_grad()
-def padding(ids_TK: Tensor, config: RouterConfig, room: int) -> Tensor:
+def padding(ids_TK: Tensor, config: RouterOptions, room: int) -> Tensor:
     """Further slots [T, X] that fill every expert up to `room`, -1 behind the last; theirs is the weight 0.
 
+    X is the same on every rank, whatever its T.
     With T >= E they always suffice: E * ceil(f K T / E) <= T (f K + 1).
     """
-    shape = (ids_TK.shape[0], pad_columns(config))
+    shape = (ids_TK.shape[0], math.ceil(config.factor * config.top_k) + 1)
     missing_E = (room - count_ids(ids_TK, config.num_experts)).clamp(min=0)
     slots = torch.arange(shape[0] * shape[1], device=ids_TK.device)
     ids = torch.searchsorted(missing_E.cumsum(0), slots, right=True)

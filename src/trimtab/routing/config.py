@@ -6,13 +6,14 @@ Legend: E experts, D model dim, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.errors import ConfigError
+from trimtab.routing.options import COEFFICIENTS, RouterOptions
 from trimtab.routing.scores import SCORES
-from trimtab.routing.select import SELECTS
+from trimtab.routing.select import SELECTS, experts_pick
 from trimtab.validation import check_flags, check_sizes, is_finite, is_whole
 
 if TYPE_CHECKING:
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
 
 GROUP_SCORES = ("top2", "max")
 DROPS = ("probability", "position")
-COEFFICIENTS = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(RouterOptions):
     """All about the routing decision.
 
     Args:
@@ -56,27 +56,6 @@ class RouterConfig:
         ConfigError: names unknown, flags that are none or numbers that do not fit.
     """
 
-    num_experts: int
-    top_k: int
-    score: str = "softmax"
-    normalize: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["top2", "max"] = "top2"
-    bias: bool = False
-    bias_rate: float = 1e-3
-    select: str = "topk"
-    sinkhorn_iterations: int = 8
-    aux_loss: float = 0.0
-    sequence_aux_loss: float = 0.0
-    global_aux_loss: float = 0.0
-    z_loss: float = 0.0
-    capacity_factor: float | None = None
-    drop: Literal["probability", "position"] = "probability"
-    pad: bool = False
-    jitter: float = 0.0
-
     def __post_init__(self) -> None:
         check_sizes(num_experts=self.num_experts)
         if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
@@ -97,24 +76,9 @@ class RouterConfig:
         object.__setattr__(self, "_factor_text", repr(factor))
 
     @property
-    def factor(self) -> float:
-        """The capacity factor, 1 if there is none. Read from text: no symbol in a traced graph."""
-        return float(self._factor_text)  # type: ignore[attr-defined]
-
-    @property
     def experts_pick(self) -> bool:
         """Whether experts pick tokens: a decision has a column for each expert."""
-        return SELECTS[self.select].experts_pick
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """Those of the losses that are taken, by name."""
-        return {name: getattr(self, name) for name in COEFFICIENTS if getattr(self, name)}
-
-    @property
-    def columns(self) -> int:
-        """How many ids a decision has for each token, without padding."""
-        return self.num_experts if self.experts_pick else self.top_k
+        return experts_pick(self)
 
     def _problems(self) -> dict[str, bool]:
         even = self.num_experts % self.groups == 0

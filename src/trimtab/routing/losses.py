@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.guard.guard import SharedByCopies
-from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing
+from trimtab.routing.options import RouterOptions
 from trimtab.routing.scores import count_ids, probabilities
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
@@ -112,7 +112,7 @@ def all_sum(t: Tensor, groups: Groups) -> Tensor:
 def balance_losses(
     routing: Routing,
     *,
-    config: RouterConfig,
+    config: RouterOptions,
     groups: LossGroups,
     totals: StepTotals | None,
     counts_before_E: Tensor | None,

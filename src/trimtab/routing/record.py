@@ -27,6 +27,7 @@ from trimtab.routing.decision import Decision
 from trimtab.routing.decisions import Decisions
 from trimtab.routing.recompute import replaying
 from trimtab.routing.router import Router
+from trimtab.routing.select import columns
 
 
 class Recording:
@@ -109,7 +110,7 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
     if wrong:
         raise InputError(f"decisions among {decisions.num_experts} experts, but the model has {wrong}")
     K = decisions.ids.shape[3]
-    if others := {name: router.config.columns for name, router in found.items() if router.config.columns != K}:
+    if others := {name: width for name, router in found.items() if (width := columns(router.config)) != K}:
         raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
     before = {name: router.source for name, router in found.items()}
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
 from trimtab.routing.capacity import capacity, drop_over, most_slots, padding
-from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Basis, Decision, Routing
 from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.options import RouterOptions
 from trimtab.routing.recompute import replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
-from trimtab.routing.select import select
+from trimtab.routing.select import columns, experts_pick, select
 from trimtab.validation import VALUES, check_dtype, check_sizes, holds_values
 
 
@@ -51,7 +51,7 @@ class Router(nn.Module):
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: RouterOptions,
         dim: int,
         *,
         dtype: torch.dtype | None = None,
@@ -171,12 +171,12 @@ class Router(nn.Module):
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Decision:
         c = self.config
         chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
-        complete = real_T is None and not c.experts_pick
-        if not c.experts_pick and c.capacity_factor is None:
+        complete = real_T is None and not experts_pick(c)
+        if not experts_pick(c) and c.capacity_factor is None:
             return Decision(chosen, chosen, complete=complete)
         room = capacity(chosen.shape[0], c)
         most = most_slots(chosen, c, room)
-        if c.experts_pick:
+        if experts_pick(c):
             return Decision(chosen, chosen, most)
         weights = pick_weights(logits_TE, scores_TE, chosen, c, complete=complete)
         return Decision(chosen, drop_over(chosen, weights, c.num_experts, room, c.drop), most, complete)
@@ -229,7 +229,7 @@ class Router(nn.Module):
             raise InputError(f"tokens must be {wanted}, got {described(x)}", layer=self.layer, phase="route")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
-        decided = (x.shape[0], self.config.columns)
+        decided = (x.shape[0], columns(self.config))
         if ids is not None and (tuple(ids.shape) != decided or not holds_ids(ids)):
             padded = " (without the columns of padding)" if self.config.pad else ""
             problems.append(f"ids to replay must be int {list(decided)}{padded}, got {ids.dtype} {tuple(ids.shape)}")

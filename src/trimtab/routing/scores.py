@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, needed, once_differentiable
-
-if TYPE_CHECKING:
-    from trimtab.routing.config import RouterConfig
+from trimtab.routing.options import RouterOptions
 
 _LOWEST = -80.0
 """Below it softplus underflows in float32 and its root has no finite slope; the true slope is below 1e-17."""
@@ -98,7 +96,7 @@ def probabilities(scores_TE: Tensor, kind: str) -> Tensor:
 
 
 def pick_weights(
-    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig, *, complete: bool = False
+    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterOptions, *, complete: bool = False
 ) -> Tensor:
     """Weights [T, K] of the experts picked; 0 where the id is negative.
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trimtab.routing.capacity import capacity
 from trimtab.routing.operators import top
-
-if TYPE_CHECKING:
-    from trimtab.routing.config import RouterConfig
+from trimtab.routing.options import RouterOptions
 
 
 class Choosing(NamedTuple):
@@ -29,7 +27,7 @@ class Choosing(NamedTuple):
     scores_TE: Tensor
     bias_E: Tensor | None
     real_T: Tensor | None
-    config: RouterConfig
+    config: RouterOptions
     training: bool
 
 
@@ -47,7 +45,7 @@ class Select:
     experts_pick: bool = False
 
 
-def limit_groups(scores_TE: Tensor, config: RouterConfig) -> Tensor:
+def limit_groups(scores_TE: Tensor, config: RouterOptions) -> Tensor:
     """Scores with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2: node-limited)."""
     tokens, num_experts = scores_TE.shape
     by_group = scores_TE.view(tokens, config.groups, num_experts // config.groups)
@@ -114,12 +112,22 @@ SELECTS: dict[str, Select] = {
 """`RouterConfig(select=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
+def experts_pick(config: RouterOptions) -> bool:
+    """Whether experts pick tokens: a decision has a column for each expert."""
+    return SELECTS[config.select].experts_pick
+
+
+def columns(config: RouterOptions) -> int:
+    """How many ids a decision has for each token, without padding."""
+    return config.num_experts if experts_pick(config) else config.top_k
+
+
 def select(
     logits_TE: Tensor,
     scores_TE: Tensor,
     bias_E: Tensor | None,
     real_T: Tensor | None,
-    config: RouterConfig,
+    config: RouterOptions,
     training: bool,
 ) -> Tensor:
     """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick.

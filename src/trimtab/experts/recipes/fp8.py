@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.experts.recipes.base import Along, Recipe, Role
-from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, MXFP8Engine, RowwiseEngine
+from trimtab.experts.recipes.base import Along, Engine, Recipe, Role
+from trimtab.experts.recipes.hardware import BlockwiseEngine, MXFP8Engine, RowwiseEngine
 from trimtab.experts.recipes.numbers import E4M3, E5M2, ElementFormat, Scale, e8m0_scale, float_scale
 
 

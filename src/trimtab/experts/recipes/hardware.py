@@ -14,79 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.recipes.base import Operands, Quantized, Role
-from trimtab.experts.recipes.numbers import E4M3
+from trimtab.experts.recipes.base import Engine, Packed, Quantized
 from trimtab.kernels.counted import count
-from trimtab.layout import align_up
-
-Packed = tuple[Tensor, Tensor]
-"""Bytes of E4M3, and scales in the kernel's layout."""
-
-
-class Engine:
-    """One recipe's layout of scales, and its two multiplications. Reads nothing on the host."""
-
-    alignment: int
-
-    def installed(self) -> bool:
-        """Whether what it needs beyond torch is there."""
-        return True
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Rows [S, C] times weights [e, N, C]: [S, N], not set in the padding."""
-        raise NotImplementedError
-
-    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Columns [A, S] times columns [B, S], segment by segment: [e, A, B], not set for a segment without rows."""
-        raise NotImplementedError
-
-    def row_scales(self, q: Quantized) -> Tensor:
-        """Of rows that are contracted along C."""
-        return q.scale.contiguous()
-
-    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
-        """Of a weight [e, C, N]; where `turned` of [e, N, C]."""
-        return (q.scale if turned else q.scale.mT).contiguous()
-
-    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
-        """Of rows [S, C] that are contracted along S."""
-        return q.scale.contiguous()
-
-    def product(
-        self, call: Operands, rows_RC: Tensor, w_eAB: Tensor, offsets_e: Tensor, role: Role, along: Literal["in", "out"]
-    ) -> Tensor:
-        """Rows times w, contracted along "in", or times w^T, contracted along "out": [R, N], zero in the padding."""
-        q = call.quantize(self._filled(rows_RC), offsets_e, role, "row")
-        w, turned = call.quantize(w_eAB, None, "weight", along), along == "out"
-        right = _stored(w.values if turned else w.values.mT), self.weight_scales(w, turned)
-        y = self.by_rows((_stored(q.values), self.row_scales(q)), right, offsets_e)
-        index_R = torch.arange(y.shape[0], device=y.device)
-        return y.masked_fill_((index_R >= offsets_e[-1])[:, None], 0)[: rows_RC.shape[0]]
-
-    def columns(self, call: Operands, rows_RC: Tensor, offsets_e: Tensor, role: Role) -> Packed:
-        """An operand of `wgrad`, one byte per value: quantized now, multiplied whenever it is wanted."""
-        q = call.quantize(self._filled(rows_RC), offsets_e, role, "column")
-        return _stored(q.values.t()), self.column_scales(q, offsets_e)
-
-    def wgrad(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
-        """[e, A, B], zero for a segment without rows."""
-        dw = self.by_groups(x, dy, offsets_e)
-        empty_e = offsets_e[1:] == offsets_e[:-1]
-        return dw.masked_fill_(empty_e[:, None, None], 0)
-
-    def _filled(self, rows_RC: Tensor) -> Tensor:
-        whole = max(align_up(rows_RC.shape[0], self.alignment), self.alignment)  # no kernel is called with no rows
-        return pad(rows_RC, (0, 0, 0, whole - rows_RC.shape[0]))
-
-
-def _stored(values: Tensor) -> Tensor:
-    return values.to(E4M3.dtype).contiguous()
 
 
 class TorchEngine(Engine):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.grouped import Block, StockKernels
+from trimtab.kernels.block import Block
+from trimtab.kernels.stock import StockKernels
 from trimtab.kernels.triton.language import Launch
 from trimtab.kernels.triton.moves import gather
 from trimtab.kernels.triton.rows_gemm import grouped_rows
