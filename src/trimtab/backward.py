@@ -124,13 +124,14 @@ def _transformed() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def refuse_torch_func(who: str, phase: str | None = None) -> None:
+def refuse_torch_func(who: str, phase: str | None = None, layer: str = "") -> None:
     """Raises:
     InputError: `torch.func.grad`, `vmap` or the like is at work.
     """
     if torch._C._are_functorch_transforms_active():
         raise InputError(
-            f"{who} does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
+            f"{who} {layer}".rstrip()
+            + " does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
             phase=phase,
         )
 

@@ -190,7 +190,7 @@ class MoE(nn.Module):
                 the last two are asserted on the device, see `Dispatcher.dispatch`); under a transform of `torch.func`.
             DesyncError: the ranks of the group are not in the same call.
         """
-        refuse_transforms(type(self).__name__)
+        self._refuse_transforms()
         self.dispatcher.begin()
         own = self._take(x, token_mask, ids)
         sent = self._sent(own.x_TD)
@@ -232,8 +232,7 @@ class MoE(nn.Module):
         return NOTHING
 
     def _refuse_transforms(self) -> None:
-        if not torch.compiler.is_compiling():
-            refuse_transforms(f"MoE {self.dispatcher.layer}".rstrip())
+        refuse_transforms("MoE", self.dispatcher.layer)
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):

@@ -18,12 +18,12 @@ from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_dtype, check_flags
 
 
-def refuse_transforms(who: str) -> None:
+def refuse_transforms(who: str, layer: str = "") -> None:
     """Raises:
     InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, or
         `torch.jit.trace`, which would note addresses.
     """
-    refuse_torch_func(who, phase="experts")
+    refuse_torch_func(who, phase="experts", layer=layer)
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
 

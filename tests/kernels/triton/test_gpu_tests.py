@@ -20,7 +20,7 @@ LOOP = Case(kernels=KernelChoice("loop"), dtype=torch.float32)
 class Again:
     """In place of a CUDA graph: runs what it would replay."""
 
-    def __init__(self, run: Callable[[], list[torch.Tensor]], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], list[torch.Tensor]]) -> None:
         self.run = run
 
     def __call__(self) -> list[torch.Tensor]:
