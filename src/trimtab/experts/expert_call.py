@@ -58,7 +58,7 @@ class TwoProducts:
     down: Products
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExpertCall:
     """What is not differentiated.
 

@@ -18,7 +18,7 @@ from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.rows import Csr
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Operands:
     """x [M, D] in the dtype that is computed in, w [M, K] in float32 or wider, the parameters in the model's dtype.
 
@@ -55,7 +55,7 @@ class Operands:
         return weight if self.transposed else weight.transpose(1, 2)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Targets:
     """Where the gradients of up, down and their biases are written, in the parameters' shapes; None: not wanted.
 

@@ -49,10 +49,9 @@ class HostBufferPool:
         block = memoryview(buffer)
         weakref.finalize(block, self._news.append, buffer).atexit = False
         flat = torch.frombuffer(block, dtype=dtype, count=count)
-        values = torch.empty(0, dtype=dtype, device="cpu")
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         # No view of another; and as the result of an operator, so that what counts memory by operators sees it.
-        values.set_(flat.untyped_storage(), 0, shape, strides)
+        values = torch.empty(0, dtype=dtype, device="cpu")
+        values.set_(flat.untyped_storage(), 0, shape)  # type: ignore[call-overload]
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values

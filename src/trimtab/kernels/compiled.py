@@ -119,6 +119,7 @@ class CompiledKernels(LoopKernels):
             return super().grouped_mm(x_RA, w_eAB, block, out)
         if out is None:
             out = self.empty(rows, wide, dtype=x_RA.dtype)
+        count(rows, deep, wide)
         # As the pre-activations of experts without a gate, and no more.
         self.forward({
             "type": TYPES[x_RA.dtype], "act": ACTIVATIONS.index("relu_squared"), "transposed": int(transposed),
@@ -136,6 +137,7 @@ class CompiledKernels(LoopKernels):
         if not fits or not self.multiplies(targets) or not self._takes([a, b], block, e):
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
+        count(wide, rows, deep)
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
         self.weight_gradients({
             "type": TYPES[a.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": e, "D": deep,
@@ -189,30 +191,22 @@ class CompiledKernels(LoopKernels):
         return self._faults[asked]
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
-        call = Call(threads=torch.get_num_threads(), products=self.bf16.number)
-        for field, value in {"type_weights": fields["type"], **fields}.items():
-            if isinstance(value, Tensor):
-                assert value.data_ptr() or not value.nbytes, field
-                value = value.data_ptr()
-            setattr(call, field, value)
+        usual = {"threads": torch.get_num_threads(), "products": self.bf16.number, "type_weights": fields["type"]}
+        given = {field: _address(value) if isinstance(value, Tensor) else value for field, value in fields.items()}
+        call = Call(**(usual | given))
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
-        narrow = call.type != TYPES[torch.float32] and bool(call.y or call.dx)
-        sums = self.pool.empty(call.M * call.D if narrow else 0, dtype=torch.float32)
+        if call.type != TYPES[torch.float32] and (call.y or call.dx):
+            sums = self.pool.empty(call.M * call.D, dtype=torch.float32)
+            call.sums = sums.data_ptr()
         scratch = self.pool.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
-        call.sums, call.scratch = sums.data_ptr(), scratch.data_ptr()
-        _count(name, call)
+        call.scratch = scratch.data_ptr()
         getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
 
 
-def _count(name: str, call: Call) -> None:
-    """Show a call's products to a FLOP counter: by up or for its gradient, then by down or for its gradient."""
-    backward = name == "backward"
-    up = (name == "forward") + (backward and bool(call.dx)) + bool(call.d_up)
-    down = bool(call.y) + backward + bool(call.d_down)
-    for _ in range(up):
-        count(call.R, call.D, 2 * call.F if call.act <= ACTIVATIONS.index("clamped_swiglu") else call.F)
-    for _ in range(down):
-        count(call.R, call.F, call.D)
+def _address(t: Tensor) -> int:
+    address = t.data_ptr()
+    assert address or not t.nbytes
+    return address
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

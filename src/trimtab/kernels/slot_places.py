@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SlotPlaces:
     """What `trimtab.experts.plan.ExpertPlan` holds, as tensors."""
 
