@@ -32,41 +32,27 @@ LAYER = (9300, 82)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 17
 """Statements in `MoE.forward`."""
-PRIVATE = 42
+PRIVATE = 14
 """Lines that touch a private name of torch. Each name has a reason:"""
 REASONS = {
-    "AsyncCollectiveTensor": "the type of a tensor that is still under way has no public name",
     "TorchDispatchMode": "the base of every dispatch mode lies in a private module",
-    "_TorchDispatchModeKey": "asks whether fake tensors or a tracer are at work: no public question",
-    "_are_functorch_transforms_active": "a transform is refused in one sentence, where torch would answer wrongly",
     "_assert_async": "a check on the device without a sync",
-    "_backward_hooks": "whether a hook waits for a parameter's gradient",
-    "_cache_enabled": "parametrize.cached() counts here, and a recompute must not fill its cache",
     "_current_graph_task_id": "whether a backward runs: no public question",
-    "_current_level": "whether forward-mode AD is on, which is refused in one sentence",
-    "_disable_current_modes": "what is tried beside a trace must not enter it",
+    "_current_level": "whether forward-mode AD, or a transform of torch.func, is on: both are refused in one sentence",
     "_distributed_c10d": "the Flight Recorder's dump has no public reader",
     "_execution_engine": "what is to run at the end of a backward: no public way to ask for it",
-    "_functions": "an error that is raised by a second backward alone",
-    "_functorch": "a batched gradient of torch.autograd.grad(is_grads_batched=True) is refused",
     "_get_backend": "which backend a group has on the CPU, and its time-out",
     "_get_current_dispatch_mode_stack": "which modes see an operator: no public question",
-    "_get_dispatch_mode": "asks whether fake tensors or a tracer are at work: no public question",
     "_get_fsdp_state": "FSDP2 has no public way to shard one parameter over another mesh",
-    "_is_any_autocast_enabled": "whether autocast is on for any device, in one call",
-    "_is_zerotensor": "a gradient that is known to be zero has no memory to read",
-    "_len_torch_dispatch_stack": "whether any mode is on, at the cost of one call",
     "_orig_mod": "what torch.compile wraps",
     "_parameters": "a parameter as it is kept, without what parametrize computes",
-    "_post_accumulate_grad_hooks": "whether a hook waits for a parameter's gradient",
-    "_python_dispatch": "which modes see an operator: no public question",
     "_register_namedtuple": "an exported program gives named tuples back",
     "_set_params_and_buffers_to_ignore_for_model": "DDP's only way to leave parameters to somebody else",
     "_will_engine_execute_node": "whether a backward comes by a node: no public question",
 }
-ASKS = 27
+ASKS = 16
 """Calls of is_compiling() and is_exporting()."""
-UPWARD, CIRCLES, LONG = 7, 6, 1
+UPWARD, CIRCLES, LONG = 0, 0, 1
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
 TESTS = 27000
 """Lines of tests and helpers."""

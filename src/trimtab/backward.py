@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,25 @@ from torch.autograd.function import Function
 from trimtab.autocast import without_autocast
 from trimtab.errors import InputError
 
-_TWICE = b"trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+_TWICE = "trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
+
+
+def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
+    """For what has state that a graph does not see: where `torch.compile` traces, it runs between two graphs."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            from trimtab.eager import eagerly
+
+            result: Result = eagerly(method, *args, **kwargs)
+            return result
+        return method(*args, **kwargs)
+
+    return run
 
 
 def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) -> Callable[..., Any]:
@@ -37,8 +55,6 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
             kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return backward(ctx, *grads)
-        if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if isinstance(grad, Tensor)):
-            raise InputError("trimtab's backward takes one gradient at a time: leave is_grads_batched, vectorize out")
         twice = torch.is_grad_enabled()
         ctx = _Unpacked(ctx) if twice else ctx
         with torch.no_grad(), without_autocast():
@@ -48,10 +64,21 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
         results = found if isinstance(found, tuple) else (found,)
         roots = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
         leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in results]
-        given = (*leaves, *roots)
-        return torch._C._functions.DelayedError(_TWICE, len(given))(*given)[: len(leaves)]
+        return _Once.apply(len(leaves), *leaves, *roots)  # type: ignore[no-untyped-call]
 
     return run
+
+
+class _Once(Function):
+    """Results of a backward, made of all that it read; whoever differentiates them is told."""
+
+    @staticmethod
+    def forward(ctx: Any, results: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.detach() for t in tensors[:results])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(_TWICE)
 
 
 def in_backward() -> bool:
@@ -79,12 +106,9 @@ def needed(ctx: Any) -> tuple[bool, ...]:
     """Of a function's inputs, those whose gradient this backward is for: of all that need one, as `needs_input_grad`
     says, `torch.autograd.grad(y, x)` and each half of a zero-bubble schedule's backward want some."""
     needs: tuple[bool, ...] = ctx.needs_input_grad
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not hasattr(ctx, "next_functions"):  # an operator's context has none
         return needs
-    edges = getattr(ctx, "next_functions", None)  # an operator's context has none
-    if edges is None:
-        return needs
-    nodes = iter([node for node, _ in edges if node is not None])
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return tuple(need and _runs(next(nodes)) for need in needs)
 
 
@@ -110,41 +134,32 @@ class Context:
 def forward_of(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
     as a kernel."""
-    if torch.compiler.is_compiling() and may_have_tangents():
+    traced, (transformed, tangents) = torch.compiler.is_compiling(), _transforms()
+    if traced and (transformed or tangents):
+        refuse_torch_func("trimtab")  # which leaves no graph in good order
         from trimtab.eager import eagerly
 
-        return eagerly(function.apply, *args)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
+        return eagerly(function.apply, *args)  # a graph does not see whether there are tangents, `apply` does
+    if torch.is_grad_enabled() or traced or transformed or tangents:
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(Context(), *args)
 
 
-def _transformed() -> bool:
-    """Whether values may carry tangents or be batches, which `apply` refuses."""
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+def _transforms() -> tuple[bool, bool]:
+    """Whether a transform of `torch.func` is at work, and whether values may carry tangents: `apply` refuses both."""
+    return torch._C._are_functorch_transforms_active(), torch.autograd.forward_ad._current_level >= 0
 
 
 def refuse_torch_func(who: str, phase: str | None = None, layer: str = "") -> None:
     """Raises:
     InputError: `torch.func.grad`, `vmap` or the like is at work.
     """
-    if torch._C._are_functorch_transforms_active():
+    if _transforms()[0]:
         raise InputError(
             f"{who} {layer}".rstrip()
             + " does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
             phase=phase,
         )
-
-
-def may_have_tangents() -> bool:
-    """While a graph is traced: whether values may carry tangents, for which torch takes zeros in an operator. They are
-    not seen there, only that there may be some; whoever then leaves the graph is told by `apply`.
-
-    Raises:
-        InputError: under a transform of `torch.func`, which leaves no graph in good order.
-    """
-    refuse_torch_func("trimtab")
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 class _Shaped(Function):
@@ -178,12 +193,11 @@ class _Zeroed(Function):
 
 def zeroed(rows_TD: Tensor, mask_T: Tensor, *, over_ranks: bool) -> Tensor:
     """`rows_TD` with zeros where the mask is False, in the gradient as well, which may be NaN there."""
-    if torch.compiler.is_compiling():
-        if not over_ranks:
-            return rows_TD.masked_fill(~mask_T[:, None], 0)
-        from trimtab.eager import eagerly
+    return _zeroed(rows_TD, mask_T) if over_ranks else rows_TD.masked_fill(~mask_T[:, None], 0)
 
-        return cast(Tensor, eagerly(zeroed, rows_TD, mask_T, over_ranks=True))
+
+@not_in_graphs
+def _zeroed(rows_TD: Tensor, mask_T: Tensor) -> Tensor:
     return cast(Tensor, forward_of(_Zeroed, rows_TD, mask_T))
 
 

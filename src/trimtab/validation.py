@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.errors import ConfigError
 
@@ -50,6 +51,11 @@ def check_sizes(least: int = 1, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not is_whole(size) or size < least:
             raise ConfigError(f"{name}={size!r} must be a whole number, at least {least}")
+
+
+def assert_on_device(holds: Tensor, what: str) -> None:
+    """On a device, without a sync: what runs there later fails where `holds` is False, saying what."""
+    torch._assert_async(holds, f"trimtab: {what}")
 
 
 def check_flags(**flags: Any) -> None:

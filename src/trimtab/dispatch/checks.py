@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
 from trimtab.routing.ids import holds_ids, wide_ids
-from trimtab.validation import VALUES, holds_values
+from trimtab.validation import VALUES, assert_on_device, holds_values
 
 _NAME_BYTES = 64
 _SHOWN = 8
@@ -128,7 +128,7 @@ def _checked_on_cpu(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int
 def _checked_on_device(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -> Tensor:
     problem = f"an expert id is outside -1..{num_experts - 1} or a weight is not finite"
     error = InputError(problem, layer=_layer(name), phase="route")
-    torch._assert_async(bad_slots(ids_TK, w_TK, num_experts) == 0, f"trimtab: {error}")
+    assert_on_device(bad_slots(ids_TK, w_TK, num_experts) == 0, str(error))
     return ids_TK.clone()
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import not_in_graphs, once_differentiable
 from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
 from trimtab.dispatch.plan import RankPlan
 from trimtab.dispatch.transport import SplitSizes, Transport
@@ -96,16 +96,14 @@ class RankRoute:
     tokens: tuple[int, ...]
     call: CallId
 
+    @not_in_graphs
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        if torch.compiler.is_compiling():
-            return cast(list[Tensor], outside_graph(self.dispatch, tensors, direction))
         phase = "dispatch" if direction == "forward" else "combine"
         send = partial(self.transport.dispatch, tensors, self.plan.row_token_M, self.rows, self.tokens)
         return self._move(phase, direction, self.rows, tensors[0], send)
 
+    @not_in_graphs
     def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        if torch.compiler.is_compiling():
-            return cast(list[Tensor], outside_graph(self.combine, tensors, direction))
         phase, splits = "combine" if direction == "forward" else "dispatch", self.rows.reversed()
         send = partial(self.transport.combine, tensors, splits, self.tokens)
         return combine_parts(self._move(phase, direction, splits, tensors[0], send), self.plan.token_csr)

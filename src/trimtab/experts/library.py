@@ -8,8 +8,8 @@ the same operator. Autograd is a thin `autograd.Function` around two of them, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,9 +19,6 @@ from trimtab.kernels.apart import apart
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.memory import no_values
 from trimtab.kernels.selftest import KernelChoice
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 _LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
 KERNELS: dict[Any, Callable[..., Any]] = {}
@@ -50,21 +47,6 @@ def operator(
         register_flop_formula(packet)(flops)
     KERNELS[packet.default] = kernel
     return packet.default  # type: ignore[no-any-return]
-
-
-def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
-    """For what has state that a graph does not see: where `torch.compile` traces, it runs between two graphs."""
-
-    @wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if torch.compiler.is_compiling():
-            from trimtab.eager import eagerly
-
-            result: Result = eagerly(method, *args, **kwargs)
-            return result
-        return method(*args, **kwargs)
-
-    return run
 
 
 def name_of(kernels: Kernels) -> str:

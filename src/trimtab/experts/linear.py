@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
+from trimtab.backward import not_in_graphs
 from trimtab.errors import InputError
 from trimtab.experts.grouped_linear import linear_of
 from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
@@ -145,12 +146,8 @@ class GroupedLinear(GroupedModule):
         )
         return y_RB.to(x_RD.dtype)
 
+    @not_in_graphs
     def _stateful(self, x_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            from trimtab.eager import eagerly
-
-            y: Tensor = eagerly(self._stateful, x_RD, offsets_e)
-            return y
         dtype, plan = computed_in(self.weights[0]), None
         kernels, low = self.kernels.on(x_RD.device, dtype), self._lowered()
         if low is None:

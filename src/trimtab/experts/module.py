@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
+from trimtab.backward import not_in_graphs
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights, TwoProducts
 from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
-from trimtab.experts.library import kernels_for, not_in_graphs
+from trimtab.experts.library import kernels_for
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for

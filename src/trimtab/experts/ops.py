@@ -31,6 +31,7 @@ from trimtab.experts.operands import Operands, Targets, plan_of, plan_tensors, w
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.memory import no_values
+from trimtab.validation import assert_on_device
 
 _READS = "Tensor x, Tensor w, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor[] plan"
 _OPTIONS = "str activation, bool transposed, str kernels"
@@ -160,7 +161,7 @@ def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: i
     """On a device, trip an assertion there."""
     if ids_MK.device.type != "cpu":
         kept = plan.counts_e.sum() == ids_MK.numel()
-        torch._assert_async(kept, f"trimtab: {whole}: ids outside 0..{num_experts - 1}")
+        assert_on_device(kept, f"{whole}: ids outside 0..{num_experts - 1}")
     elif dropped := ids_MK.numel() - plan.row_csr.indices.shape[0]:
         raise InputError(
             f"{whole}: {dropped} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "

@@ -15,7 +15,7 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.experts.library import operator
 from trimtab.layout import segment_offsets
-from trimtab.validation import is_whole
+from trimtab.validation import assert_on_device, is_whole
 
 GroupSizes = Iterable[SupportsIndex] | Tensor
 
@@ -72,7 +72,7 @@ def _from_host(sizes: list[int], rows: int) -> Tensor:
 def _on_device(sizes_e: Tensor, rows: int) -> Tensor:
     offsets_e = torch.nn.functional.pad(sizes_e.cumsum(0, dtype=torch.int64), (1, 0))
     legal = (sizes_e >= 0).all() & (offsets_e[-1] <= rows)
-    torch._assert_async(legal, "trimtab: group_sizes are negative or sum to more than there are rows")
+    assert_on_device(legal, "group_sizes are negative or sum to more than there are rows")
     return offsets_e
 
 

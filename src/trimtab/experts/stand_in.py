@@ -26,18 +26,19 @@ def standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[
         InputError: another thread is inside of one of the modules: each would take the other's for the parameters.
     """
     traced = torch.compiler.is_compiling()
-    if not traced and all(module._parameters[name] is t for (module, name), t in zip(places, tensors, strict=True)):
+    slots = [(module._parameters, name) for module, name in places]
+    if not traced and all(of[name] is t for (of, name), t in zip(slots, tensors, strict=True)):
         yield
         return
     with nullcontext() if traced else _alone_in({module for module, _ in places}):
-        kept = [module._parameters[name] for module, name in places]
+        kept = [of[name] for of, name in slots]
         try:
-            for (module, name), tensor in zip(places, tensors, strict=True):
-                module._parameters[name] = tensor  # type: ignore[assignment]
+            for (of, name), tensor in zip(slots, tensors, strict=True):
+                of[name] = tensor  # type: ignore[assignment]
             yield
         finally:
-            for (module, name), parameter in zip(places, kept, strict=True):
-                module._parameters[name] = parameter
+            for (of, name), parameter in zip(slots, kept, strict=True):
+                of[name] = parameter
 
 
 @contextmanager

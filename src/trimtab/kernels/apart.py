@@ -12,7 +12,8 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
-from torch.utils import _python_dispatch
+
+from trimtab.kernels.memory import modes
 
 T = TypeVar("T")
 
@@ -30,4 +31,4 @@ def apart(device: torch.device, run: Callable[[], T]) -> T:
 
 def apart_from_modes(device: torch.device, run: Callable[[], T]) -> T:
     """The same, but in this thread where it has no dispatch modes."""
-    return apart(device, run) if _python_dispatch._get_current_dispatch_mode_stack() else run()
+    return apart(device, run) if modes() else run()

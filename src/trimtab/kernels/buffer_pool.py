@@ -7,11 +7,12 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from trimtab.backward import not_in_graphs
 
 SMALL = 1 << 18
 """Bytes below which the allocator's own reuse is good enough."""
@@ -35,12 +36,9 @@ class HostBufferPool:
         self._news: deque[mmap.mmap | int] = deque()  # buffers that came back, bytes that were taken
         self._lock, self._inside = threading.RLock(), False
 
+    @not_in_graphs  # in a frame of ours, where one around it has left the graph
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of this shape. Not initialized, but NaN under deterministic algorithms, as torch's."""
-        if torch.compiler.is_compiling():  # in a frame of ours, where one around it has left the graph
-            from trimtab.eager import eagerly
-
-            return cast(Tensor, eagerly(self.empty, *shape, dtype=dtype))
         count = math.prod(shape)
         size = count * dtype.itemsize
         if size < SMALL:

@@ -7,12 +7,13 @@ grouped GEMMs it has no formula: where nobody shows them, experts take no FLOPs 
 from __future__ import annotations
 
 import torch
-from torch.utils import _python_dispatch
+
+from trimtab.kernels.memory import modes
 
 COUNTER = "torch.utils.flop_counter"
 
 
 def count(rows: int, contracted: int, width: int) -> None:
     """Where FLOPs are counted, count a product [rows, contracted] x [contracted, width]: as an `mm` without values."""
-    if any(type(mode).__module__ == COUNTER for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+    if any(mode.__module__ == COUNTER for mode in modes()):
         torch.mm(torch.empty(rows, contracted, device="meta"), torch.empty(contracted, width, device="meta"))

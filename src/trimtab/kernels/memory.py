@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from trimtab.validation import holds_values
+
+
+def modes() -> list[type]:
+    """The types of the dispatch modes that see this thread's operators."""
+    return [type(mode) for mode in _get_current_dispatch_mode_stack()]
 
 
 def no_values(device: torch.device) -> bool:
     """Whether tensors on `device` are shapes alone, none of whose values can be read: on the meta device, and under
     PyTorch's `FakeTensorMode`, but where a graph is traced from fake tensors: what is computed must be in it."""
-    if device.type == "meta" or not torch._C._len_torch_dispatch_stack():  # as nearly always
-        return device.type == "meta"
-    keys = torch._C._TorchDispatchModeKey
-    fake, traced = (torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
-    return fake and not traced
+    if device.type == "meta":
+        return True
+    at_work = {kind.__name__ for mode in modes() for kind in mode.__mro__}
+    return "FakeTensorMode" in at_work and "ProxyTorchDispatchMode" not in at_work
 
 
 def dense(t: Tensor) -> bool:
@@ -44,7 +49,8 @@ def codes(t: Tensor) -> str | None:
     if type(t) in (Tensor, nn.Parameter):
         return None  # as nearly always
     # Of the type, which is asked for in a graph of `torch.compile` as well: of a tensor there it is always False.
-    wraps = hasattr(type(t), "__tensor_flatten__") and _arrived(t) is t
+    # The result of a collective that is still under way wraps one too, and says how to wait for it.
+    wraps = hasattr(type(t), "__tensor_flatten__") and not hasattr(type(t), "trigger_wait")
     return f"a {type(t).__name__} of {t.dtype}" if wraps else None
 
 
@@ -52,13 +58,3 @@ def plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
     known = type(t) in (Tensor, nn.Parameter)
     return known and t.dtype == dtype and t.is_contiguous() and not t.is_neg() and bool(t.data_ptr() or not t.nbytes)
-
-
-def _arrived(t: Tensor) -> Tensor:
-    """The result of a collective that is still under way, as `RowwiseParallel` hands one out."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    if not isinstance(t, AsyncCollectiveTensor):
-        return t
-    waited: Tensor = t.wait()
-    return waited

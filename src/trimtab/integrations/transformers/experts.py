@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimtab.autocast import computed_in
+from trimtab.backward import not_in_graphs
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import refuse_transforms
-from trimtab.experts.library import kernels_for, not_in_graphs
+from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of

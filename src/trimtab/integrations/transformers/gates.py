@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import (
     FastGELUActivation,
     GELUActivation,
@@ -31,6 +30,7 @@ from transformers.activations import (
 from transformers.integrations.moe import _default_apply_gate
 
 from trimtab.experts.activations import activation_of, clamped
+from trimtab.kernels.apart import apart
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -107,14 +107,17 @@ def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu:
 
 @lru_cache(maxsize=64)
 def _tried(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
-    """The word of the clamped gate that gives what `function` gives; None where none does or several do, or it fails.
+    """Kept for the process: a model has a module a layer, each asks at each call, and nothing else matters to the
+    answer. In a thread of its own: what is tried beside a trace must not enter it."""
+    return apart(torch.device("cpu"), partial(_try, function, numbers, silu))
 
-    Kept for the process: a model has a module a layer, each asks at each call, and the answer depends on nothing else.
-    """
+
+def _try(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
+    """The word of the clamped gate that gives what `function` gives; None where none or several do, or it fails."""
     given = {key: float.fromhex(value) for key, value in numbers}
     limits = {given[key] for key in LIMITS if given.get(key, 0.0) > 0}
     slopes = {1.0, *(given[key] for key in SLOPES if key in given)}
-    with torch.device("cpu"), _disable_current_modes():  # no `no_grad`: a graph that is being traced would have it
+    with torch.device("cpu"), torch.no_grad():
         pre_nI = _trial(3 * max((limit for limit in limits if limit < math.inf), default=7.0))
         try:
             truth = function(SimpleNamespace(**given, **({"act_fn": F.silu} if silu else {})), pre_nI.clone()).double()
