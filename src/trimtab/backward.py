@@ -193,7 +193,9 @@ class _Zeroed(Function):
 
 def zeroed(rows_TD: Tensor, mask_T: Tensor, *, over_ranks: bool) -> Tensor:
     """`rows_TD` with zeros where the mask is False, in the gradient as well, which may be NaN there."""
-    return _zeroed(rows_TD, mask_T) if over_ranks else rows_TD.masked_fill(~mask_T[:, None], 0)
+    if torch.compiler.is_compiling() and not over_ranks:
+        return rows_TD.masked_fill(~mask_T[:, None], 0)
+    return _zeroed(rows_TD, mask_T)
 
 
 @not_in_graphs
