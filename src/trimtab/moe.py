@@ -205,10 +205,7 @@ class MoE(nn.Module):
         y_TD = self.from_latent(combined)
         if self.shared is not None:
             y_TD = y_TD + self.shared(own.x_TD)
-        if own.mask_T is not None:
-            y_TD = zeroed(y_TD, own.mask_T, over_ranks=self.dispatcher.transport is not None)
-        y = self.tokens.join(not_a_view(y_TD, own.shape), x).to(x.dtype)
-        return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+        return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> _Own:
         """What this rank routes of a call's arguments, which are checked."""
@@ -221,6 +218,12 @@ class MoE(nn.Module):
             mask_T = self.tokens.take(mask[..., None]).flatten()
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1)
+
+    def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
+        """The output of all tokens, like x; zeros where the mask is False."""
+        if own.mask_T is not None:
+            y_TD = zeroed(y_TD, own.mask_T, over_ranks=self.dispatcher.transport is not None)
+        return self.tokens.join(not_a_view(y_TD, own.shape), x).to(x.dtype)
 
     def _sent(self, x_TD: Tensor) -> Tensor:
         """What is sent to the experts, in the dtype that ours will multiply it in."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from experts.test_expert_module import TRUTH
 from helpers.cut import cut
+from trimtab.errors import ConfigError
 from trimtab.experts.activations import ACTIVATIONS, Activation, activation_of, clamped
+from trimtab.experts.module import ExpertMLP
 
 
 def clamped_halves(pre: Tensor) -> Tensor:
@@ -52,3 +54,40 @@ def test_nan_is_never_hidden(name: str) -> None:
     h = ours.forward(pre)
     assert h.isnan().all()
     assert ours.backward(pre, torch.ones_like(h)).isnan().all()
+
+
+class SoftplusGate(Activation):
+    """softplus(gate) * up."""
+
+    gated = True
+
+    def forward(self, pre: Tensor) -> Tensor:
+        gate, up = pre.chunk(2, -1)
+        return torch.nn.functional.softplus(gate) * up
+
+    def backward(self, pre: Tensor, dh: Tensor) -> Tensor:
+        gate, up = pre.chunk(2, -1)
+        return torch.cat((dh * up * gate.sigmoid(), dh * torch.nn.functional.softplus(gate)), -1)
+
+
+def test_an_activation_from_outside_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts train with it, every gradient as autograd's, and who misspells it is told which there are."""
+    monkeypatch.setitem(ACTIVATIONS, "softplus_gate", SoftplusGate)
+    experts = ExpertMLP(4, 6, 5, activation="softplus_gate", bias=True, dtype=torch.float64)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 6, generator=g, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(-1, 3, (9, 2), generator=g)  # dropped slots, and an expert without rows
+    w = torch.rand(9, 2, generator=g, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(9, 6, generator=g, dtype=torch.float64)
+    wanted = [x, w, *experts.parameters()]
+    found = torch.autograd.grad(experts(x, ids, w), wanted, dy)
+    y = torch.zeros_like(x)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        e = int(ids[token, slot])
+        pre = torch.einsum("gfd,d->gf", experts.gate_up[e], x[token]) + experts.gate_up_bias[e]
+        h = torch.nn.functional.softplus(pre[0]) * pre[1]
+        y = y.index_add(0, torch.tensor([token]), (w[token, slot] * (experts.down[e] @ h + experts.down_bias[e]))[None])
+    for one, true in zip(found, torch.autograd.grad(y, wanted, dy), strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"activation 'softplus' is not one of .*'softplus_gate'"):
+        ExpertMLP(4, 6, 5, activation="softplus")
