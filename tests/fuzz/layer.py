@@ -15,8 +15,7 @@ from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
 from trimtab.experts.operands import row_dot
-from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.slots import slot_grads, slot_weights
+from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 NAN = float("nan")

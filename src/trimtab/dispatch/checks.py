@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.routing.ids import holds_ids, wide_ids
-from trimtab.validation import VALUES, assert_on_device, holds_values
+from trimtab.validation import VALUES, assert_on_device, holds_ids, holds_values, wide_ids
 
 _NAME_BYTES = 64
 _SHOWN = 8

@@ -23,8 +23,7 @@ from trimtab.dispatch import LAYER_FILE
 from trimtab.errors import InputError
 from trimtab.guard.guard import Guard, SharedByCopies
 from trimtab.guard.peers import has_gloo
-from trimtab.kernels.memory import no_values
-from trimtab.kernels.row_major import row_major
+from trimtab.kernels.memory import no_values, row_major
 from trimtab.launched import end_behind_gloo
 from trimtab.layout import align_up
 

@@ -20,8 +20,7 @@ from trimtab.backward import forward_of, once_differentiable
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.experts.ops import activate_backward_op, activate_op
 from trimtab.experts.per_group import joined
-from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.slots import slot_weights
+from trimtab.experts.plan import ExpertPlan, slot_weights
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.rows import combine_rows, gather_padded
 

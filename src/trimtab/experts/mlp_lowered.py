@@ -24,8 +24,8 @@ from torch.autograd.function import Function
 from trimtab.backward import eager_backward, needed
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients, cast_weights
 from trimtab.experts.operands import row_dot
+from trimtab.experts.plan import slot_grads, slot_weights
 from trimtab.experts.products import GroupWeights, bias_gradients
-from trimtab.experts.slots import slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 

@@ -27,8 +27,7 @@ from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
-from trimtab.routing.ids import holds_ids
-from trimtab.validation import VALUES, check_flags, check_sizes, holds_values, is_whole
+from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 
 def check_activation(name: str) -> None:

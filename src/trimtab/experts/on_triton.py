@@ -22,8 +22,7 @@ from torch import Tensor
 from trimtab.experts.expert_call import cast_weights
 from trimtab.experts.operands import Operands, Targets
 from trimtab.experts.per_group import joined
-from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.slots import slot_grads, slot_weights
+from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
 from trimtab.kernels.grouped import put
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad
@@ -32,7 +31,7 @@ from trimtab.kernels.triton.metadata import place_slots
 from trimtab.kernels.triton.moves import combine
 from trimtab.kernels.triton.rows_gemm import grouped_rows
 from trimtab.kernels.triton.weight_grad import weight_grad
-from trimtab.routing.ids import wide_ids
+from trimtab.validation import wide_ids
 
 
 def covers(o: Operands) -> bool:

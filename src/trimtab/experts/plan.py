@@ -15,10 +15,9 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.rows import Csr, csr_of, inverse_of, narrow, static_by_default
-from trimtab.kernels.slot_places import SlotPlaces
+from trimtab.kernels.rows import Csr, SlotPlaces, csr_of, inverse_of, narrow, static_by_default
 from trimtab.layout import ALIGNMENTS
-from trimtab.routing.ids import wide_ids
+from trimtab.validation import wide_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +117,17 @@ def plan_experts(
 def _check_slots(num_slots: int | None, kept: int) -> None:
     if num_slots is not None and kept > num_slots:
         raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
+
+
+def slot_weights(w_MK: Tensor, plan: ExpertPlan) -> Tensor:
+    """The routing weight of each expert row [R, 1]; 0 in padding."""
+    w_N1 = torch.nn.functional.pad(w_MK.reshape(-1), (0, 1))  # the last one serves padding
+    return w_N1[plan.slot_R][:, None]  # slot -1 is the last
+
+
+def slot_grads(dw_R: Tensor, plan: ExpertPlan, w_MK: Tensor) -> Tensor:
+    """Gradients of expert rows back to their slots [M, K]; 0 for dropped slots."""
+    slots = w_MK.numel()
+    d_N1 = dw_R.new_zeros(slots + 1)
+    d_N1.scatter_(0, torch.where(plan.slot_R < 0, slots, plan.slot_R), dw_R)
+    return d_N1[:slots].view_as(w_MK)

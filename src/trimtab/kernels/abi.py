@@ -12,8 +12,6 @@ import torch
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
-CLAMPED = ACTIVATIONS.index("clamped_swiglu")
-"""The last of those that are gated."""
 
 _INTS = (
     "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",

@@ -42,7 +42,7 @@ from trimtab.kernels.compiler import is_made, load
 from trimtab.kernels.counted import count
 from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
-from trimtab.kernels.slot_places import SlotPlaces
+from trimtab.kernels.rows import SlotPlaces
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"

@@ -58,3 +58,15 @@ def plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
     known = type(t) in (Tensor, nn.Parameter)
     return known and t.dtype == dtype and t.is_contiguous() and not t.is_neg() and bool(t.data_ptr() or not t.nbytes)
+
+
+def row_major(t: Tensor) -> Tensor:
+    """`t.contiguous()` whose strides are those of its shape.
+
+    A tensor without elements, and a dim of one, are contiguous with any strides: the gradient of a sum over no rows
+    has strides of 0. Views in other dtypes and `torch.nn.functional.grouped_mm` refuse those.
+    """
+    t, strides, step = t.contiguous(), [0] * t.dim(), 1
+    for dim in reversed(range(t.dim())):
+        strides[dim], step = step, step * max(t.shape[dim], 1)
+    return t if t.stride() == tuple(strides) else t.as_strided(t.shape, strides)

@@ -28,6 +28,18 @@ class Csr:
     indptr: Tensor
 
 
+@dataclass(kw_only=True)
+class SlotPlaces:
+    """What `trimtab.experts.plan.ExpertPlan` holds, as tensors."""
+
+    slot_R: Tensor
+    row_R: Tensor
+    bag_index: Tensor
+    bag_offsets: Tensor
+    counts_e: Tensor
+    offsets_e: Tensor
+
+
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """x[index]: [len(index), D]. The indices must be in range."""
     if out is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimtab.errors import BackendError
 from trimtab.kernels.block import Block, as_it_lies, put
 from trimtab.kernels.counted import count
-from trimtab.kernels.row_major import row_major
+from trimtab.kernels.memory import row_major
 from trimtab.kernels.rows import Csr, combine_rows, gather_padded
 
 

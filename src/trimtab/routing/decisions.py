@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.routing.decision import Decision
-from trimtab.routing.ids import holds_ids, wide_ids
+from trimtab.validation import holds_ids, wide_ids
 from trimtab.whole_files import whole
 
 FORMAT = "trimtab.decisions"

@@ -19,13 +19,12 @@ from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
 from trimtab.routing.capacity import capacity, drop_over, most_slots, padding
 from trimtab.routing.decision import Basis, Decision, Routing
-from trimtab.routing.ids import holds_ids
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
 from trimtab.routing.options import RouterOptions
 from trimtab.routing.recompute import replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
 from trimtab.routing.select import columns, experts_pick, select
-from trimtab.validation import VALUES, check_dtype, check_sizes, holds_values
+from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
 
 
 class Router(nn.Module):

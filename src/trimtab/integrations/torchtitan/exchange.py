@@ -29,8 +29,7 @@ from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.operands import row_dot
-from trimtab.experts.plan import ExpertPlan, plan_experts
-from trimtab.experts.slots import slot_grads, slot_weights
+from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded
 from trimtab.layout import ALIGNMENTS
 

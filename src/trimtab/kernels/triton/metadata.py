@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.slot_places import SlotPlaces
+from trimtab.kernels.rows import SlotPlaces
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, segments_power, tl, triton
 
 CHUNK = 128
