@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import trimtab
 from dispatch.test_layer_on_ranks import layer_on_rank
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, pack, unpack
+from trimtab.dispatch.over_group import OverGroup, pack, unpack
+from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.verify.ranks import run_ranks
 

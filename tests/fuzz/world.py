@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.transport import Handshake, SplitSizes, pack, unpack
+from trimtab.dispatch.over_group import pack, unpack
+from trimtab.dispatch.transport import Handshake, SplitSizes
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, pack, refuse_without_values, unpack, watched
+from trimtab.dispatch.over_group import OverGroup, pack, refuse_without_values, unpack, watched
+from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.guard.guard import Guard
 
 

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.transport import (
-    Handshake,
+from trimtab.dispatch.over_group import (
     OverGroup,
-    SplitSizes,
     gather_packed,
     pack,
     packed_already,
@@ -20,6 +18,7 @@ from trimtab.dispatch.transport import (
     unpack,
     watched,
 )
+from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.guard.guard import Guard
 from trimtab.kernels.buffer_pool import HostBufferPool
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
@@ -39,10 +39,12 @@ from trimtab.dispatch.route import (
 )
 from trimtab.dispatch.transport import Transport, layer_frame
 from trimtab.errors import ConfigError, DesyncError, InputError
-from trimtab.guard.guard import Guard
 from trimtab.kernels.rows import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
+
+if TYPE_CHECKING:
+    from trimtab.guard.guard import Guard
 
 CombineMode = Literal["sum", "ordered"]
 COMBINE_MODES: tuple[CombineMode, ...] = ("sum", "ordered")

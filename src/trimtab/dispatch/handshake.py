@@ -19,15 +19,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError
-from trimtab.guard.guard import Guard
 from trimtab.validation import DTYPES
+
+if TYPE_CHECKING:
+    from trimtab.guard.guard import Guard
 
 NAME_COLUMNS = 4
 ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(14)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
 from trimtab.dispatch.plan import RankPlan
 from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.errors import InputError
-from trimtab.guard.guard import Guard
 from trimtab.kernels.rows import Csr, combine_rows, csr_of, gather_rows
+
+if TYPE_CHECKING:
+    from trimtab.guard.guard import Guard
 
 Direction = Literal["forward", "backward"]
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.host_memory import LIMITS, SLOT_BYTES, HostMemory, Slot
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, refuse_without_values
+from trimtab.dispatch.over_group import OverGroup, refuse_without_values
+from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import BackendError, TrimtabError
 from trimtab.guard.guard import Guard, Waiting, wait_for
 from trimtab.guard.peers import timeout_of

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.over_group import OverGroup
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.dispatch.transport import Handshake, OverGroup, SplitSizes, Transport
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import BackendError, ConfigError
 from trimtab.guard.guard import Guard
 

@@ -24,8 +24,9 @@ from torch.autograd.function import Function
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.all_gather import all_gather_tensor, gather_uneven
+from trimtab.dispatch.over_group import pack, unpack, watched
 from trimtab.dispatch.route import Direction
-from trimtab.dispatch.transport import layer_frame, pack, unpack, watched
+from trimtab.dispatch.transport import layer_frame
 from trimtab.errors import DesyncError
 from trimtab.guard.guard import Guard
 

@@ -1,0 +1,102 @@
+"""What transports over a process group have in common: a guard around collectives, and rows as bytes.
+
+What belongs to a token travels together, packed as bytes of one row:
+
+    [ tokens D x dtype | weights K x float32 | ids K x int32 ]      each part starts at a multiple of 8 bytes
+
+Legend: n rows, T local tokens, P ranks, C columns of the message, M rows sent, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.errors import InputError
+from trimtab.guard.guard import Guard, SharedByCopies
+from trimtab.guard.peers import has_gloo
+from trimtab.kernels.memory import no_values, row_major
+from trimtab.launched import end_behind_gloo
+from trimtab.layout import align_up
+
+PART_ALIGNMENT = 8
+
+
+def refuse_without_values(message_PC: Tensor, rank: int) -> None:
+    """Raises:
+    InputError: nobody can read how many rows there are.
+    """
+    if no_values(message_PC.device):
+        raise InputError(
+            "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
+            "take one rank's layer by itself, with its share of the experts",
+            rank=rank, phase="count",
+        )  # fmt: skip
+
+
+class OverGroup(SharedByCopies):
+    """What the transports over a process group have in common; `group` and `guard` as for `AllToAll`. Whether guarded
+    or not, over Gloo the process does not end before its threads are done.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
+        self.group = group
+        self.guard: Guard | None = None
+        if guard is not False:
+            self.guard = (Guard() if guard is True else guard).join(group, type(self).__name__)
+        elif has_gloo(group):
+            end_behind_gloo()
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+
+def watched(guard: Guard | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run a collective of torch.distributed whose first argument is its output. The guard waits where the host does."""
+    if guard is None or not guard.gloo or args[0].device.type != "cpu":
+        collective(*args, **kwargs)
+    else:
+        guard.wait(collective(*args, **kwargs, async_op=True))
+
+
+def row_bytes(like: Sequence[Tensor]) -> int:
+    """B of rows that hold one row [*] of each tensor [n, *]."""
+    return sum(align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in like)
+
+
+def packed_already(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
+    first = tensors[0]
+    return len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
+    if out is None and packed_already(tensors):
+        return row_major(tensors[0].detach()).view(torch.uint8)
+    if out is None:
+        out = torch.empty(tensors[0].shape[0], row_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
+        part.copy_(tensor.detach())
+    return out
+
+
+def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor) -> Tensor:
+    """`out`, filled with rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
+    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
+        torch.index_select(tensor.detach(), 0, row_token_M, out=part)
+    return out
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of [n, B], in its memory, as [n, *] with the widths and dtypes of `like` (whose own n may differ); each
+    counts its own changes in place."""
+    parts, start = [], 0
+    for tensor in like:
+        size = tensor.shape[1] * tensor.element_size()
+        parts.append(packed[:, start : start + size].view(tensor.dtype).data)
+        start += align_up(size, PART_ALIGNMENT)
+    return parts
