@@ -9,7 +9,7 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP, check_activation
-from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
@@ -30,6 +29,9 @@ from trimtab.routing.config import RouterConfig
 from trimtab.routing.operators import exportable
 from trimtab.routing.recompute import unseen
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
+
+if TYPE_CHECKING:
+    from trimtab.experts.recipes.base import Recipe
 
 
 @exportable

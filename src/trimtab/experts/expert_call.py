@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.per_group import Gradients, joined
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.products import Products
 from trimtab.kernels.grouped import Block, Kernels
+
+if TYPE_CHECKING:
+    from trimtab.experts.products import Products
 
 
 @dataclass(frozen=True, kw_only=True)

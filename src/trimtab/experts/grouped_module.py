@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,13 @@ from trimtab.backward import refuse_torch_func
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
-from trimtab.experts.products import Lowered, lower
-from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 from trimtab.kernels.memory import codes
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_dtype, check_flags
+
+if TYPE_CHECKING:
+    from trimtab.experts.products import Lowered
+    from trimtab.experts.recipes.base import Recipe, RecipeState, Way
 
 
 def refuse_transforms(who: str, layer: str = "") -> None:
@@ -104,7 +107,11 @@ class GroupedModule(nn.Module):
         Raises:
             BackendError: it cannot work there.
         """
-        return None if self.recipe is None else lower(self.recipe, self._device(), self._widths())
+        if self.recipe is None:
+            return None
+        from trimtab.experts.products import lower
+
+        return lower(self.recipe, self._device(), self._widths())
 
     def _new_state(self, num_groups: int) -> RecipeState | None:
         """A fresh state of the recipe, for one weight.

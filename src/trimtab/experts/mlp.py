@@ -24,7 +24,6 @@ from trimtab.experts.expert_call import ExpertCall, TwoProducts
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.library import name_of
 from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.mlp_lowered import LoweredMLP
 from trimtab.experts.operands import plan_tensors
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
@@ -85,6 +84,8 @@ def expert_mlp(
     if products is None:
         y = forward_of(_Experts, call, x, w, *inputs)
     else:
+        from trimtab.experts.mlp_lowered import LoweredMLP
+
         with without_autocast():
             y = forward_of(LoweredMLP, call, x, w, *inputs)
     return y.to(x_MD.dtype)

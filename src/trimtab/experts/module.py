@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.recipes.base import Recipe
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
+
+if TYPE_CHECKING:
+    from trimtab.experts.recipes.base import Recipe
 
 
 def check_activation(name: str) -> None:
