@@ -21,8 +21,8 @@ from helpers.layer_case import BOUNDS, E, K, build
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.grouped import get_kernels
-from trimtab.kernels.selftest import KernelChoice
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals

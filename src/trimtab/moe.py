@@ -23,8 +23,8 @@ from trimtab.experts.grouped_module import check_options, refuse_transforms
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP, check_activation
 from trimtab.experts.shared import Projection, SharedExperts
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
-from trimtab.kernels.selftest import KernelChoice
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.operators import exportable
 from trimtab.routing.recompute import unseen

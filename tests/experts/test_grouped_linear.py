@@ -14,7 +14,7 @@ from helpers.comparing import assert_close
 from helpers.linear_cases import BOUNDS
 from helpers.linear_truth import true_results
 from trimtab.experts.grouped_linear import grouped_linear
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 
 A, B, TAIL = 16, 24, 2
 KERNELS = ("loop", "stock", "auto")

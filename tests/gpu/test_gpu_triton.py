@@ -16,7 +16,7 @@ from gpu.test_gpu_experts import no_sync
 from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, ids_of, inputs_of, module_of, plan_is_true
 from trimtab.experts.module import ExpertMLP
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

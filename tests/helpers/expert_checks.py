@@ -20,7 +20,7 @@ from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 from trimtab.parallel.grad_norm import clip_grad_norm_
 
 G, A, B = 4, 256, 128  # what every recipe's hardware takes

@@ -18,7 +18,7 @@ from helpers.linear_truth import Truth, quantised_results, true_results
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.main_grad import MODES, MainGradMode
 from trimtab.experts.recipes import Recipe
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 
 A, B, TAIL = 16, 24, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

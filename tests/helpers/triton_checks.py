@@ -18,7 +18,7 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 TRITON = KernelChoice("triton")

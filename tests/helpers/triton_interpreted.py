@@ -16,8 +16,9 @@ from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
 from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
-from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.kernels.selftest import self_test
 from trimtab.kernels.triton import check
 from trimtab.kernels.triton.kernels import TritonKernels
 from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton

@@ -18,9 +18,10 @@ from trimtab.doctor import backends
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, compiler
 from trimtab.kernels.bf16 import PRODUCTS, Bf16Products
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import SOURCES, CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
-from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.kernels.selftest import self_test
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 CPU = torch.device("cpu")

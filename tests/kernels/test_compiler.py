@@ -17,8 +17,8 @@ import torch
 from trimtab import errors
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, compiler
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.grouped import get_kernels, names_for
-from trimtab.kernels.selftest import KernelChoice
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels import selftest
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
 from trimtab.kernels.reference import swiglu_experts, wave
-from trimtab.kernels.selftest import KernelChoice, self_test
+from trimtab.kernels.selftest import self_test
 from trimtab.oracle import moe
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from trimtab.backward import refuse_torch_func
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.delayed import DelayedGradients
 from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import codes
-from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_dtype, check_flags
 
 if TYPE_CHECKING:

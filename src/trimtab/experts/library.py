@@ -16,9 +16,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from trimtab.kernels.apart import apart
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.memory import no_values
-from trimtab.kernels.selftest import KernelChoice
 
 _LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
 KERNELS: dict[Any, Callable[..., Any]] = {}

@@ -30,8 +30,8 @@ from trimtab.experts.per_group import convert_state
 from trimtab.experts.products import GroupWeights, Products
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
-from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 

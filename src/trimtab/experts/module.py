@@ -24,8 +24,8 @@ from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
-from trimtab.kernels.selftest import KernelChoice
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 if TYPE_CHECKING:

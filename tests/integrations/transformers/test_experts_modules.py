@@ -25,8 +25,8 @@ from helpers.parity import FLOAT32_INSIDE, difference, scale
 from helpers.wrapped import Quantised
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.experts import experts_forward
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.grouped import Kernels
-from trimtab.kernels.selftest import KernelChoice
 
 NAMES = family_names()
 IMPL = "trimtab"

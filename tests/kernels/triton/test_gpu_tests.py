@@ -12,7 +12,7 @@ import torch
 from gpu import test_gpu_experts as experts
 from gpu import test_gpu_triton as layers
 from helpers.triton_checks import Case
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 
 LOOP = Case(kernels=KernelChoice("loop"), dtype=torch.float32)
 

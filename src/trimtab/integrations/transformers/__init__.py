@@ -51,7 +51,7 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
         ) from error
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
-    from trimtab.kernels.selftest import KernelChoice
+    from trimtab.kernels.choose import KernelChoice
 
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)

@@ -26,7 +26,7 @@ from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.integrations.transformers.experts import experts_forward
-from trimtab.kernels.selftest import KernelChoice
+from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
 
 

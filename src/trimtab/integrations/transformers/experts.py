@@ -20,9 +20,9 @@ from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.memory import codes
-from trimtab.kernels.selftest import KernelChoice
 
 
 def experts_forward(
