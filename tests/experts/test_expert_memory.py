@@ -45,7 +45,7 @@ def promised(activation: str, rows: int, busiest: int, stock: bool) -> tuple[int
     return SIZE * rows * width, SIZE * forward, SIZE * backward
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "clamped_swiglu", "relu_squared", "gelu"])
 @pytest.mark.parametrize("routing", ["even", "one_expert", "last_is_busiest", "stock"])
 def test_peaks_are_what_the_docstring_says(activation: str, routing: str) -> None:
     ids = torch.arange(M * K).view(M, K) % 4
@@ -60,7 +60,7 @@ def test_peaks_are_what_the_docstring_says(activation: str, routing: str) -> Non
     for name, value, bound in zip(("kept", "forward", "backward"), got, bounds, strict=True):
         indices = INDICES * M * K
         assert value <= bound + indices, f"{name}: {value} bytes, promised {bound} + {indices}"
-        if routing != "stock":
+        if (routing, name) != ("stock", "backward"):
             assert value >= bound, f"{name}: {value} bytes, promised {bound}: the formula is too generous"
 
 
