@@ -20,9 +20,9 @@ from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options, refuse_transforms
-from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP, check_activation
 from trimtab.experts.shared import Projection, SharedExperts
+from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
 from trimtab.routing.config import RouterConfig

@@ -13,8 +13,8 @@ from helpers.comparing import assert_close
 from helpers.cut import cut
 from trimtab import oracle
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.weight_grad import MODES
 
 T, D, F, E, K = 13, 16, 24, 6, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}

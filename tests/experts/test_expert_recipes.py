@@ -15,9 +15,9 @@ from helpers.linear_cases import KERNELS
 from helpers.lowered_truth import truth
 from trimtab.errors import BackendError, InputError
 from trimtab.experts.activations import ACTIVATIONS
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8
+from trimtab.experts.weight_grad import MODES
 
 M, D, F, E, K = 13, 16, 24, 6, 3
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 3e-2}

@@ -14,7 +14,7 @@ from helpers.expert_checks import (
     linear_is_true,
     mlp_is_true,
 )
-from trimtab.experts.main_grad import MODES
+from trimtab.experts.weight_grad import MODES
 
 
 @pytest.mark.parametrize("form", ["list", "cpu"])

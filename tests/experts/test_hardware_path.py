@@ -13,10 +13,10 @@ from helpers.comparing import assert_close
 from helpers.linear_cases import KERNELS
 from helpers.stand_ins import PAIRS
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise, Recipe
 from trimtab.experts.recipes.base import Packed, Way
+from trimtab.experts.weight_grad import MODES
 
 G, A, B = 4, 128, 256
 # A product that the hardware rounds to bfloat16 is off by half a unit of the last place, and what follows builds on it.

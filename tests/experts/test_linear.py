@@ -14,7 +14,7 @@ from helpers.comparing import assert_close
 from helpers.linear_cases import KERNELS, Case, check, per_group, true_results
 from trimtab.errors import InputError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES
+from trimtab.experts.weight_grad import MODES
 from trimtab.kernels.choose import KernelChoice
 
 G, A, B = 4, 16, 24

@@ -9,8 +9,8 @@ import torch
 from experts.test_linear import A, B, G, linear, with_main_grad
 from trimtab.errors import BackendError, ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.sizes import _on_device
+from trimtab.experts.weight_grad import MODES
 
 
 @pytest.mark.parametrize("single", [True, False])

@@ -13,8 +13,8 @@ from helpers.linear_cases import KERNELS, A, B, check, recipe_cases
 from helpers.linear_truth import true_results
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise, Recipe, RecipeState
+from trimtab.experts.weight_grad import MODES
 
 RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(backend="emulated", history=4),

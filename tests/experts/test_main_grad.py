@@ -10,8 +10,8 @@ from torch import nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import WeightGradient, check_mode
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.weight_grad import WeightGradient, check_mode
 from trimtab.kernels.grouped import put
 
 
@@ -25,7 +25,7 @@ def param(main: float | None = 5.0, **attributes: bool) -> nn.Parameter:
 
 
 def deliver(p: nn.Parameter, mode: str, value: float) -> torch.Tensor:
-    gradient = WeightGradient(p, mode)
+    gradient = WeightGradient(p, mode, "weight")
     put(gradient.buffer, torch.full((2, 3), value), gradient.adds)
     return gradient.close()
 
@@ -77,10 +77,10 @@ def test_what_is_missing_is_said() -> None:
     wrong = param()
     wrong.main_grad = torch.zeros(6)
     with pytest.raises(InputError, match=r"main_grad is \(6,\) torch\.float32 on cpu, expected .* \(2, 3\)"):
-        WeightGradient(wrong, "overwrite")
+        WeightGradient(wrong, "overwrite", "weight")
     wrong.main_grad = torch.zeros(3).expand(2, 3)  # each value would be that of two
     with pytest.raises(InputError, match=r"main_grad is \(2, 3\) torch\.float32 on cpu, expanded, expected"):
-        WeightGradient(wrong, "accumulate")
+        WeightGradient(wrong, "accumulate", "weight")
     with pytest.raises(ConfigError, match="main_grad='add'"):
         check_mode("add")
 

@@ -33,8 +33,8 @@ from helpers.expert_checks import (
 )
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES
 from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.weight_grad import MODES
 from trimtab.kernels.choose import KernelChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -17,9 +17,9 @@ from helpers.comparing import assert_close
 from helpers.linear_truth import true_results
 from trimtab import oracle
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
+from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.parallel.grad_norm import clip_grad_norm_
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from helpers.comparing import assert_close
 from helpers.linear_truth import Truth, quantised_results, true_results
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.main_grad import MODES, MainGradMode
 from trimtab.experts.recipes import Recipe
+from trimtab.experts.weight_grad import MODES, MainGradMode
 from trimtab.kernels.choose import KernelChoice
 
 A, B, TAIL = 16, 24, 3

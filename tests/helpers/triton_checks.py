@@ -14,10 +14,10 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from trimtab import oracle
-from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
+from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}

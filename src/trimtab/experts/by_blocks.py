@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.experts.expert_call import cast_weights
+from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets, row_dot
-from trimtab.experts.per_group import joined
 from trimtab.experts.plan import slot_grads, slot_weights
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.grouped import Block, put

@@ -10,22 +10,19 @@ Legend: M rows, K slots per row, R expert rows, D model dim, I width of the pre-
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, once_differentiable
+from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.experts.ops import activate_backward_op, activate_op
-from trimtab.experts.per_group import joined
 from trimtab.experts.plan import ExpertPlan, slot_weights
 from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.rows import combine_rows, gather_padded
-
-if TYPE_CHECKING:
-    from trimtab.experts.expert_call import ExpertWeights
 
 
 def composed_experts(

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.casting import cast, with_rows
-from trimtab.experts.delayed import Defer, anchor
-from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.per_group import Gradients, joined
 from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.grouped import Block, Kernels
 
 if TYPE_CHECKING:
@@ -114,27 +112,29 @@ class ExpertGradients:
     def __init__(self, call: ExpertCall, wanted: Sequence[bool]) -> None:
         modes: tuple[MainGradMode, ...] = (call.main_grad, call.main_grad, "off", "off")
         names = ("up", "down", "up_bias", "down_bias")
-        self._params = call.weights.each
         empty_like = torch.empty_like if call.kernels is None else call.kernels.empty_like
         self.up, self.down, self.up_bias, self.down_bias = self.each = tuple(
-            Gradients([param], True, mode, name, empty_like) if want and param is not None else None
-            for param, mode, name, want in zip(self._params, modes, names, wanted, strict=False)
+            WeightGradient(param, mode, name, empty_like) if want and param is not None else None
+            for param, mode, name, want in zip(call.weights.each, modes, names, wanted, strict=False)
         )
 
     def buffers(self) -> tuple[list[Tensor], list[bool], list[bool]]:
         """As an operator takes them: those that are written, which of the four these are, and which are added to."""
-        found = [gradient.whole for gradient in self.each if gradient is not None]
+        found = [gradient for gradient in self.each if gradient is not None]
         return [g.buffer for g in found], [g is not None for g in self.each], [g.adds for g in found]
 
     def close(self) -> list[Tensor | None]:
         """What autograd gets for up, down and their biases."""
-        return [None if gradient is None else gradient.close()[0] for gradient in self.each]
+        return [None if gradient is None else gradient.close() for gradient in self.each]
 
-    def deliver(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that have one, and what autograd gets for each."""
-        pairs = zip(self._params, self.close(), strict=True)
-        found = [(param, value) for param, value in pairs if param is not None and value is not None]
-        return [param for param, _ in found], [value for _, value in found]
+    def deliver(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have one, each with what autograd gets for it."""
+        return [(gradient.param, gradient.close()) for gradient in self.each if gradient is not None]
+
+
+def joined(weight: Tensor) -> Tensor:
+    """A weight [e, 2, F, A] of a gate and up as [e, 2F, A]; others as they are."""
+    return weight.flatten(1, 2) if weight.ndim == 4 else weight
 
 
 def cast_weights(

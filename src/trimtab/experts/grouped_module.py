@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from trimtab.backward import refuse_torch_func
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.delayed import DelayedGradients
-from trimtab.experts.main_grad import MainGradMode, check_mode
+from trimtab.experts.weight_grad import DelayedGradients, MainGradMode, check_mode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import codes
 from trimtab.validation import VALUES, check_dtype, check_flags

@@ -12,7 +12,8 @@ Legend: R rows, G groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,10 @@ from trimtab.experts.grouped_linear import linear_of
 from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
 from trimtab.experts.library import kernels_for
 from trimtab.experts.linear_function import LinearCall, align, linear_with_state
-from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.per_group import convert_state
 from trimtab.experts.products import GroupWeights, Products
 from trimtab.experts.recipes.base import Recipe
 from trimtab.experts.sizes import GroupSizes, offsets_of
+from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
@@ -46,7 +46,7 @@ class GroupedLinear(GroupedModule):
         single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
             either form load into either.
         main_grad: "accumulate" or "overwrite": weight gradients go into `weight.main_grad`, whose shape is the
-            weight's and whose dtype is the owner's choice; see `trimtab.experts.main_grad`. Biases are small and
+            weight's and whose dtype is the owner's choice; see `trimtab.experts.weight_grad`. Biases are small and
             always have ordinary gradients.
         delay_wgrad: weight and bias gradients are computed by `backward_dw()`, not by the backward.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Gradients keep
@@ -184,3 +184,31 @@ class GroupedLinear(GroupedModule):
         if not self.single_parameter:
             shown += ", single_parameter=False"
         return shown + self._options()
+
+
+def convert_state(state: MutableMapping[str, Any], prefix: str, name: str, num_groups: int, *, stacked: bool) -> None:
+    """Bring the entries of one parameter to the form asked for, in place: stacked, or separate.
+
+    Entries that have the form already, or are not there at all, stay as they are.
+
+    Raises:
+        InputError: both forms at once, or not exactly `num_groups` groups.
+    """
+    whole = prefix + name
+    part = re.compile(re.escape(whole) + r"(\d+)")
+    found = sorted(int(match[1]) for key in state if (match := part.fullmatch(key)))
+    if whole in state and found:
+        raise InputError(f"state dict has both {whole} and {whole}{found[0]}: which one is meant?")
+    if found and found != list(range(num_groups)):
+        missing = sorted(set(range(num_groups)) - set(found))
+        extra = sorted(set(found) - set(range(num_groups)))
+        raise InputError(
+            f"state dict has {len(found)} of {whole}*, expected {whole}0 .. {whole}{num_groups - 1}: "
+            f"missing {missing}, unexpected {extra}"
+        )
+    if whole in state and state[whole].shape[:1] != (num_groups,):
+        raise InputError(f"state dict has {whole} {tuple(state[whole].shape)}, expected {num_groups} groups")
+    if stacked and found:
+        state[whole] = torch.stack([state.pop(f"{whole}{i}") for i in found])
+    if not stacked and whole in state:
+        state.update({f"{whole}{i}": value for i, value in enumerate(state.pop(whole).unbind())})

@@ -18,12 +18,10 @@ from torch.autograd.function import Function
 
 from trimtab.autocast import without_autocast
 from trimtab.backward import eager_backward, forward_of, needed
-from trimtab.experts.delayed import Defer, anchor
 from trimtab.experts.grouped_linear import segment_sums
-from trimtab.experts.main_grad import MainGradMode
-from trimtab.experts.per_group import Gradients
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.products import GroupWeights, Products
+from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 
@@ -114,11 +112,10 @@ class _WithState(Function):
         if call.defer is None:
             return (None, dx, *_parameter_gradients(call, wanted, kept, columns, dy_SB))
 
-        def job() -> tuple[list[Tensor], list[Tensor]]:
+        def job() -> list[tuple[Tensor, Tensor]]:
             gradients = _parameter_gradients(call, wanted, kept, columns, dy_SB)
             pairs = zip((*call.params.weights, *call.params.biases), gradients, strict=True)
-            found = [(param, gradient) for param, gradient in pairs if gradient is not None]
-            return [param for param, _ in found], [gradient for _, gradient in found]
+            return [(param, gradient) for param, gradient in pairs if gradient is not None]
 
         call.defer(job, [*kept, *columns, *([dy_SB] if any(wanted[call.count :]) else [])])
         return (None, dx, *(None for _ in params))
@@ -131,9 +128,12 @@ def _parameter_gradients(
     own, n = call.params, call.count
     found: list[Tensor | None] = [None] * len(wanted)
     if any(wanted[:n]):
-        dw = Gradients(own.weights, own.stacked, call.main_grad, "weight", trained=wanted[:n])
-        call.products.wgrad(kept, columns, dw)
-        found[:n] = dw.close()
+        names = ["weight"] if own.stacked else [f"weight{i}" for i in range(n)]
+        modes: list[MainGradMode] = [call.main_grad if want else "off" for want in wanted[:n]]
+        dw = [WeightGradient(*each) for each in zip(own.weights, modes, names, strict=True)]
+        out, adds = [gradient.buffer for gradient in dw], [gradient.adds for gradient in dw]
+        call.products.wgrad(kept, columns, out, adds, own.stacked)
+        found[:n] = [gradient.close() for gradient in dw]
     if any(wanted[n:]):
         products = call.products
         found[n:] = segment_sums(dy_SB, products.offsets_e, own.biases[0].dtype, own.stacked, products.name)

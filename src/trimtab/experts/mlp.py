@@ -19,14 +19,13 @@ from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.composed import composed_experts
-from trimtab.experts.delayed import Defer
 from trimtab.experts.expert_call import ExpertCall, TwoProducts
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.library import name_of
-from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.operands import plan_tensors
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.weight_grad import Defer, MainGradMode
 from trimtab.kernels.grouped import Kernels
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -54,7 +53,7 @@ def expert_mlp(
         activation: a word of `activations.activation_of`, or a function [R, I] -> [R, F] of one's own.
         kernels: those of a `KernelChoice`, or their names joined by commas, which `torch.compile` can trace.
         norm: a function [R, D] -> [R, D] behind the experts, before their outputs are weighted.
-        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.main_grad`. Biases always have
+        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.weight_grad`. Biases always have
             ordinary gradients.
         defer: takes the work of the weight and bias gradients at each backward; until it is done the gradients of
             the pre-activations and of the result are kept. Nobody is told of them before `DelayedGradients.run`.
@@ -134,7 +133,7 @@ class _Experts(Function):
 def _defer(call: ExpertCall, dy: Tensor, pre: Tensor, d_pre: Tensor, reads: tuple[Any, ...]) -> None:
     """Leave the parameters' gradients for later."""
 
-    def job() -> tuple[list[Tensor], list[Tensor]]:
+    def job() -> list[tuple[Tensor, Tensor]]:
         grads = call.gradients(())
         out, wanted, adds = grads.buffers()
         experts_weight_gradients_op(dy, pre, d_pre, out, wanted, adds, *reads)

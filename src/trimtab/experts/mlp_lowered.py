@@ -22,10 +22,13 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, needed
-from trimtab.experts.expert_call import ExpertCall, ExpertGradients, cast_weights
+from trimtab.experts.expert_call import ExpertCall, ExpertGradients, cast_weights, joined
+from trimtab.experts.grouped_linear import grouped_sum_op
 from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import slot_grads, slot_weights
-from trimtab.experts.products import GroupWeights, bias_gradients
+from trimtab.experts.products import GroupWeights, Kept, Products
+from trimtab.experts.weight_grad import WeightGradient
+from trimtab.kernels.grouped import put
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 
@@ -98,19 +101,32 @@ class LoweredMLP(Function):
         def weight_gradients() -> ExpertGradients:
             grads = call.gradients(needs)
             if grads.down is not None:
-                products.down.wgrad(hw, d_out_kept, grads.down)
+                _weight(products.down, hw, d_out_kept, grads.down)
             if grads.down_bias is not None:
-                bias_gradients(kernels, plan.offsets_e, d_out * w_R1, grads.down_bias)
+                _bias(products.down, d_out * w_R1, grads.down_bias)
             if grads.up is not None:
-                products.up.wgrad(rows, d_pre_kept, grads.up)
+                _weight(products.up, rows, d_pre_kept, grads.up)
             if grads.up_bias is not None:
-                bias_gradients(kernels, plan.offsets_e, d_pre, grads.up_bias)
+                _bias(products.up, d_pre, grads.up_bias)
             return grads
 
         if call.defer is not None:
             call.defer(lambda: weight_gradients().deliver(), ())  # it reads copies
             return (None, dx, d_w, None, None, None, None, None)
         return (None, dx, d_w, *weight_gradients().close(), None)
+
+
+def _weight(products: Products, x: Kept, dy: Kept, into: WeightGradient) -> None:
+    direct = into.buffer.ndim < 4 or into.buffer.is_contiguous()
+    out = joined(into.buffer if direct else into.buffer.new_empty(into.buffer.shape))
+    products.wgrad(x, dy, [out], [into.adds and direct], True)
+    if not direct:
+        put(into.buffer, out.view(into.buffer.shape), into.adds)
+
+
+def _bias(products: Products, dy_RB: Tensor, into: WeightGradient) -> None:
+    out = into.buffer
+    out.copy_(grouped_sum_op(dy_RB, products.offsets_e, out.dtype, products.name).view_as(out))
 
 
 def _grouped(weight: Tensor, bias: Tensor | None) -> GroupWeights:

@@ -20,10 +20,10 @@ from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights, TwoProducts
 from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
 from trimtab.experts.library import kernels_for
-from trimtab.experts.main_grad import MainGradMode
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
+from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
@@ -50,7 +50,7 @@ class ExpertMLP(GroupedModule):
         dim, hidden: D and F; on a GPU, and with kernels "grouped_mm", multiples of 16 bytes in what is computed in.
         activation: a name of `trimtab.experts.activations.ACTIVATIONS`.
         bias: whether up and down have biases.
-        main_grad: where the gradients of the two weights go, see `trimtab.experts.main_grad`. Nobody sets their
+        main_grad: where the gradients of the two weights go, see `trimtab.experts.weight_grad`. Nobody sets their
             `.grad` then: do not read it.
         delay_wgrad: the parameters' gradients are computed by `backward_dw()`, not by the backward. The gradients of
             the pre-activations and of y are kept until then.

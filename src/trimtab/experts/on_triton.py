@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.experts.expert_call import cast_weights
+from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets
-from trimtab.experts.per_group import joined
 from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
 from trimtab.kernels.grouped import put
 from trimtab.kernels.triton.gate_up import gate_up

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.experts.grouped_linear import by_row, grouped_linear_op, grouped_sum_op, weight_gradient_op
+from trimtab.experts.grouped_linear import by_row, grouped_linear_op, weight_gradient_op
 from trimtab.experts.library import name_of
-from trimtab.experts.per_group import Gradients
 from trimtab.experts.recipes.base import Engine, Operands, Recipe, RecipeState, Role, Way
 from trimtab.kernels.grouped import Kernels, put
 
@@ -94,15 +93,14 @@ class Products:
         make = self.call.activation if role == "activation" else self.call.gradient
         return (make(rows_SC, self.offsets_e, "column"),)
 
-    def wgrad(self, x: Kept, dy: Kept, into: Gradients) -> None:
-        """The gradient of a [e, B, A] weight."""
-        with into.targets() as (out, adds):
-            if self.engine is None:
-                weight_gradient_op(out, adds, x[0], dy[0], self.offsets_e, into.stacked, False, self.name)
-                return
-            dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
-            for target, value, add in zip(out, [dw_eBA] if into.stacked else dw_eBA.unbind(), adds, strict=True):
-                put(target, value, add)
+    def wgrad(self, x: Kept, dy: Kept, out: Sequence[Tensor], adds: Sequence[bool], stacked: bool) -> None:
+        """Into `out`, one [e, B, A] or e of [B, A]: over what it holds or, where `adds` says so, onto it."""
+        if self.engine is None:
+            weight_gradient_op(out, adds, x[0], dy[0], self.offsets_e, stacked, False, self.name)
+            return
+        dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
+        for target, value, add in zip(out, [dw_eBA] if stacked else dw_eBA.unbind(), adds, strict=True):
+            put(target, value, add)
 
     def _multiply(
         self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], stacked: bool, *, transposed: bool
@@ -147,9 +145,3 @@ def lower(recipe: Recipe, device: torch.device, widths: Sequence[tuple[int, int]
     """
     ways = {recipe.check(device, *width) for width in widths}
     return Lowered(recipe, recipe.engine() if ways == {"hardware"} else None)
-
-
-def bias_gradients(kernels: Kernels, offsets_e: Tensor, dy_SB: Tensor, into: Gradients) -> None:
-    """The sum of each segment's rows, for a stacked bias."""
-    with into.targets() as ((out,), _):
-        out.copy_(grouped_sum_op(dy_SB, offsets_e, out.dtype, name_of(kernels)).view_as(out))
