@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")
-    device("--backends", nargs="+", default=["stock", "triton"], metavar="NAME")
+    device("--backends", nargs="+", default=["grouped_mm", "triton"], metavar="NAME")
     device("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
     every = _part(parts, "all", "the page of layers and exchanges", None, RESULTS / "layers.md", seconds=4.0, turns=3)
     every(

@@ -47,7 +47,7 @@ def separate(**options: Any) -> tuple[nn.Module, Run]:
 
 
 MADE = pytest.mark.parametrize("make", [mlp, linear, separate])
-KERNELS = pytest.mark.parametrize("kernels", ["compiled", "loop", "stock"])
+KERNELS = pytest.mark.parametrize("kernels", ["cpu", "torch", "grouped_mm"])
 
 
 def autocast(enabled: bool = True) -> torch.autocast:
@@ -88,7 +88,7 @@ def test_products_are_those_of_parameters_in_its_dtype(make: Callable[..., Any],
     for name, grad in grads(layer).items():
         assert grad.dtype == torch.float32
         assert_near(grad, true[name], 6e-3)
-        exact = kernels == "compiled" and make is mlp and name in ("gate_up", "down")
+        exact = kernels == "cpu" and make is mlp and name in ("gate_up", "down")
         assert not exact or not torch.equal(grad, grad.to(LOW).float())  # not rounded to bfloat16
 
 
@@ -142,7 +142,7 @@ def test_main_grad_and_delayed_gradients(make: Callable[..., Any], kernels: str,
 
 @MADE
 def test_no_copy_of_a_weight_waits_for_the_backward(make: Callable[..., Any]) -> None:
-    layer, run = make(kernels="stock")
+    layer, run = make(kernels="grouped_mm")
     saved: list[Tensor] = []
     with autocast(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(layer, tokens())
@@ -173,7 +173,7 @@ def test_no_copy_outlives_its_pass(
     with autocast():
         y = run(layer, x)
     for _ in ("forward", "backward"):
-        assert bool(copies) == (kernels != "compiled")
+        assert bool(copies) == (kernels != "cpu")
         assert all(copy() is None for copy in copies)
         copies.clear()
         if y.grad_fn is not None:
@@ -181,7 +181,7 @@ def test_no_copy_outlives_its_pass(
     assert layer.backward_dw() is None
 
 
-@pytest.mark.parametrize(("make", "kernels"), [(mlp, "loop"), (mlp, "stock")])
+@pytest.mark.parametrize(("make", "kernels"), [(mlp, "torch"), (mlp, "grouped_mm")])
 @pytest.mark.usefixtures("poisoned")
 def test_experts_without_rows_are_not_copied(
     make: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch

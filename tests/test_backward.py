@@ -55,7 +55,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("make", LAYERS)
 def test_a_penalty_on_gradients_raises(make: Callable[..., object], kernels: str) -> None:
     layer, run = make(kernels)  # type: ignore[misc]
@@ -70,7 +70,7 @@ def test_a_penalty_on_gradients_raises(make: Callable[..., object], kernels: str
         assert torch.equal(got.detach(), true)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("make", LAYERS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_so_does_one_on_which_only_some_tensor_is_asked_for(
@@ -90,7 +90,7 @@ def test_so_does_one_on_which_only_some_tensor_is_asked_for(
     assert torch.equal(found, torch.full((16,), 10.0))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("make", LAYERS)
 @pytest.mark.parametrize("forward", [False, True])
 def test_autocast_around_a_backward_changes_no_bit(make: Callable[..., object], kernels: str, forward: bool) -> None:
@@ -140,7 +140,7 @@ def test_a_compiled_layer_under_autocast_has_the_gradients_of_an_eager_one() -> 
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("make", LAYERS)
 def test_without_gradients_a_forward_has_the_same_bits_and_refuses_tangents(
     make: Callable[..., object], kernels: str

@@ -21,8 +21,7 @@ from helpers.layer_case import BOUNDS, E, K, build
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current
-from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.choose import KernelChoice, get_backend
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import set_totals
@@ -270,7 +269,7 @@ def test_recorded_and_replayed() -> None:
 
 
 def _own_kernels() -> MoE:
-    return build(kernels=KernelChoice(get_kernels("loop", torch.device("cpu"))))
+    return build(kernels=KernelChoice(get_backend("torch", torch.device("cpu"))))
 
 
 def _main_grad() -> MoE:
@@ -387,7 +386,7 @@ def test_each_function_that_is_run_again_has_a_count_of_graphs_of_its_own() -> N
 
 def test_inductor() -> None:
     # Few operations, for each is compiled by the C++ compiler; an infinite logit's score is finite.
-    moe = build(router={"top_k": 1, "score": "sigmoid"}, kernels="loop")
+    moe = build(router={"top_k": 1, "score": "sigmoid"}, kernels="torch")
     run, counter = compiled(moe, "inductor")
     for tokens in (5, 0):
         given = inputs((tokens,), FP32)

@@ -30,7 +30,7 @@ F = 4
 ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, kernels: str = "loop") -> list[Any]:
+def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, kernels: str = "torch") -> list[Any]:
     """What `experts_op` takes."""
     g = torch.Generator().manual_seed(tokens)
 
@@ -75,7 +75,7 @@ def test_the_other_operators_pass_opcheck() -> None:
         torch.library.opcheck(activate_op, (pre, activation), test_utils=ALL)
         dh = torch.randn_like(activate_op(pre, activation))
         torch.library.opcheck(activate_backward_op, (pre, dh, activation), test_utils=ALL)
-    torch.library.opcheck(plan_op, (ids, E, 3 * K, True, "", "loop"), test_utils=ALL)
+    torch.library.opcheck(plan_op, (ids, E, 3 * K, True, "", "torch"), test_utils=ALL)
     ids[1], weights[2] = E, torch.nan
     with pytest.raises(InputError, match=rf"layer moe.*{2 * K} slot.*token\(s\) 1, 2"):
         checked_ids(ids, weights, name, E)
@@ -109,20 +109,19 @@ def test_kernels_are_chosen_on_the_device_and_for_the_shape_that_asks(monkeypatc
         def __init__(self, first: str, fallback: list[str]) -> None:
             self.names = (first, *fallback)
 
-        def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> object:
-            asked.append((self.names, device.index, current[-1], dtype, shape, torch.is_grad_enabled()))
+        def on(self, device: torch.device, dtype: torch.dtype) -> object:
+            asked.append((self.names, device.index, current[-1], dtype, torch.is_grad_enabled()))
             return object()
 
     monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.setattr(library, "KernelChoice", Choice)
-    bf16, found = torch.bfloat16, []
+    bf16 = torch.bfloat16
     with torch.no_grad():
-        for gpu, shape in ((1, (8, 4)), (1, (8, 4)), (0, (8, 4)), (1, (8, 6))):
-            found.append(library._chosen("triton,stock", torch.device("cuda", gpu), bf16, shape))
+        found = [library._chosen("triton,grouped_mm", torch.device("cuda", gpu), bf16) for gpu in (1, 1, 0)]
     assert found[0] is found[1]
-    assert len({id(kernels) for kernels in found}) == 3
-    names = ("triton", "stock")
-    assert asked == [(names, gpu, gpu, bf16, shape, True) for gpu, shape in ((1, (8, 4)), (0, (8, 4)), (1, (8, 6)))]
+    assert len({id(kernels) for kernels in found}) == 2
+    names = ("triton", "grouped_mm")
+    assert asked == [(names, gpu, gpu, bf16, True) for gpu in (1, 0)]
     library._chosen.cache_clear()
 
 

@@ -22,7 +22,7 @@ from trimtab.errors import InputError
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
-from trimtab.kernels.grouped import StockKernels
+from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.verify.ranks import run_ranks
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded": {"router": {"capacity_factor": 1.0, "pad": True}},
     "groups, bias, jitter": {"router": {"groups": 2, "top_groups": 1, "bias": True, "jitter": 0.1}},
     "delayed": {"delay_wgrad": True},
-    "no such kernels there": {"kernels": "loop"},
+    "no such kernels there": {"kernels": "torch"},
     "a recipe": {"recipe": MXFP8(backend="emulated")},
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_a_main_grad_is_no_gradient_here_either() -> None:
 
 
 def test_torch_tracks_memory_of_what_is_not_there() -> None:
-    """As kernels "stock" take it: all experts at once."""
+    """As kernels "grouped_mm" take it: all experts at once."""
     tokens, dim, hidden = 512, 256, 128
     with FakeTensorMode():
         moe = MoEConfig(dim=dim, hidden=hidden, router=RouterConfig(num_experts=E, top_k=K)).build()
@@ -146,7 +146,7 @@ def test_torch_tracks_memory_of_what_is_not_there() -> None:
 
 
 def test_stock_products_read_nothing_either() -> None:
-    kernels, bf16 = StockKernels(), torch.bfloat16
+    kernels, bf16 = GroupedMMBackend(), torch.bfloat16
     with torch.device("meta"):
         up, down = (torch.randn(E, *s, dtype=bf16, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
         x, w = torch.randn(9, D, dtype=bf16, requires_grad=True), torch.rand(9, K, requires_grad=True)

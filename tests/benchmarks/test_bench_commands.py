@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.__main__ import main
 
-BACKEND = "loop"
+BACKEND = "torch"
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
 TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
 MODES = {"forward", "forward+backward"}

@@ -15,7 +15,7 @@ from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.choose import get_backend
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 12
@@ -32,7 +32,7 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dispatcher = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), combine=combine, layer="moe")
     e = E // ranks
-    kernels = get_kernels("auto", torch.device("cpu"))
+    kernels = get_backend("auto", torch.device("cpu"))
     errors = {}
     for seed, pattern in enumerate(PATTERNS):
         x, ids, w, mask = case(pattern, rank, ranks, E, K, D, dtype, seed)

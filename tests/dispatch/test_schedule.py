@@ -28,7 +28,7 @@ from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels import rows as rows_module
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.choose import get_backend
 from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 16
@@ -67,7 +67,7 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     up, down = (torch.randn(e, *s, device=x.device, dtype=x.dtype).requires_grad_() for s in ((2 * F, D), (D, F)))
     rows = dispatcher.dispatch(x, ids, w, mask)
     plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
-    kernels = get_kernels("auto", x.device)
+    kernels = get_backend("auto", x.device)
     y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), "swiglu", kernels)
     return dispatcher.combine(y, rows)
 
@@ -173,7 +173,7 @@ def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
         d = Dispatcher(E, combine=combine)
         rows = d.dispatch(leaves[0], ids, leaves[1], mask)
         experts = plan_experts(rows.ids_MK, E, static=static)
-        kernels = get_kernels("stock" if static else "loop", x.device)
+        kernels = get_backend("grouped_mm" if static else "torch", x.device)
         kernels.weighs_sums = False  # so that both round at the same places
         y = d.combine(
             expert_mlp(rows.x_MD, rows.weights_MK, experts, ExpertWeights(up=up, down=down), "swiglu", kernels),

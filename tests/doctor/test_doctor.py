@@ -30,7 +30,9 @@ from trimtab.doctor import backends, loopback, machine, versions
 from trimtab.doctor.checkup import judge_places
 from trimtab.doctor.findings import Finding, as_text, exit_code
 from trimtab.guard.record import Place
-from trimtab.kernels.grouped import KERNELS, Block, LoopKernels
+from trimtab.kernels.api import Block
+from trimtab.kernels.choose import BACKENDS
+from trimtab.kernels.torch_mm import TorchBackend
 from trimtab.verify.ranks import run_ranks
 
 
@@ -113,7 +115,7 @@ def test_process_groups_and_transports() -> None:
     assert [bare[name].severity for name in ("gloo", "nccl", "transport allgather")] == ["broken"] * 3
 
 
-class Wrong(LoopKernels):
+class Wrong(TorchBackend):
     name = "wrong"
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
@@ -123,7 +125,7 @@ class Wrong(LoopKernels):
 def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     found = by_where(backends.kernels())
-    assert found.keys() == {f"kernels {name}" for name in KERNELS}
+    assert found.keys() == {f"kernels {name}" for name in BACKENDS}
     assert all(finding.severity in ("ok", "note") for finding in found.values())
     assert any("default there" in finding.what and "float32" in finding.what for finding in found.values())
     bad = backends.Tried(dtype="float32", chosen=True, fault="output with a NaN tail: wrong values")
@@ -134,7 +136,7 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     assert spare.severity == "warn"
     never = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, fault=None, refused="the CPU only")])
     assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
-    monkeypatch.setitem(KERNELS, "wrong", Wrong)
+    monkeypatch.setitem(BACKENDS, "wrong", Wrong)
     assert all(one.fault for one in backends.try_kernels("wrong", cpu))
 
 
@@ -217,9 +219,9 @@ sys.exit(exit_code(found))
 @pytest.mark.parametrize(
     ("compiler", "code", "says"),
     [
-        ("/bin/false", 1, "broken kernels compiled cannot run on cpu: the C++ compiler failed: /bin/false"),
-        ("no-cxx", 1, "broken kernels compiled cannot run on cpu: "),
-        ("", 0, "note kernels compiled cannot run on cpu: no C++ compiler"),
+        ("/bin/false", 1, "broken kernels cpu cannot run on cpu: the C++ compiler failed: /bin/false"),
+        ("no-cxx", 1, "broken kernels cpu cannot run on cpu: "),
+        ("", 0, "note kernels cpu cannot run on cpu: no C++ compiler"),
     ],
 )
 def test_a_compiler_that_was_named_and_fails_is_broken_and_none_is_a_note(

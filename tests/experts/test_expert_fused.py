@@ -22,8 +22,8 @@ from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.operands import Operands
 from trimtab.experts.plan import plan_experts
+from trimtab.kernels.choose import get_backend
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
-from trimtab.kernels.grouped import get_kernels
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def _built_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
 def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
     assert on_cpu.covers(operands(str(BUILT_IN[variant].ours), dtype))
-    grid.check("compiled", dtype, routing, variant, bias, transposed)
+    grid.check("cpu", dtype, routing, variant, bias, transposed)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -95,12 +95,12 @@ def test_experts_equal_oracle_block_by_block(
     routing: str, variant: str, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_by_blocks(monkeypatch)
-    grid.check("compiled", torch.float32, routing, variant, bias, transposed)
+    grid.check("cpu", torch.float32, routing, variant, bias, transposed)
 
 
 def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
     torch.manual_seed(0)
-    module = ExpertMLP(2, 128, 4096, kernels="compiled", dtype=torch.float32)
+    module = ExpertMLP(2, 128, 4096, kernels="cpu", dtype=torch.float32)
     x, w, dy = torch.randn(1700, 128), torch.rand(1700, 1), torch.randn(1700, 128)
     found = []
     for rows in (40, 300, 1700):
@@ -117,7 +117,7 @@ def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_norm_behind_experts_goes_block_by_block(dtype: torch.dtype, bias: bool) -> None:
-    grid.check("compiled", dtype, "random", "swiglu", bias, False, norm=True)
+    grid.check("cpu", dtype, "random", "swiglu", bias, False, norm=True)
 
 
 def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(monkeypatch: py
     torch.manual_seed(0)
     made = [
         ExpertMLP(4, 24, 20, bias=True, kernels=kernels, dtype=torch.float32, delay_wgrad=delay)
-        for kernels, delay in (("loop", False), ("compiled", False), ("compiled", True))
+        for kernels, delay in (("torch", False), ("cpu", False), ("cpu", True))
     ]
     x, dy = torch.randn(2, 30, 24)
     ids, w = torch.randint(-1, 3, (30, 2)), torch.rand(30, 2)
@@ -146,7 +146,7 @@ def test_gradients_block_by_block_are_the_loop_s_also_if_delayed(monkeypatch: py
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_no_tokens_and_padded_segments(tokens: int, alignment: int) -> None:
-    grid.check("compiled", torch.float32, "random", "swiglu", True, False, tokens=tokens, alignment=alignment)
+    grid.check("cpu", torch.float32, "random", "swiglu", True, False, tokens=tokens, alignment=alignment)
 
 
 @pytest.mark.parametrize("hidden", [273, 280, 560])
@@ -154,14 +154,14 @@ def test_transposed_gradients_take_as_many_hidden_values_at_once_as_any(
     hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid, "F", hidden)
-    grid.check("compiled", torch.float32, "random", "swiglu", False, True)
+    grid.check("cpu", torch.float32, "random", "swiglu", False, True)
 
 
 def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
     assert on_cpu.covers(operands())
     assert not on_cpu.covers(operands(dtype=torch.float64))
     assert not on_cpu.covers(operands(dtype=torch.float16))
-    assert not on_cpu.covers(replace(operands(), kernels=get_kernels("loop", CPU)))
+    assert not on_cpu.covers(replace(operands(), kernels=get_backend("torch", CPU)))
     assert not on_cpu.covers(replace(operands(), up=torch.zeros(2, 4, 8).transpose(1, 2)))
     assert not on_cpu.covers(replace(operands(), word="tanh"))
 
@@ -181,7 +181,7 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     ids = torch.where(rows[:, None] < 1400, ids, 3)  # the last hundred make one expert hot
     with torch_threads(threads):
         plan = plan_experts(ids, E)
-        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_kernels("compiled", CPU))
+        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("cpu", CPU))
         dx, dw, d_up, d_down = torch.autograd.grad(y, (x, w, up, down), dy)
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
@@ -212,7 +212,7 @@ def test_every_small_number_of_rows_has_the_bits_of_many(dtype: torch.dtype, tra
         y = expert_mlp(
             *leaves, plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 1),
             ExpertWeights(up=weights[0], down=weights[1], transposed=transposed), "swiglu",
-            get_kernels("compiled", CPU),
+            get_backend("cpu", CPU),
         )  # fmt: skip
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[:rows])]
 
@@ -243,7 +243,7 @@ def test_few_rows_equal_oracle(
         weights = ExpertWeights(up=leaves[2], down=leaves[3], transposed=transposed)
         y = expert_mlp(
             leaves[0], leaves[1], plan_experts(ids, 4), weights, v.ours,
-            get_kernels("compiled", CPU),
+            get_backend("cpu", CPU),
         )  # fmt: skip
         grads = torch.autograd.grad(y, leaves, dy)
     exact = [t.detach().double().requires_grad_() for t in (x, w, up.to(dtype), down.to(dtype))]
@@ -283,11 +283,11 @@ def test_a_row_s_bits_in_large_experts_depend_on_neither_the_other_rows_nor_the_
 @pytest.mark.parametrize("mode", ["off", "accumulate", "overwrite"])
 @pytest.mark.parametrize("main", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_gradients_go_where_they_are_wanted(delayed: bool, bias: bool, mode: str, main: torch.dtype) -> None:
-    """As with kernels "loop", up to rounding: in the parameter, or in a main_grad of any dtype and strides."""
+    """As with kernels "torch", up to rounding: in the parameter, or in a main_grad of any dtype and strides."""
     torch.manual_seed(0)
     fused = ExpertMLP(5, 32, 24, bias=bias, dtype=torch.bfloat16, main_grad=mode, delay_wgrad=delayed)  # type: ignore[arg-type]
     looped = copy.deepcopy(fused)
-    looped.kernels = type(fused.kernels)("loop")
+    looped.kernels = type(fused.kernels)("torch")
     x, dy = torch.randn(2, 40, 32).bfloat16()
     ids, w = torch.randint(-1, 4, (40, 2)), torch.rand(40, 2)
     for module in (fused, looped):
@@ -296,7 +296,7 @@ def test_gradients_go_where_they_are_wanted(delayed: bool, bias: bool, mode: str
         module.down.main_grad = module.down.main_grad.transpose(1, 2).contiguous().transpose(1, 2)
         module(x, ids, w).backward(dy)
         module.backward_dw()
-    assert fused.kernels.reports[0].kernels == "compiled"
+    assert fused.kernels.reports[0].kernels == "cpu"
     for (name, ours), theirs in zip(fused.named_parameters(), looped.parameters(), strict=True):
         plain = mode == "off" or "bias" in name
         a, b = (p.grad if plain else p.main_grad for p in (ours, theirs))
@@ -340,7 +340,7 @@ def test_copies_share_the_kernels() -> None:
     module = ExpertMLP(2, 16, 16)
     module(torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     kernels = module.kernels.on(CPU, torch.float32)
-    assert kernels.name == "compiled"
+    assert kernels.name == "cpu"
     assert copy.deepcopy(module).kernels.on(CPU, torch.float32) is kernels
     assert pickle.loads(pickle.dumps(kernels)) is kernels
     others = CompiledKernels(products="widened")

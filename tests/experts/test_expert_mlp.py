@@ -15,7 +15,7 @@ from trimtab import oracle
 from trimtab.errors import BackendError
 from trimtab.experts.mlp import ExpertWeights, RowFunction, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.choose import get_backend
 
 T, D, F, E, K = 13, 16, 24, 6, 3
 CPU = torch.device("cpu")
@@ -112,10 +112,10 @@ def check(
     y = expert_mlp(
         x,
         w,
-        plan_experts(ids, E, alignment=alignment, static=kernels == "stock"),
+        plan_experts(ids, E, alignment=alignment, static=kernels == "grouped_mm"),
         ExpertWeights(up=flip(up), down=flip(down), up_bias=up_bias, down_bias=down_bias, transposed=transposed),
         v.ours,
-        get_kernels(kernels, CPU),
+        get_backend(kernels, CPU),
         norm=post,
     )
     truth = oracle.moe(
@@ -141,7 +141,7 @@ def check(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
 def test_loop_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
-    check("loop", dtype, routing, variant, bias, transposed)
+    check("torch", dtype, routing, variant, bias, transposed)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -152,12 +152,12 @@ def test_loop_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias
 def test_stock_equals_oracle_with_static_shapes(
     dtype: torch.dtype, routing: str, alignment: int, bias: bool, transposed: bool
 ) -> None:
-    check("stock", dtype, routing, "swiglu", bias, transposed, alignment=alignment)
+    check("grouped_mm", dtype, routing, "swiglu", bias, transposed, alignment=alignment)
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("loop", torch.float64), ("loop", torch.float32), ("stock", torch.float32)]
+    ("kernels", "dtype"), [("torch", torch.float64), ("torch", torch.float32), ("grouped_mm", torch.float32)]
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -166,7 +166,7 @@ def test_norm_behind_the_experts(kernels: str, dtype: torch.dtype, routing: str,
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kernels", ["loop", "stock"])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens_is_a_number_of_tokens(kernels: str, tokens: int, variant: str) -> None:
@@ -175,7 +175,7 @@ def test_no_tokens_is_a_number_of_tokens(kernels: str, tokens: int, variant: str
 
 def layer(x: Tensor, w: Tensor, up: Tensor, down: Tensor) -> Tensor:
     plan = plan_experts(route("random", x.shape[0]), E)
-    return expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_kernels("auto", CPU))
+    return expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("auto", CPU))
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,10 +237,10 @@ def test_only_rows_weights_and_pre_activations_are_saved() -> None:
 
 def test_kernels_are_refused_by_name() -> None:
     with pytest.raises(BackendError, match="no kernels named 'fast'"):
-        get_kernels("fast", CPU)
-    with pytest.raises(BackendError, match="run on the CPU only"):
-        get_kernels("loop", torch.device("cuda"))
+        get_backend("fast", CPU)
+    with pytest.raises(BackendError, match="run on cpu devices only"):
+        get_backend("torch", torch.device("cuda"))
     x, w, up, down = (t.double() for t in tensors())
     plan = plan_experts(route("random", T), E)
     with pytest.raises(BackendError, match="float64"):
-        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_kernels("stock", CPU))
+        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("grouped_mm", CPU))

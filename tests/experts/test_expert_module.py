@@ -62,8 +62,8 @@ def slots(routing: str, tokens: int = T) -> Tensor:
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
     [
-        ("loop", torch.float64), ("loop", torch.float32), ("loop", torch.bfloat16), ("loop", torch.float16),
-        ("stock", torch.float32), ("stock", torch.bfloat16),
+        ("torch", torch.float64), ("torch", torch.float32), ("torch", torch.bfloat16), ("torch", torch.float16),
+        ("grouped_mm", torch.float32), ("grouped_mm", torch.bfloat16),
     ],
 )  # fmt: skip
 def test_values_of_every_variant(activation: str, bias: bool, kernels: str, dtype: torch.dtype) -> None:
@@ -109,7 +109,7 @@ def compare(activation: str, bias: bool, kernels: str, dtype: torch.dtype, routi
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-@pytest.mark.parametrize("kernels", ["loop", "stock"])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
 def test_no_tokens(tokens: int, kernels: str) -> None:
     mlp = experts("swiglu", bias=True, kernels=kernels)
     x = torch.randn(tokens, D, requires_grad=True)
@@ -126,7 +126,7 @@ def test_nothing_is_read_on_the_host() -> None:
     assert all(p.grad.shape == p.shape for p in mlp.parameters())
 
 
-@pytest.mark.parametrize("kernels", ["loop", "auto", "stock"])
+@pytest.mark.parametrize("kernels", ["torch", "auto", "grouped_mm"])
 def test_fewer_slots_than_are_kept_are_refused(kernels: str) -> None:
     mlp, x, w = experts("swiglu", kernels=kernels), torch.randn(2, D), torch.rand(2, K)
     ids = torch.tensor([[0, 3, -1], [5, 1, E]])

@@ -12,12 +12,12 @@ from trimtab.experts.expert_call import TwoProducts
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.products import Products
-from trimtab.kernels.grouped import get_kernels
+from trimtab.kernels.choose import get_backend
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     x, w, up, down = tensors()
-    plan, kernels, norm = plan_experts(route("random", T), E), get_kernels("loop", CPU), torch.sin
+    plan, kernels, norm = plan_experts(route("random", T), E), get_backend("torch", CPU), torch.sin
     plain, own = ExpertWeights(up=up, down=down), "take no function of one's own"
     with pytest.raises(ConfigError, match=own):
         expert_mlp(x, w, plan, plain, "swiglu", kernels, norm=norm, defer=lambda job, reads: None)
@@ -31,7 +31,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 def test_products_that_do_not_quantise_give_the_same_numbers() -> None:
     """The whole-rows path against the block-by-block one."""
-    plan, kernels = plan_experts(route("dropped", T), E), get_kernels("loop", CPU)
+    plan, kernels = plan_experts(route("dropped", T), E), get_backend("torch", CPU)
     products = TwoProducts(*(Products(kernels, plan.offsets_e) for _ in range(2)))
     found = []
     for given in (None, products):

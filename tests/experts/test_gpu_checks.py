@@ -24,7 +24,7 @@ def test_grouped_linear_is_true(dtype: torch.dtype, form: str) -> None:
         for delayed in (False, True):
             case = LinearCase(
                 device="cpu", dtype=dtype, sizes=tuple(sizes), form=form, tail=8 * (i % 2), main_grad=MODES[i % 3],
-                delayed=delayed, single=i % 2 == 0, kernels="stock",
+                delayed=delayed, single=i % 2 == 0, kernels="grouped_mm",
             )  # fmt: skip
             linear_is_true(case)
 
@@ -39,6 +39,6 @@ def test_a_recipe_s_choice_is_its_emulation(name: str) -> None:
     for sizes in SIZES:
         case = LinearCase(
             device="cpu", dtype=torch.bfloat16, sizes=tuple(sizes), form="cpu", tail=8, recipe=HARDWARE[name],
-            kernels="stock",
+            kernels="grouped_mm",
         )  # fmt: skip
         hardware_is_emulation(case)

@@ -43,7 +43,7 @@ def test_main_grad_has_the_owners_dtype(main_dtype: torch.dtype, mode: str) -> N
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("rows", [0, 5])
-@pytest.mark.parametrize("kernels", ["loop", "stock"])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("delayed", [True, False])
 @pytest.mark.parametrize("mode", MODES)

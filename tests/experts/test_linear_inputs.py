@@ -108,4 +108,4 @@ def test_bad_rows_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         GroupedLinear(0, A, B)
     with pytest.raises(BackendError, match="float64"):
-        linear(dtype=torch.float64, kernels="stock")(torch.randn(8, A, dtype=torch.float64), [0] * G)
+        linear(dtype=torch.float64, kernels="grouped_mm")(torch.randn(8, A, dtype=torch.float64), [0] * G)

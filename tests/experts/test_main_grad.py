@@ -12,7 +12,7 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.weight_grad import WeightGradient, check_mode
-from trimtab.kernels.grouped import put
+from trimtab.kernels.api import put
 
 
 def param(main: float | None = 5.0, **attributes: bool) -> nn.Parameter:
@@ -85,7 +85,7 @@ def test_what_is_missing_is_said() -> None:
         check_mode("add")
 
 
-@pytest.mark.parametrize("kernels", ["loop", "stock", "auto"])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm", "auto"])
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -14,7 +14,7 @@ from trimtab.experts.recipes import FP8Blockwise
 M, E, D, F, K = 13, 4, 16, 32, 2
 BIASED = {"bias": True}
 LAYERS = {
-    "compiled": {}, "compiled, biased": BIASED, "loop": {"kernels": "loop"}, "stock": {"kernels": "stock"},
+    "cpu": {}, "compiled, biased": BIASED, "torch": {"kernels": "torch"}, "grouped_mm": {"kernels": "grouped_mm"},
     "recipe": {"recipe": FP8Blockwise(backend="emulated")},
 }  # fmt: skip
 
@@ -48,7 +48,7 @@ def test_each_part_is_what_it_is_in_the_whole(options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
-@pytest.mark.parametrize("kernels", ["auto", "loop"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_main_grad_is_written_by_the_backward_that_is_for_it(mode: str, kernels: str) -> None:
     layer, (x, ids, w, dy) = experts(main_grad=mode, kernels=kernels), inputs()
     truth = torch.autograd.grad(experts(kernels=kernels)(x, ids, w), [x], dy)[0]

@@ -20,7 +20,7 @@ from trimtab.experts.plan import plan_experts
 
 M, K, D, F, E = 12, 2, 16, 24, 4
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-KERNELS = pytest.mark.parametrize("kernels", ["auto", "loop"])
+KERNELS = pytest.mark.parametrize("kernels", ["auto", "torch"])
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
 
 @DTYPES
 @pytest.mark.parametrize(  # torch's own products, which the loop makes, refuse another dtype
-    ("kernels", "way"), [*(("auto", way) for way in UNPACK), ("loop", "strides"), ("loop", "part of a buffer")]
+    ("kernels", "way"), [*(("auto", way) for way in UNPACK), ("torch", "strides"), ("torch", "part of a buffer")]
 )
 def test_saved_tensors_may_come_back_otherwise(kernels: str, way: str, dtype: torch.dtype) -> None:
     mlp, x, ids, w, dy = inputs(dtype, kernels)

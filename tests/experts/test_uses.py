@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("make", [linear, experts])
 
 
 @BOTH
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 def test_other_tensors_take_the_parameters_place(make: Callable[..., Any], kernels: str) -> None:
     layer, run = make(kernels=kernels)
     x = torch.randn(8, 8)
@@ -86,7 +86,7 @@ def test_what_is_frozen_after_the_backward_gets_no_delayed_gradient(make: Callab
 
 
 @BOTH
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 def test_a_buffer_that_is_used_again_too_early_is_named(make: Callable[..., Any], kernels: str) -> None:
     layer, run = make(delay_wgrad=True, kernels=kernels)
     buffer = torch.randn(8, 8)

@@ -60,7 +60,7 @@ def no_sync() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_kernels_pass_their_self_test(dtype: torch.dtype) -> None:
-    choice = KernelChoice("stock")
+    choice = KernelChoice("grouped_mm")
     choice.on(torch.device(CUDA, torch.cuda.current_device()), dtype)
     assert [report.fault for report in choice.reports] == [None]
 

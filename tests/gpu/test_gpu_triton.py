@@ -84,7 +84,7 @@ def test_a_large_layer_equals_stock_and_itself_bit_for_bit(large: Large) -> None
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     del second
     other = copy.copy(module)
-    other.kernels = KernelChoice("stock")
+    other.kernels = KernelChoice("grouped_mm")
     for name, got, wanted in zip(("y", "dx", "dw", "dup", "ddown"), first, step(other, *given), strict=True):
         for i, (part, true) in enumerate(zip(got.chunk(8), wanted.chunk(8), strict=True)):  # float64 of all is much
             assert_close(part, true, 3e-2, f"{name}, part {i}")

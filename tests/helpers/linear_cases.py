@@ -24,7 +24,7 @@ A, B, TAIL = 16, 24, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 EMPTY = ("first", "middle", "last", "all", "none")
 # Layers share a choice so that the self-test runs once, not thousands of times.
-KERNELS = {"host": KernelChoice("loop"), "device": KernelChoice("stock")}
+KERNELS = {"host": KernelChoice("torch"), "device": KernelChoice("grouped_mm")}
 
 
 @dataclass(frozen=True, kw_only=True)

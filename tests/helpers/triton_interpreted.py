@@ -20,7 +20,7 @@ from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
 from trimtab.kernels.triton import check
-from trimtab.kernels.triton.kernels import TritonKernels
+from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
 from trimtab.kernels.triton.moves import combine, gather
 
@@ -30,7 +30,7 @@ LAUNCH = Launch(
 )  # fmt: skip
 WIDE = Tiles(m=32, n=256, k=32, warps=1, stages=1)  # an epilogue takes its columns in parts
 BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3}
-CHOICE = KernelChoice(TritonKernels(LAUNCH))
+CHOICE = KernelChoice(TritonBackend(LAUNCH))
 
 
 def promised_too_few() -> None:
@@ -95,7 +95,7 @@ def a_wrong_kernel_is_found() -> None:
     """The self-test of the fused kernels sees a gradient that is off by a factor."""
     right = check.hidden_grad
     check.hidden_grad = lambda *args: (2 * right(*args)[0], *right(*args)[1:])
-    fault = self_test(TritonKernels(LAUNCH), torch.device("cpu"), torch.float32).fault
+    fault = self_test(TritonBackend(LAUNCH), torch.device("cpu"), torch.float32).fault
     check.hidden_grad = right
     assert fault is not None
     assert "d_up is wrong" in fault or "dx is wrong" in fault
@@ -138,7 +138,7 @@ def main() -> None:
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")
-    wide = KernelChoice(TritonKernels(replace(LAUNCH, float32=WIDE)))
+    wide = KernelChoice(TritonBackend(replace(LAUNCH, float32=WIDE)))
     experts_are_true(replace(experts, kernels=wide, hidden=300, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", autocast=torch.float16), "cpu")
     experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands

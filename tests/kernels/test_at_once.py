@@ -15,9 +15,9 @@ from helpers.threads import torch_threads
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.kernels.block import Block
+from trimtab.kernels.api import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
-from trimtab.kernels.loop import LoopKernels
+from trimtab.kernels.torch_mm import TorchBackend
 
 SIZES = (3, 0, 70, 1, 9)
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -131,7 +131,7 @@ def test_other_gradients_go_the_way_of_the_loop(calls: list[int], monkeypatch: p
     assert_close(half, truth, 1e-3, "gradient in another dtype")
     kernels.grouped_wgrad(a[:, :0], b, block, out[:, :0].contiguous())
     refused: list[int] = []
-    monkeypatch.setattr(LoopKernels, "grouped_wgrad", lambda self, a, b, *rest, add: refused.append(len(a)))
+    monkeypatch.setattr(TorchBackend, "grouped_wgrad", lambda self, a, b, *rest, add: refused.append(len(a)))
     for n, wide, deep in ((rows - 1, A, B), (rows, A - 1, B), (rows, A, B + 1)):
         kernels.grouped_wgrad(torch.randn(n, wide), torch.randn(n, deep), block, torch.empty(e, A, B))
     assert len(refused) == 3
@@ -159,7 +159,7 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_grouped_linear_takes_one_call_a_product(calls: list[int], stacked: bool) -> None:
-    module = GroupedLinear(5, 24, 40, bias=True, kernels="compiled", dtype=torch.float32, single_parameter=stacked)
+    module = GroupedLinear(5, 24, 40, bias=True, kernels="cpu", dtype=torch.float32, single_parameter=stacked)
     x = torch.randn(sum(SIZES), 24, requires_grad=True)
     module(x, torch.tensor(SIZES))  # with the self-test
     calls.clear()

@@ -17,8 +17,7 @@ import torch
 from trimtab import errors
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled, compiler
-from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.grouped import get_kernels, names_for
+from trimtab.kernels.choose import KernelChoice, get_backend, names_for
 
 CPU = torch.device("cpu")
 
@@ -33,7 +32,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_them_and_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "compiled"
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "cpu"
 
 
 @pytest.mark.usefixtures("alone")
@@ -41,14 +40,14 @@ def test_without_a_compiler_the_loop_runs_and_the_reason_is_given(monkeypatch: p
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     choice = KernelChoice("auto")
-    with pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Kernels 'loop' are used instead"):
-        assert choice.on(CPU, torch.float32).name == "loop"
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Kernels 'torch' are used instead"):
+        assert choice.on(CPU, torch.float32).name == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice.on(CPU, torch.float32)  # said once
-    assert get_kernels("auto", CPU).name == "loop"
+    assert get_backend("auto", CPU).name == "torch"
     with pytest.raises(BackendError, match=r"no C\+\+ compiler"):
-        KernelChoice("compiled").on(CPU, torch.float32)
+        KernelChoice("cpu").on(CPU, torch.float32)
 
 
 @pytest.mark.usefixtures("alone")
@@ -59,7 +58,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="no room for AVX"):
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     for named in ("there-is-no-such-compiler", "  ", "'g++"):
         monkeypatch.setenv("CXX", named)
@@ -83,7 +82,7 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch, tm
     said = []
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         with pytest.raises(BackendError) as caught:
-            KernelChoice("compiled").on(CPU, dtype)
+            KernelChoice("cpu").on(CPU, dtype)
         said.append(str(caught.value))
     assert len(set(said)) == 1
     assert "\nerror: two" in said[0]
@@ -130,7 +129,7 @@ def test_a_compiler_that_makes_nothing_is_asked_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
         with pytest.raises(BackendError, match=r"cannot be kept in .*made\.so"):
-            KernelChoice("compiled").on(CPU, torch.float32)
+            KernelChoice("cpu").on(CPU, torch.float32)
     assert (tmp_path / "calls").read_text().split() == ["called", "called"]  # to compile, and to link
 
 
@@ -140,22 +139,22 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
     with pytest.raises(BackendError, match=r"collect2: bad value; [0-9.]+ MB are free on the disk of .*cache/trimtab"):
-        KernelChoice("compiled").on(CPU, torch.float32)
+        KernelChoice("cpu").on(CPU, torch.float32)
 
 
 @pytest.mark.usefixtures("alone")
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_COMPILED", "0")
-    assert names_for("auto", CPU) == ("loop",)
+    assert names_for("auto", CPU) == ("torch",)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"
     with pytest.raises(BackendError, match="TRIMTAB_COMPILED=0"):
-        get_kernels("compiled", CPU)
+        get_backend("cpu", CPU)
     monkeypatch.setenv("TRIMTAB_COMPILED", "off")
-    for name in ("auto", "compiled"):
+    for name in ("auto", "cpu"):
         with pytest.raises(BackendError, match="TRIMTAB_COMPILED='off': 0 switches"):
-            get_kernels(name, CPU)
+            get_backend(name, CPU)
 
 
 def test_a_relative_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,8 +173,8 @@ def test_wrong_numbers_are_found_before_they_are_used(call: str, monkeypatch: py
         fields["d_down"][1, 3, 5] += 0.5
 
     monkeypatch.setattr(compiled.CompiledKernels, call, wrong)
-    with pytest.warns(UserWarning, match="'compiled' failed their self-test.*d_down is wrong"):
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+    with pytest.warns(UserWarning, match="'cpu' failed their self-test.*d_down is wrong"):
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
@@ -276,4 +275,4 @@ def test_nowhere_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.warns(UserWarning, match="set HOME or XDG_CACHE_HOME"):
-        assert KernelChoice("auto").on(CPU, torch.float32).name == "loop"
+        assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"

@@ -9,7 +9,8 @@ from torch import Tensor
 from helpers.comparing import assert_close
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels import reference
-from trimtab.kernels.grouped import Kernels, get_kernels
+from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import get_backend
 from trimtab.kernels.rows import REST, Csr, combine_rows, cut_rest, gather_rows
 
 CPU = torch.device("cpu")
@@ -18,11 +19,11 @@ COUNTS = ([3, 0, 4, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1])
 
 
 def over_blocks(
-    kernels: Kernels, counts: list[int], dtype: torch.dtype, together: int
+    kernels: Backend, counts: list[int], dtype: torch.dtype, together: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every kernel's results put together from the blocks, and the float64 truth. The stock tail holds NaN."""
     ids = torch.arange(E).repeat_interleave(torch.tensor(counts))[:, None]
-    static = kernels.name == "stock"
+    static = kernels.name == "grouped_mm"
     tail = 3 if static else 0
     ids = torch.cat((ids, torch.full((tail, 1), -1)))
     plan = plan_experts(ids, E, static=static)
@@ -65,30 +66,30 @@ def over_blocks(
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
     [
-        ("loop", torch.float64, 1e-13),
-        ("loop", torch.float32, 2e-6),
-        ("loop", torch.bfloat16, 2e-2),
-        ("stock", torch.float32, 2e-6),
-        ("stock", torch.bfloat16, 2e-2),
-        ("stock", torch.float16, 2e-3),
+        ("torch", torch.float64, 1e-13),
+        ("torch", torch.float32, 2e-6),
+        ("torch", torch.bfloat16, 2e-2),
+        ("grouped_mm", torch.float32, 2e-6),
+        ("grouped_mm", torch.bfloat16, 2e-2),
+        ("grouped_mm", torch.float16, 2e-3),
     ],
 )
 def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: int, counts: list[int]) -> None:
-    ours, truth = over_blocks(get_kernels(name, CPU), counts, dtype, together)
+    ours, truth = over_blocks(get_backend(name, CPU), counts, dtype, together)
     for kernel, value in ours.items():
         assert_close(value, truth[kernel], bound, kernel)
 
 
-@pytest.mark.parametrize("name", ["loop", "stock"])
+@pytest.mark.parametrize("name", ["torch", "grouped_mm"])
 def test_gather_takes_a_stride_zero_gradient_and_gives_a_dense_one(name: str) -> None:
-    kernels = get_kernels(name, CPU)
+    kernels = get_backend(name, CPU)
     got = kernels.gather(torch.ones(1).expand(4, 3), torch.tensor([3, 0, 3]))
     assert got.is_contiguous()
     assert torch.equal(got, torch.ones(3, 3))
 
 
 def test_experts_of_few_rows_share_a_block_as_long_as_they_fit() -> None:
-    loop, offsets = get_kernels("loop", CPU), torch.tensor([0, 0, 0, 3, 3, 9, 10, 13, 13])
+    loop, offsets = get_backend("torch", CPU), torch.tensor([0, 0, 0, 3, 3, 9, 10, 13, 13])
     found = [(b.experts, b.rows, b.offsets_e.tolist()) for b in loop.blocks(offsets, 20, 4)]
     assert found == [
         (slice(0, 4), slice(0, 3), [0, 0, 0, 3, 3]), (slice(4, 5), slice(3, 9), [0, 6]),
@@ -97,17 +98,17 @@ def test_experts_of_few_rows_share_a_block_as_long_as_they_fit() -> None:
     assert [b.experts for b in loop.blocks(offsets, 20)] == [slice(i, i + 1) for i in range(8)]
 
 
-@pytest.mark.parametrize("name", ["loop", "stock"])
+@pytest.mark.parametrize("name", ["torch", "grouped_mm"])
 def test_a_weight_takes_the_dtype_of_the_rows(name: str) -> None:
-    kernels, offsets = get_kernels(name, CPU), torch.tensor([0, 2, 3])
+    kernels, offsets = get_backend(name, CPU), torch.tensor([0, 2, 3])
     (x, w), (block,) = (torch.ones(3, 16), torch.ones(2, 16, 8).bfloat16()), kernels.blocks(offsets, 3, 3)
     assert torch.equal(kernels.grouped_mm(x, w, block), torch.full((3, 8), 16.0))
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["loop", "stock"])
+@pytest.mark.parametrize("name", ["torch", "grouped_mm"])
 def test_rows_that_no_block_reaches_are_zero(name: str) -> None:
-    kernels, offsets = get_kernels(name, CPU), torch.tensor([0, 2, 2, 3])
+    kernels, offsets = get_backend(name, CPU), torch.tensor([0, 2, 2, 3])
     x = torch.full((5, 16), float("nan"))
     x[:3] = 1.0
     y = kernels.empty_rows(5, 8, torch.float32, offsets)
@@ -117,7 +118,7 @@ def test_rows_that_no_block_reaches_are_zero(name: str) -> None:
 
 
 def test_gather_of_padding_is_zero_even_from_no_rows() -> None:
-    stock = get_kernels("stock", CPU)
+    stock = get_backend("grouped_mm", CPU)
     assert torch.equal(stock.gather(torch.empty(0, 3), torch.tensor([-1, -1])), torch.zeros(2, 3))
     x, index = torch.randn(2, 3), torch.tensor([1, -1, 0])
     assert torch.equal(stock.gather(x, index), reference.gather_rows(x, index).float())

@@ -11,17 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels import selftest
-from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.api import Backend, Block
+from trimtab.kernels.choose import OLD, KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.grouped import Block, Kernels, LoopKernels, StockKernels
+from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.kernels.reference import swiglu_experts, wave
 from trimtab.kernels.selftest import self_test
+from trimtab.kernels.torch_mm import TorchBackend
 from trimtab.oracle import moe
 
 CPU = torch.device("cpu")
 
 
-class LeavesTail(StockKernels):
+class LeavesTail(GroupedMMBackend):
     """Writes the segments only; rows behind them are what the memory held."""
 
     name = "leaves_tail"
@@ -35,7 +37,7 @@ class LeavesTail(StockKernels):
         return out
 
 
-class LeavesFreshTail(StockKernels):
+class LeavesFreshTail(GroupedMMBackend):
     """The same, in fresh memory only."""
 
     name = "leaves_fresh_tail"
@@ -48,7 +50,7 @@ class LeavesFreshTail(StockKernels):
         return fresh if out is None else y
 
 
-class StaleEmptyGroups(StockKernels):
+class StaleEmptyGroups(GroupedMMBackend):
     """Skips groups without rows, so that their gradient stays what it was."""
 
     name = "stale_groups"
@@ -60,7 +62,7 @@ class StaleEmptyGroups(StockKernels):
         out_eAB.copy_(torch.where(empty[:, None, None], before, out_eAB))
 
 
-class RefusesStrideZero(LoopKernels):
+class RefusesStrideZero(TorchBackend):
     """Wants dense operands."""
 
     name = "refuses_stride_0"
@@ -71,7 +73,7 @@ class RefusesStrideZero(LoopKernels):
         return super().grouped_mm(x_RA, w_eAB, block, out)
 
 
-class OffByOneExpert(LoopKernels):
+class OffByOneExpert(TorchBackend):
     """Uses the next expert's weights: right shapes, wrong numbers."""
 
     name = "off_by_one"
@@ -89,7 +91,7 @@ BROKEN = (
 )
 
 
-@pytest.mark.parametrize("name", ["loop", "stock"])
+@pytest.mark.parametrize("name", ["torch", "grouped_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.dtype) -> None:
     choice = KernelChoice(name)
@@ -104,20 +106,20 @@ def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("broken", "fault"), BROKEN)
-def test_a_broken_backend_is_refused_by_name(broken: type[Kernels], fault: str) -> None:
+def test_a_broken_backend_is_refused_by_name(broken: type[Backend], fault: str) -> None:
     with pytest.raises(BackendError, match=rf"kernels '{broken.name}' failed.*{fault}"):
         KernelChoice(broken()).on(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(("broken", "fault"), BROKEN)
-def test_another_is_taken_only_where_it_was_allowed_and_not_in_silence(broken: type[Kernels], fault: str) -> None:
-    choice = KernelChoice(broken(), fallback=["loop"])
-    with pytest.warns(UserWarning, match=rf"'{broken.name}' failed.*Kernels 'loop' are used instead"):
-        assert choice.on(CPU, torch.float32).name == "loop"
+def test_another_is_taken_only_where_it_was_allowed_and_not_in_silence(broken: type[Backend], fault: str) -> None:
+    choice = KernelChoice(broken(), fallback=["torch"])
+    with pytest.warns(UserWarning, match=rf"'{broken.name}' failed.*Kernels 'torch' are used instead"):
+        assert choice.on(CPU, torch.float32).name == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choice.on(CPU, torch.float32).name == "loop"  # said once
-    assert [r.kernels for r in choice.reports] == [broken.name, "loop"]
+        assert choice.on(CPU, torch.float32).name == "torch"  # said once
+    assert [r.kernels for r in choice.reports] == [broken.name, "torch"]
 
 
 @pytest.mark.parametrize(("fault", "at"), [(None, None), ("a fault", None), ("a fault", torch.float32)])
@@ -163,23 +165,29 @@ def test_all_refused_names_all() -> None:
 
 @pytest.mark.parametrize("wrong", ["fast", None])
 def test_a_name_that_is_none_is_refused_at_once(wrong: str) -> None:
-    for asked, fallback in ((wrong, ()), ("loop", (wrong,))):
-        with pytest.raises(ConfigError, match=f"kernels={wrong!r} is not one of .'auto', 'compiled'"):
+    for asked, fallback in ((wrong, ()), ("torch", (wrong,))):
+        with pytest.raises(ConfigError, match=f"kernels={wrong!r} is not one of .'auto', 'cpu'"):
             KernelChoice(asked, fallback=fallback)
+
+
+@pytest.mark.parametrize(("old", "new"), OLD.items())
+def test_an_old_name_is_taken_for_the_new_one(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"kernels={old!r} is called {new!r} now"):
+        assert KernelChoice(new, fallback=[old]).candidates == (new, new)
 
 
 def test_a_dtype_that_kernels_do_not_have_is_a_reason_to_fall_back() -> None:
     with pytest.raises(BackendError, match="float64"):
-        KernelChoice("stock").on(CPU, torch.float64)
+        KernelChoice("grouped_mm").on(CPU, torch.float64)
     with pytest.warns(UserWarning, match="float64"):
-        assert KernelChoice("stock", fallback=["loop"]).on(CPU, torch.float64).name == "loop"
+        assert KernelChoice("grouped_mm", fallback=["torch"]).on(CPU, torch.float64).name == "torch"
 
 
 def test_tensors_without_values_are_computed_by_none_and_test_none() -> None:
     choice = KernelChoice("triton")
-    assert choice.on(torch.device("meta"), torch.float64).name == "shapes"
+    assert choice.on(torch.device("meta"), torch.float64).name == "grouped_mm"
     with FakeTensorMode():
-        assert choice.on(CPU, torch.float32).name == "shapes"
+        assert choice.on(CPU, torch.float32).name == "grouped_mm"
     assert not choice.reports
     with pytest.raises(BackendError):
         choice.on(CPU, torch.float32)

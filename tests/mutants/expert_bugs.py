@@ -16,8 +16,9 @@ from mutants.patching import Mutant, Patches
 from trimtab.experts import by_blocks, mlp, ops
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.plan import ExpertPlan, plan_experts
-from trimtab.kernels.grouped import Block, LoopKernels
+from trimtab.kernels.api import Block
 from trimtab.kernels.rows import Csr, combine_rows
+from trimtab.kernels.torch_mm import TorchBackend
 
 NAN = float("nan")
 """Stands for memory that nobody has written: what is left there by chance may well be zeros."""
@@ -123,7 +124,7 @@ def _backward_weight(p: Patches) -> None:
 
 
 def _bf16_experts(p: Patches) -> None:
-    p.put(LoopKernels, "compute_dtype", lambda self, dtype: torch.bfloat16)
+    p.put(TorchBackend, "compute_dtype", lambda self, dtype: torch.bfloat16)
 
 
 def _bf16_sum(p: Patches) -> None:

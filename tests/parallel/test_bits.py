@@ -1,7 +1,7 @@
 """With combine="ordered" a token's output has the same bits for ep = 1, 2, 4, and whatever else is in the batch.
 
 This is as far as the matrix products go: a row of x W must not depend on the rows beside it. With torch's products on
-CPU (the router's, and kernels "loop") that holds from some 16 rows on; 1 to 15 rows may go another way, by width and
+CPU (the router's, and kernels "torch") that holds from some 16 rows on; 1 to 15 rows may go another way, by width and
 dtype, and the last bits differ. So:
 
     32 rows or more for the router and for each expert     the same bits, shown here
@@ -28,7 +28,7 @@ from trimtab.routing.config import RouterConfig
 from trimtab.verify.ranks import run_ranks
 
 E, D, F, K, T, ENOUGH = 4, 64, 32, 3, 96, 32
-KINDS = ((torch.float32, "loop"), (torch.float32, "auto"), (torch.bfloat16, "auto"))
+KINDS = ((torch.float32, "torch"), (torch.float32, "auto"), (torch.bfloat16, "auto"))
 
 
 def layer(dtype: torch.dtype, kernels: str, ep: int, transport: str) -> MoE:
@@ -77,7 +77,7 @@ def test_bits_do_not_depend_on_ep_nor_on_other_tokens() -> None:
 def test_where_rows_are_few_the_products_alone_decide(dim: int, hidden: int) -> None:
     """One expert, 1 to 31 of 64 rows: other bits only where x W has other bits."""
     torch.manual_seed(2)
-    experts = ExpertMLP(1, dim, hidden, kernels="loop")
+    experts = ExpertMLP(1, dim, hidden, kernels="torch")
     x, ids, w = torch.randn(64, dim), torch.zeros(64, 1, dtype=torch.int32), torch.ones(64, 1)
     up, down = experts.gate_up[0].flatten(0, 1).T, experts.down[0].T
     whole, pre = experts(x, ids, w), x @ up

@@ -71,7 +71,12 @@ def test_a_residual_is_added_in_place_under_fsdp2() -> None:
         assert {name: error for name, error in errors.items() if not error <= 2e-6} == {}
 
 
-WAYS = [{"kernels": "loop"}, {"kernels": "stock"}, {"dtype": torch.float64}, {"recipe": FP8Current(backend="emulated")}]
+WAYS = [
+    {"kernels": "torch"},
+    {"kernels": "grouped_mm"},
+    {"dtype": torch.float64},
+    {"recipe": FP8Current(backend="emulated")},
+]
 """Through experts that are not one call of C++."""
 
 

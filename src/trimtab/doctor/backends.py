@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from trimtab.doctor.findings import Finding
 from trimtab.errors import BackendError
+from trimtab.kernels.choose import BACKENDS, get_backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.compiler import blames_cxx
-from trimtab.kernels.grouped import KERNELS, get_kernels
 from trimtab.kernels.selftest import self_test
 from trimtab.validation import DTYPES
 
@@ -70,12 +70,12 @@ def judge(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
 def kernels() -> list[Finding]:
     """One finding for each set of kernels on the CPU and on one GPU: self-tested in every dtype."""
     devices = [torch.device("cpu"), torch.device("cuda", 0)][: 1 + torch.cuda.is_available()]
-    return [judge_kernels(name, device, try_kernels(name, device)) for device in devices for name in KERNELS]
+    return [judge_kernels(name, device, try_kernels(name, device)) for device in devices for name in BACKENDS]
 
 
 def try_kernels(name: str, device: torch.device) -> list[Tried]:
     """Self-test one set of kernels in every dtype."""
-    chosen = get_kernels("auto", device).name == name
+    chosen = get_backend("auto", device).name == name
     return [_try(name, device, dtype, chosen) for dtype in DTYPES]
 
 
@@ -101,7 +101,7 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
 def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> Tried:
     short = _short(dtype)
     try:
-        kernels = get_kernels(name, device)
+        kernels = get_backend(name, device)
         computed = kernels.compute_dtype(dtype)
         test = self_test(kernels, device, computed)
     except BackendError as error:

@@ -23,8 +23,8 @@ from torch import Tensor
 from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets, row_dot
 from trimtab.experts.plan import slot_grads, slot_weights
+from trimtab.kernels.api import Block, put
 from trimtab.kernels.compiled import at_once
-from trimtab.kernels.grouped import Block, put
 from trimtab.kernels.rows import combine_rows
 
 TOGETHER, AT_ONCE = 256, 2048

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
 
 
@@ -28,7 +28,7 @@ def with_rows(offsets_e: Tensor) -> list[slice] | None:
     return runs
 
 
-def cast(weight_eAB: Tensor, dtype: torch.dtype, kernels: Kernels, runs: Sequence[slice] | None = None) -> Tensor:
+def cast(weight_eAB: Tensor, dtype: torch.dtype, kernels: Backend, runs: Sequence[slice] | None = None) -> Tensor:
     """The weight itself where it has `dtype`, else a copy: of the experts in `runs`, the others' memory not set."""
     if weight_eAB.dtype == dtype:
         return weight_eAB

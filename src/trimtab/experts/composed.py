@@ -21,13 +21,13 @@ from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.experts.ops import activate_backward_op, activate_op
 from trimtab.experts.plan import ExpertPlan, slot_weights
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.api import Backend
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 
 def composed_experts(
     x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, weights: ExpertWeights, activation: str | Callable[[Tensor], Tensor],
-    norm: Callable[[Tensor], Tensor] | None, kernels: Kernels | str, dtype: torch.dtype,
+    norm: Callable[[Tensor], Tensor] | None, kernels: Backend | str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """As `expert_mlp`. The functions run under the autocast of the caller, on all expert rows at once."""
     up, down = joined(weights.up).to(dtype), weights.down.to(dtype)

@@ -16,7 +16,7 @@ from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
-from trimtab.kernels.grouped import Block, Kernels
+from trimtab.kernels.api import Backend, Block
 
 if TYPE_CHECKING:
     from trimtab.experts.products import Products
@@ -39,11 +39,6 @@ class ExpertWeights:
     @property
     def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.up, self.down, self.up_bias, self.down_bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(D, F)."""
-        return self.up.shape[1 if self.transposed else -1], self.down.shape[1 if self.transposed else 2]
 
     @property
     def width(self) -> int:
@@ -70,7 +65,7 @@ class ExpertCall:
 
     plan: ExpertPlan
     word: str
-    kernels: Kernels | None
+    kernels: Backend | None
     name: str
     weights: ExpertWeights
     main_grad: MainGradMode
@@ -139,7 +134,7 @@ def joined(weight: Tensor) -> Tensor:
 
 def cast_weights(
     up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, plan: ExpertPlan, like: Tensor,
-    kernels: Kernels, *, every: bool = False,
+    kernels: Backend, *, every: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The parameters as they are multiplied, up [e, I, D] (or turned) and its bias [e, I]: themselves, or copies in the
     dtype of `like` for one pass, of the experts that have rows where not `every`."""

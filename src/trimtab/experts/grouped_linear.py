@@ -20,8 +20,8 @@ from torch.autograd.function import Function
 from trimtab.autocast import without_autocast
 from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.experts.library import kernels_of, name_of, operator
+from trimtab.kernels.api import Backend, put
 from trimtab.kernels.compiled import at_once
-from trimtab.kernels.grouped import Kernels, put
 
 
 def grouped_linear(
@@ -31,7 +31,7 @@ def grouped_linear(
     bias: Tensor | None = None,
     *,
     transposed: bool = False,
-    kernels: Kernels | str = "auto",
+    kernels: Backend | str = "auto",
 ) -> Tensor:
     """x W_i^T + b_i, i the group of the row: [S, B] in the weight's dtype. Differentiable in x, weight and bias, once.
 
@@ -59,7 +59,7 @@ def linear_of(
     *,
     stacked: bool,
     transposed: bool = False,
-    kernels: Kernels | str,
+    kernels: Backend | str,
 ) -> Tensor:
     """`grouped_linear` in x's dtype, whatever the parameters': gradients are in their own.
 
@@ -95,7 +95,7 @@ class _GroupedLinear(Function):
         stacked: bool,
         transposed: bool,
         name: str,
-        kernels: Kernels | str,
+        kernels: Backend | str,
         *params: Tensor,
     ) -> Tensor:
         trained = any(ctx.needs_input_grad[7 : 7 + count])
@@ -145,7 +145,7 @@ def by_row(weights: Sequence[Tensor], groups: slice, stacked: bool, transposed: 
     return w if transposed else w.transpose(1, 2)
 
 
-def _blocks(kernels: Kernels, offsets_e: Tensor, rows: int, weights: Sequence[Tensor], stacked: bool) -> Any:
+def _blocks(kernels: Backend, offsets_e: Tensor, rows: int, weights: Sequence[Tensor], stacked: bool) -> Any:
     """A group each, but all in one where their weights are one tensor that is multiplied at once."""
     whole = stacked and at_once(kernels, weights[0])
     return kernels.blocks(offsets_e, rows, rows + 1 if whole else 0)

@@ -15,16 +15,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from trimtab.kernels.apart import apart
+from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.grouped import Kernels
-from trimtab.kernels.memory import no_values
+from trimtab.kernels.memory import apart, no_values
 
 _LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
 KERNELS: dict[Any, Callable[..., Any]] = {}
 """What computes each operator, for whoever measures what goes on inside."""
 
-_IN_USE: WeakValueDictionary[str, Kernels] = WeakValueDictionary()
+_IN_USE: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 
 
 def operator(
@@ -49,36 +48,31 @@ def operator(
     return packet.default  # type: ignore[no-any-return]
 
 
-def name_of(kernels: Kernels) -> str:
+def name_of(kernels: Backend) -> str:
     """A string for an operator's argument that stands for these very kernels, as long as they live."""
     name = f"@{id(kernels):x}"
     _IN_USE[name] = kernels
     return name
 
 
-def kernels_of(name: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
+def kernels_of(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Kernels by what `name_of` returned, or by the names of a `KernelChoice`, joined by commas.
-
-    Args:
-        shape: (D, F) of an expert MLP, where it matters to the choice.
 
     Raises:
         BackendError: none of those named can run there.
     """
-    return _IN_USE[name] if name.startswith("@") else _chosen(name, device, dtype, shape)
+    return _IN_USE[name] if name.startswith("@") else _chosen(name, device, dtype)
 
 
 @lru_cache(maxsize=64)
-def _chosen(names: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
+def _chosen(names: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Chosen and tested once in a process, because a graph holds no `KernelChoice`. In a thread of its own: an operator
     runs where nothing is recorded for a backward, and a self-test may need one."""
     first, *others = names.split(",")
-    return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype, shape))
+    return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype))
 
 
-def kernels_for(
-    choice: KernelChoice, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
-) -> Kernels | str | None:
+def kernels_for(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> Backend | str | None:
     """The kernels of a choice, or, where a graph is traced or there are no values, their names: an operator chooses
     when it runs. None where a graph is traced and kernels of one's own have no name.
 
@@ -88,4 +82,4 @@ def kernels_for(
     if torch.compiler.is_compiling() or no_values(device):
         names = [name for name in choice.candidates if isinstance(name, str)]
         return ",".join(names) if len(names) == len(choice.candidates) else None
-    return choice.on(device, dtype, shape)
+    return choice.on(device, dtype)

@@ -40,7 +40,7 @@ class GroupedLinear(GroupedModule):
 
     Args:
         num_groups: G.
-        in_features, out_features: widths; on a GPU, and with kernels "stock", multiples of 16 bytes in what is
+        in_features, out_features: widths; on a GPU, and with kernels "grouped_mm", multiples of 16 bytes in what is
             computed in.
         bias: whether each group has one.
         single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
@@ -117,7 +117,7 @@ class GroupedLinear(GroupedModule):
             x_RD: [R, in_features] in float64, float32, bfloat16 or float16, R >= 0, grouped. Rows beyond the sum of
                 the sizes may hold anything: their output is zero and so is their gradient.
             group_sizes: G of them, a list, NumPy array, CPU tensor or tensor on x's device (int32 or int64); the latter
-                is never read by the host, but by torch in kernels "stock" of other dtypes than bfloat16.
+                is never read by the host, but by torch in kernels "grouped_mm" of other dtypes than bfloat16.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than x may have, or wraps other tensors.

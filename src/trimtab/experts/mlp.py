@@ -26,7 +26,7 @@ from trimtab.experts.operands import plan_tensors
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.api import Backend
 
 RowFunction = Callable[[Tensor], Tensor]
 """Row by row, differentiable, for any number of rows including none."""
@@ -38,7 +38,7 @@ def expert_mlp(
     plan: ExpertPlan,
     weights: ExpertWeights,
     activation: str | RowFunction = "swiglu",
-    kernels: Kernels | str = "auto",
+    kernels: Backend | str = "auto",
     *,
     norm: RowFunction | None = None,
     main_grad: MainGradMode = "off",

@@ -28,7 +28,7 @@ from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import slot_grads, slot_weights
 from trimtab.experts.products import GroupWeights, Kept, Products
 from trimtab.experts.weight_grad import WeightGradient
-from trimtab.kernels.grouped import put
+from trimtab.kernels.api import put
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 

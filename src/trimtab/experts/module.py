@@ -164,7 +164,7 @@ class ExpertMLP(GroupedModule):
             )
         self._refuse_codes(weights.each)
         refuse_transforms(type(self).__name__)
-        kernels = kernels_for(self.kernels, x_MD.device, computed_in(weights.up), weights.shape)
+        kernels = kernels_for(self.kernels, x_MD.device, computed_in(weights.up))
         in_graph = isinstance(kernels, str)  # where it may be a symbol
         if num_slots is not None and not in_graph and (not is_whole(num_slots) or num_slots < 0):
             raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
@@ -183,7 +183,7 @@ class ExpertMLP(GroupedModule):
     ) -> Tensor:
         """Between two graphs where `torch.compile` traces."""
         low = self._lowered()
-        kernels = self.kernels.on(x_MD.device, computed_in(weights.up), weights.shape)
+        kernels = self.kernels.on(x_MD.device, computed_in(weights.up))
         alignment = 1 if low is None else low.alignment
         plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
         products = None

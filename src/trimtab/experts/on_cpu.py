@@ -20,8 +20,8 @@ from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.expert_call import cast_weights
 from trimtab.experts.operands import Operands, Targets
 from trimtab.kernels.abi import ACTIVATIONS, TYPES
+from trimtab.kernels.api import put
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.grouped import put
 
 Fields = dict[str, Any]
 NAMES = ("up", "down", "up_bias", "down_bias")

@@ -22,10 +22,10 @@ from torch import Tensor
 from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets
 from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
-from trimtab.kernels.grouped import put
+from trimtab.kernels.api import put
+from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.gate_up import gate_up
 from trimtab.kernels.triton.hidden_grad import hidden_grad
-from trimtab.kernels.triton.kernels import TritonKernels
 from trimtab.kernels.triton.metadata import place_slots
 from trimtab.kernels.triton.moves import combine
 from trimtab.kernels.triton.rows_gemm import grouped_rows
@@ -35,7 +35,7 @@ from trimtab.validation import wide_ids
 
 def covers(o: Operands) -> bool:
     """Whether the fused kernels compute this call: SwiGLU without biases."""
-    return isinstance(o.kernels, TritonKernels) and o.word == "swiglu" and o.up_bias is None and o.down_bias is None
+    return isinstance(o.kernels, TritonBackend) and o.word == "swiglu" and o.up_bias is None and o.down_bias is None
 
 
 def plan_on_device(
@@ -95,5 +95,5 @@ def _read(o: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(o: Operands) -> Any:
-    assert isinstance(o.kernels, TritonKernels)
+    assert isinstance(o.kernels, TritonBackend)
     return o.kernels.launch

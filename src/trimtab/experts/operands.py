@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.api import Backend
 from trimtab.kernels.rows import Csr
 
 
@@ -34,7 +34,7 @@ class Operands:
     transposed: bool
     word: str
     plan: ExpertPlan
-    kernels: Kernels
+    kernels: Backend
 
     @property
     def activation(self) -> Activation:

@@ -29,7 +29,7 @@ from trimtab.experts.activations import activation_of
 from trimtab.experts.library import kernels_of, operator
 from trimtab.experts.operands import Operands, Targets, plan_of, plan_tensors, width_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
 from trimtab.validation import assert_on_device
 
@@ -42,10 +42,9 @@ def _operands(
     x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     plan: Sequence[Tensor], word: str, transposed: bool, kernels: str,
 ) -> Operands:  # fmt: skip
-    shape = (x.shape[1], down.shape[1 if transposed else 2])
     return Operands(
         x=x, w=w, up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed, word=word,
-        plan=plan_of(plan, w.shape[1]), kernels=kernels_of(kernels, x.device, x.dtype, shape if x.is_cuda else None),
+        plan=plan_of(plan, w.shape[1]), kernels=kernels_of(kernels, x.device, x.dtype),
     )  # fmt: skip
 
 
@@ -127,7 +126,7 @@ def _weight_gradients_flops(*shapes: Any, **kwargs: Any) -> int:
 
 
 def plan_for(
-    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Kernels | str, whole: str = ""
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str = ""
 ) -> ExpertPlan:
     """`plan_experts`, in a graph as an operator with as many rows as there are slots.
 
@@ -144,7 +143,7 @@ def plan_for(
 
 
 def _plan(
-    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Kernels | str, whole: str
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str
 ) -> ExpertPlan:  # fmt: skip
     if getattr(kernels, "name", "") == "triton":
         from trimtab.experts.on_triton import plan_on_device

@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.experts.grouped_linear import by_row, grouped_linear_op, weight_gradient_op
 from trimtab.experts.library import name_of
 from trimtab.experts.recipes.base import Engine, Operands, Recipe, RecipeState, Role, Way
-from trimtab.kernels.grouped import Kernels, put
+from trimtab.kernels.api import Backend, put
 
 Kept = tuple[Tensor, ...]
 
@@ -57,7 +57,7 @@ class Products:
     """
 
     def __init__(
-        self, kernels: Kernels | str, offsets_e: Tensor, call: Operands | None = None, engine: Engine | None = None
+        self, kernels: Backend | str, offsets_e: Tensor, call: Operands | None = None, engine: Engine | None = None
     ) -> None:
         self.kernels, self.offsets_e, self.call, self.engine = kernels, offsets_e, call, engine
         self.name = kernels if isinstance(kernels, str) else name_of(kernels)
@@ -131,7 +131,7 @@ class Lowered:
         """Rows per segment must be multiples of this."""
         return self.recipe.alignment if self.engine is None else self.engine.alignment
 
-    def products(self, kernels: Kernels | str, offsets_e: Tensor, state: RecipeState | None) -> Products:
+    def products(self, kernels: Backend | str, offsets_e: Tensor, state: RecipeState | None) -> Products:
         """For one call; made inside a backward, for a forward that is computed again."""
         assert state is not None
         return Products(kernels, offsets_e, state.call(), self.engine)

@@ -1,77 +1,152 @@
-"""Which kernels compute: those that were asked for, once they have passed their self-test on the device."""
+"""Which backend computes: the one that was asked for, once it has passed its self-test on the device.
+
+torch        one `mm` per expert, with PyTorch alone                    CPU
+cpu          whole expert MLPs in C++                                   CPU
+grouped_mm   PyTorch's grouped GEMM, offsets on the device              any
+triton       whole SwiGLU experts in Triton                             CUDA
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.errors import BackendError, ConfigError
-from trimtab.kernels.grouped import KERNELS, Kernels, get_kernels, names_for
+from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
-from trimtab.kernels.shapes import ShapeKernels
 
 if TYPE_CHECKING:
     from trimtab.kernels.selftest import SelfTest
 
 
+def _torch() -> Backend:
+    from trimtab.kernels.torch_mm import TorchBackend
+
+    return TorchBackend()
+
+
+def _cpu() -> Backend:
+    from trimtab.kernels.compiled import compiled_kernels
+
+    return compiled_kernels()
+
+
+def _grouped_mm() -> Backend:
+    from trimtab.kernels.grouped_mm import GroupedMMBackend
+
+    return GroupedMMBackend()
+
+
+def _triton() -> Backend:
+    from trimtab.kernels.triton.backend import TritonBackend
+
+    return TritonBackend()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cpu": _cpu,
+    "torch": _torch,
+    "grouped_mm": _grouped_mm,
+    "triton": _triton,
+}
+"""Each loads itself when it is asked for first."""
+RUNS_ON = {"cpu": "cpu", "torch": "cpu", "triton": "cuda"}
+"""Type of device; others run on any."""
+OLD = {"compiled": "cpu", "loop": "torch", "stock": "grouped_mm"}
+"""Names of version 0.1."""
+
+
+def names_for(name: str, device: torch.device) -> tuple[str, ...]:
+    """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there."""
+    if name != "auto":
+        return (name,)
+    if device.type != "cpu":
+        return ("grouped_mm",)
+    from trimtab.kernels.compiled import switched_off
+
+    return ("torch",) if switched_off() else ("cpu", "torch")
+
+
+def get_backend(name: str, device: torch.device) -> Backend:
+    """The backend called `name`: one of `BACKENDS`, or "auto" for the fastest on `device`.
+
+    Raises:
+        BackendError: no such backend, or it cannot run on the device.
+    """
+    names = names_for(name, device)
+    for other in names[:-1]:
+        try:
+            return get_backend(other, device)
+        except BackendError:
+            continue  # `KernelChoice` says so
+    last = names[-1]
+    if last not in BACKENDS:
+        raise BackendError(f"no kernels named {last!r}: choose one of {['auto', *BACKENDS]}")
+    if device.type != RUNS_ON.get(last, device.type):
+        raise BackendError(f"kernels {last!r} run on {RUNS_ON[last]} devices only, not on {device}")
+    return BACKENDS[last]()
+
+
 class KernelChoice:
-    """Kernels by name, tested at first use on a device.
+    """A backend by name, tested at first use on a device.
 
     Args:
-        kernels: "auto" (on the CPU "compiled" or else, with a warning that says why, "loop"), a name that
-            `get_kernels` knows, or kernels of one's own.
+        kernels: "auto" (on the CPU "cpu" or else, with a warning that says why, "torch"; on a GPU "grouped_mm"), a name
+            in `BACKENDS`, or a backend of one's own.
         fallback: what may be taken instead where these fail, in order. Nothing unless asked for.
 
     Raises:
-        ConfigError: a name that stands for no kernels.
+        ConfigError: a name that stands for no backend.
     """
 
-    def __init__(self, kernels: str | Kernels = "auto", *, fallback: Sequence[str | Kernels] = ()) -> None:
-        self.candidates = (kernels, *fallback)
-        known = ("auto", *KERNELS)
+    def __init__(self, kernels: str | Backend = "auto", *, fallback: Sequence[str | Backend] = ()) -> None:
+        known = ("auto", *BACKENDS)
+        asked = (kernels, *fallback)
+        for old in (one for one in asked if isinstance(one, str) and one in OLD):
+            warnings.warn(f"kernels={old!r} is called {OLD[old]!r} now", DeprecationWarning, stacklevel=2)
+        self.candidates = tuple(OLD.get(one, one) if isinstance(one, str) else one for one in asked)
         if unknown := [c for c in self.candidates if c is None or (isinstance(c, str) and c not in known)]:
             raise ConfigError(f"kernels={unknown[0]!r} is not one of {known}")
         self.reports: list[SelfTest] = []
-        self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int] | None], Kernels] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype], Backend] = {}
 
-    def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
-        """The kernels for `device` and products in `dtype`; for expert MLPs of `shape` (D, F), where it matters.
+    def on(self, device: torch.device, dtype: torch.dtype) -> Backend:
+        """The backend for `device` and products in `dtype`.
 
         The first call for each reads results back to the host, so it must lie outside of a CUDA graph's capture, also
-        the first one under autocast. On the meta device and under PyTorch's `FakeTensorMode` it is `ShapeKernels`,
-        whatever was chosen.
+        the first one under autocast. For tensors without values it is "grouped_mm", whatever was chosen.
 
         Raises:
             BackendError: none of the candidates passed; names each and says why.
         """
         if no_values(device):
-            return ShapeKernels()
-        key = (device, dtype, shape if device.type == "cuda" else None)
+            return _grouped_mm()
+        key = (device, dtype)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(device, dtype, shape)
+            self._chosen[key] = self._choose(device, dtype)
         return self._chosen[key]
 
-    def _choose(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None) -> Kernels:
+    def _choose(self, device: torch.device, dtype: torch.dtype) -> Backend:
         from trimtab.kernels.selftest import self_test
 
         refused: list[str] = []
         candidates = [n for c in self.candidates for n in (names_for(c, device) if isinstance(c, str) else (c,))]
         for candidate in candidates:
             try:
-                kernels = get_kernels(candidate, device) if isinstance(candidate, str) else candidate
-                report = self_test(kernels, device, kernels.compute_dtype(dtype))
+                backend = get_backend(candidate, device) if isinstance(candidate, str) else candidate
+                report = self_test(backend, device, backend.compute_dtype(dtype))
             except BackendError as error:
                 refused.append(str(error))
                 continue
             self.reports.append(report)
             if report.fault is not None:
-                refused.append(f"kernels {kernels.name!r} failed their self-test on {device} ({dtype}): {report.fault}")
+                refused.append(f"kernels {backend.name!r} failed their self-test on {device} ({dtype}): {report.fault}")
                 continue
             if refused:
-                warnings.warn(f"{'; '.join(refused)}. Kernels {kernels.name!r} are used instead", stacklevel=3)
-            return kernels
+                warnings.warn(f"{'; '.join(refused)}. Kernels {backend.name!r} are used instead", stacklevel=3)
+            return backend
         advice = "" if len(candidates) > 1 else ". Name others in `fallback` to allow them instead"
         raise BackendError("; ".join(refused) + advice, phase="experts")

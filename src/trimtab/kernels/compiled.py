@@ -36,20 +36,19 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.abi import ACTIVATIONS, TYPES, Call, Places
+from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.bf16 import Bf16Products
-from trimtab.kernels.block import Block, as_it_lies
 from trimtab.kernels.compiler import is_made, load
-from trimtab.kernels.counted import count
-from trimtab.kernels.loop import LoopKernels
 from trimtab.kernels.memory import plain
 from trimtab.kernels.rows import SlotPlaces
+from trimtab.kernels.torch_mm import TorchBackend
 
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
 
 
-class CompiledKernels(LoopKernels):
+class CompiledKernels(TorchBackend):
     """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
 
     instructions: what they were compiled for. bf16: what makes their products of bfloat16.
@@ -63,7 +62,7 @@ class CompiledKernels(LoopKernels):
         BackendError: switched off, not compiled, or not for this machine.
     """
 
-    name = "compiled"
+    name = "cpu"
     weighs_sums = False  # a block has the bits that it would have in C++
 
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
@@ -119,7 +118,6 @@ class CompiledKernels(LoopKernels):
             return super().grouped_mm(x_RA, w_eAB, block, out)
         if out is None:
             out = self.empty(rows, wide, dtype=x_RA.dtype)
-        count(rows, deep, wide)
         # As the pre-activations of experts without a gate, and no more.
         self.forward({
             "type": TYPES[x_RA.dtype], "act": ACTIVATIONS.index("relu_squared"), "transposed": int(transposed),
@@ -137,7 +135,6 @@ class CompiledKernels(LoopKernels):
         if not fits or not self.multiplies(targets) or not self._takes([a, b], block, e):
             super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
             return
-        count(wide, rows, deep)
         # As the gradient of `up` of experts without a gate: d_pre is a, x is b.
         self.weight_gradients({
             "type": TYPES[a.dtype], "act": ACTIVATIONS.index("relu_squared"), "M": rows, "R": rows, "E": e, "D": deep,

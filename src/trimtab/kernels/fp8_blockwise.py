@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.counted import count
+from trimtab.kernels.memory import count
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 
 BLOCK = 128

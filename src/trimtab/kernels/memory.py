@@ -1,12 +1,19 @@
-"""Tensors as kernels take them that are handed addresses: what is read must lie there."""
+"""Tensors whose memory is read at its address, those that have no values, and a thread of its own for a self-test."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from trimtab.validation import holds_values
+
+T = TypeVar("T")
 
 
 def modes() -> list[type]:
@@ -70,3 +77,22 @@ def row_major(t: Tensor) -> Tensor:
     for dim in reversed(range(t.dim())):
         strides[dim], step = step, step * max(t.shape[dim], 1)
     return t if t.stride() == tuple(strides) else t.as_strided(t.shape, strides)
+
+
+def apart(device: torch.device, run: Callable[[], T]) -> T:
+    """run() in a thread of its own, with `device` as its current GPU: no autograd, mode, autocast or tracing of this
+    thread's is at work there."""
+
+    def there() -> T:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return run()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(there).result()
+
+
+def count(rows: int, contracted: int, width: int) -> None:
+    """Where FLOPs are counted, count a product [rows, contracted] x [contracted, width] that is in no operator of ours:
+    as an `mm` without values."""
+    if any(mode.__module__ == "torch.utils.flop_counter" for mode in modes()):
+        torch.mm(torch.empty(rows, contracted, device="meta"), torch.empty(contracted, width, device="meta"))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.kernels.apart import apart_from_modes
+from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.fused_check import first_fused_fault
-from trimtab.kernels.grouped import Kernels
+from trimtab.kernels.memory import apart, modes
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
@@ -37,17 +37,17 @@ class SelfTest:
     fault: str | None
 
 
-def self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:
+def self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> SelfTest:
     """Run all checks on `device`, which has values."""
 
     def run() -> SelfTest:
         with torch.device("cpu"):  # the truth is taken there, whatever the caller's default is
             return _self_test(kernels, device, dtype)
 
-    return apart_from_modes(device, run)
+    return apart(device, run) if modes() else run()
 
 
-def _self_test(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> SelfTest:
+def _self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> SelfTest:
     start = time.perf_counter()
     if isinstance(kernels, CompiledKernels):
         fault = compiled_fault(kernels, dtype)
@@ -93,7 +93,7 @@ def compiled_fault(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     return fault or kernels.fault_by(lambda ours: _first_fault(ours, torch.device("cpu"), dtype), dtype)
 
 
-def _first_fault(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
+def _first_fault(kernels: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     checks: dict[str, tuple[str, Callable[[_Problem], Tensor]]] = {
         "output with a NaN tail": ("y", lambda p: _mm(kernels, p, p.x, p.w)),
         "input gradient with a NaN tail": ("dx", lambda p: _mm(kernels, p, p.dy, p.w.transpose(1, 2))),
@@ -114,7 +114,7 @@ def _first_fault(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> 
     return None
 
 
-def _mm(kernels: Kernels, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
+def _mm(kernels: Backend, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
     """Into rows that hold NaN, and into fresh memory; the two must agree."""
     width = w_eAB.shape[2]
     _leave_nan(x_RA, width)
@@ -129,7 +129,7 @@ def _mm(kernels: Kernels, p: _Problem, x_RA: Tensor, w_eAB: Tensor) -> Tensor:
     return torch.where(given == made, given, NAN)
 
 
-def _wgrad(kernels: Kernels, p: _Problem, dy_RB: Tensor, *, stale: float, add: bool = False) -> Tensor:
+def _wgrad(kernels: Backend, p: _Problem, dy_RB: Tensor, *, stale: float, add: bool = False) -> Tensor:
     """Through the transposed view of a parameter's layout, which is what layers hand in."""
     dw_eBA = p.w.transpose(1, 2).contiguous().fill_(stale)
     for block in kernels.blocks(p.offsets, dy_RB.shape[0], TOGETHER):

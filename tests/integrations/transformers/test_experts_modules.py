@@ -26,7 +26,6 @@ from helpers.wrapped import Quantised
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.experts import experts_forward
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.grouped import Kernels
 
 NAMES = family_names()
 IMPL = "trimtab"
@@ -138,26 +137,6 @@ def test_a_slot_without_a_local_expert_is_dropped(name: str, monkeypatch: pytest
         assert difference(ours[key], value) <= relative * scale(value), key
 
 
-class Asked(KernelChoice):
-    """Remembers for which shapes of experts it was asked."""
-
-    shape: tuple[int, int] | None = None
-
-    def on(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None) -> Kernels:
-        self.shape = shape
-        return super().on(device, dtype, shape)
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
-def test_kernels_are_chosen_for_the_shape_of_the_experts(name: str) -> None:
-    """gpt-oss stores its weights transposed."""
-    call, kernels = first_call(name, torch.float32), Asked("loop")
-    experts_forward(call.module, call.hidden, call.index, call.weights, kernels=kernels)
-    config = call.module.config
-    assert config.hidden_size != config.intermediate_size
-    assert kernels.shape == (config.hidden_size, config.intermediate_size)
-
-
 def qwen(**changes: Any) -> nn.Module:
     """Experts of Qwen3-MoE, as a user may have changed them."""
     from transformers import Qwen3MoeConfig
@@ -260,7 +239,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("act_fn", [Scaled, Mixed])
-@pytest.mark.parametrize("kernels", ["auto", "loop", "stock"])
+@pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_activation_with_wide_parameters_under_autocast(act_fn: type[nn.Module], kernels: str, inside: bool) -> None:
     module, found = qwen(act_fn=act_fn()), []

@@ -14,7 +14,7 @@ from gpu import test_gpu_triton as layers
 from helpers.triton_checks import Case
 from trimtab.kernels.choose import KernelChoice
 
-LOOP = Case(kernels=KernelChoice("loop"), dtype=torch.float32)
+LOOP = Case(kernels=KernelChoice("torch"), dtype=torch.float32)
 
 
 class Again:

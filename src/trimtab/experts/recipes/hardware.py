@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.experts.recipes.base import Engine, Packed, Quantized
-from trimtab.kernels.counted import count
+from trimtab.kernels.memory import count
 
 
 class TorchEngine(Engine):

@@ -20,8 +20,8 @@ from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of
+from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.grouped import Kernels
 from trimtab.kernels.memory import codes
 
 
@@ -61,13 +61,13 @@ def experts_forward(
             phase="experts",
         )
     weights = weights_of(module)
-    chosen = kernels_for(kernels, hidden_states.device, computed_in(weights.up), weights.shape)
+    chosen = kernels_for(kernels, hidden_states.device, computed_in(weights.up))
     given = (module, weights, hidden_states, top_k_index, top_k_weights)
     return _between_graphs(*given, kernels, num_slots) if chosen is None else _run(*given, chosen, num_slots)
 
 
 def _run(
-    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: Kernels | str,
+    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: Backend | str,
     num_slots: int | None,
 ) -> Tensor:  # fmt: skip
     experts = weights.up.shape[0]
@@ -83,7 +83,7 @@ def _between_graphs(
     num_slots: int | None,
 ) -> Tensor:  # fmt: skip
     """Kernels of one's own, which no graph can name."""
-    chosen = kernels.on(x.device, computed_in(weights.up), weights.shape)
+    chosen = kernels.on(x.device, computed_in(weights.up))
     return _run(module, weights, x, ids, w, chosen, num_slots)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import (
     Launch,
     kernel,
@@ -109,7 +108,6 @@ def gate_up(
     (experts, _, dim), (rows, hidden) = up_eID.shape, h_RF.shape
     tiles = launch.tiles(launch.gate_up, x_nD.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
-    count(rows, dim, 2 * hidden)
     with on_device_of(x_nD):
         gate_up_kernel[launch.grid(x_nD.device, tiles, bound)](
             x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden, *up_eID.stride(),

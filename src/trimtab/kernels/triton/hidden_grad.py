@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import (
     Launch,
     halves,
@@ -142,7 +141,6 @@ def hidden_grad(
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)
     bound = (triton.cdiv(rows, tiles.m) + experts) * columns
-    count(rows, dim, hidden)
     with on_device_of(dy_nD):
         hidden_grad_kernel[launch.grid(dy_nD.device, tiles, bound)](
             dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import (
     Launch,
     kernel,
@@ -98,7 +97,6 @@ def grouped_rows(
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
     tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_RA.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
-    count(rows, contracted, width)
     with on_device_of(x_RA):
         rows_kernel[launch.grid(x_RA.device, tiles, bound)](
             x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimtab.kernels.counted import count
 from trimtab.kernels.triton.language import Launch, halves, kernel, on_device_of, tl, triton
 
 PART = tl.constexpr(32)
@@ -117,8 +116,6 @@ def weight_grad(
     gathered, (experts, a_width, b_width) = a_index_R is not None or b_index_R is not None, out_eAB.shape
     tiles = launch.tiles(launch.wgrad_gathered if gathered else launch.wgrad, a_nA.dtype)
     bound = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
-    rows = a_nA.shape[0] if a_index_R is None else a_index_R.shape[0]
-    count(a_width, rows, b_width)
     with on_device_of(a_nA):
         weight_grad_kernel[launch.grid(a_nA.device, tiles, bound)](
             a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),

@@ -1,4 +1,4 @@
-"""Grouped GEMMs on the CPU with PyTorch alone: one `mm` per expert.
+"""The backend "torch": grouped products on the CPU with PyTorch alone: one `mm` per expert.
 
 Legend: R expert rows, e experts (of a block), A and B the widths of a GEMM.
 """
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels import processor
-from trimtab.kernels.block import Block, as_it_lies, put
+from trimtab.kernels.api import Block, as_it_lies, put
 from trimtab.kernels.buffer_pool import shared_pool
 from trimtab.kernels.rows import gather_rows
 
 
-class LoopKernels:
+class TorchBackend:
     """A block is one expert, or several of few rows. For the CPU."""
 
-    name = "loop"
+    name = "torch"
     weighs_sums = True  # PyTorch sums weighted rows as fast as others
     whole = False
 

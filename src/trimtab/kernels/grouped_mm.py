@@ -1,4 +1,4 @@
-"""PyTorch's own grouped GEMM, on any device.
+"""The backend "grouped_mm": PyTorch's own grouped GEMM, on any device.
 
 Legend: R expert rows, e experts, A and B the widths of a GEMM.
 """
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.block import Block, as_it_lies, put
-from trimtab.kernels.counted import count
+from trimtab.kernels.api import Block, as_it_lies, put
 from trimtab.kernels.memory import row_major
 from trimtab.kernels.rows import Csr, combine_rows, gather_padded
 
 
-class StockKernels:
+class GroupedMMBackend:
     """PyTorch's own grouped GEMM over all experts at once, sizes on the device (in bfloat16)."""
 
-    name = "stock"
+    name = "grouped_mm"
     weighs_sums = False
     whole = True
 
@@ -34,7 +33,7 @@ class StockKernels:
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise BackendError(f"torch.nn.functional.grouped_mm has no {dtype}: use kernels 'loop' on the CPU")
+            raise BackendError(f"torch.nn.functional.grouped_mm has no {dtype}: use kernels 'torch' on the CPU")
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
@@ -45,7 +44,6 @@ class StockKernels:
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         self._check_widths(w_eAB.shape[1:] if w_eAB.stride(2) == 1 else w_eAB.shape[1:2], x_RA)
-        count(x_RA.shape[0], x_RA.shape[1], w_eAB.shape[2])
         y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
         y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
@@ -54,7 +52,6 @@ class StockKernels:
         self._check_widths(out_eAB.shape[1:], a_RA)
         offs = block.offsets_e[1:].int()
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        count(a_RA.shape[1], b_RB.shape[0], b_RB.shape[1])
         dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
         empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
         nothing, zero = empty_e[:, None, None], dw.new_zeros(())
@@ -77,7 +74,7 @@ class StockKernels:
         if odd := [width for width in widths if width * rows.element_size() % 16]:
             raise BackendError(
                 f"torch.nn.functional.grouped_mm takes widths of multiples of 16 bytes, not {odd[0]} of {rows.dtype}: "
-                "use kernels 'loop' or 'auto' on the CPU, or other widths. Under autocast its dtype is what counts",
+                "use kernels 'torch' or 'auto' on the CPU, or other widths. Under autocast its dtype is what counts",
                 phase="experts",
             )
 

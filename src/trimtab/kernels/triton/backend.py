@@ -1,4 +1,4 @@
-"""The set of kernels called "triton": what grouped layers and expert MLPs ask for, by the names of `Kernels`.
+"""The backend "triton".
 
 All experts at once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels beside these, see
 `trimtab.experts.on_triton`; any other activation, biases and a norm behind the experts run on these.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.block import Block
-from trimtab.kernels.stock import StockKernels
+from trimtab.kernels.api import Block
+from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.kernels.triton.language import Launch
 from trimtab.kernels.triton.moves import gather
 from trimtab.kernels.triton.rows_gemm import grouped_rows
@@ -24,8 +24,8 @@ from trimtab.kernels.triton.weight_grad import weight_grad
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class TritonKernels(StockKernels):
-    """Grouped GEMMs in Triton for CUDA devices; sums and expansions as in `StockKernels`."""
+class TritonBackend(GroupedMMBackend):
+    """Grouped GEMMs in Triton for CUDA devices; sums and expansions as in `GroupedMMBackend`."""
 
     name = "triton"
 
@@ -34,7 +34,7 @@ class TritonKernels(StockKernels):
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in DTYPES:
-            raise BackendError(f"kernels 'triton' have no {dtype}: use kernels 'loop' on the CPU")
+            raise BackendError(f"kernels 'triton' have no {dtype}: use kernels 'torch' on the CPU")
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
