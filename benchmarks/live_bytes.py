@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,9 +22,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {t.untyped_storage()._cdata for t in before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lent = func is torch.ops.aten.resize_.default  # memory of a `HostBufferPool`, on its way out
         for given in tree_leaves((args, kwargs)):
             if isinstance(given, Tensor):
-                self._meet(given, new=False)
+                self._meet(given, new=lent)
         if func in KERNELS:
             with self:  # what it makes inside
                 result = KERNELS[func](*args, **(kwargs or {}))

@@ -1,11 +1,13 @@
-"""What crosses the C ABI of the compiled kernels: the structs of cpu/call.h and cpu/places.h.
+"""What crosses the C ABI of the compiled kernels: the struct of cpu/call.h.
 
-Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim.
+Legend: M rows, R expert rows, E experts, D model dim, F expert hidden dim.
 """
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,33 +15,21 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
 
-_INTS = (
+_NUMBERS = (
     "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",
-    "add_down", "interleaved",
+    "add_down", "interleaved", "alpha", "limit", "shift", "M", "R", "E", "D", "F",
 )  # fmt: skip
-_SIZES = ("M", "R", "E", "D", "F")
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
-    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "sums", "scratch",
+    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias",
 )  # fmt: skip
+_CALL = struct.Struct("12i 3f 5q 19P 2P")
+"""cpu/call.h, field by field: int32, float, int64 and addresses, of which the library sets the last two."""
+CALL_BYTES = _CALL.size
 
 
-class Call(ctypes.Structure):
-    """cpu/call.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in _INTS),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "shift")),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _TENSORS),
-    )
-
-
-class Places(ctypes.Structure):
-    """cpu/places.h, likewise."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("M", "K", "E", "alignment")),
-        *((name, ctypes.c_void_p) for name in ("ids", "counts", "offsets", "slot_R", "row_R")),
-        *((name, ctypes.c_void_p) for name in ("bag_index", "bag_offsets")),
-    )
+def packed(fields: Mapping[str, Any]) -> bytes:
+    """A call, from numbers, and contiguous tensors or None; what is not there is 0."""
+    get = fields.get
+    addresses = [0 if (t := get(name)) is None else t.data_ptr() for name in _TENSORS]
+    return _CALL.pack(*[get(name, 0) for name in _NUMBERS], *addresses, 0, 0)

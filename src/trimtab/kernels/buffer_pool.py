@@ -24,8 +24,8 @@ SLACK = 1.5
 class HostBufferPool:
     """CPU tensors in memory that earlier tensors of the pool have left. Threads may share a pool.
 
-    Memory comes back when nothing refers to its tensor any more. The finalizer that says so may run between any two
-    steps of a thread, also inside this class: it takes no lock, but appends to `_news`, which the next caller counts.
+    Memory comes back when nothing refers to its tensor any more. What then runs may do so between any two steps of a
+    thread, also inside this class: it takes no lock, but appends to `_news`, which the next caller counts.
 
     used, idle, most: bytes in use, bytes that wait, and the most that were in use at once, at the last call.
     """
@@ -33,6 +33,7 @@ class HostBufferPool:
     def __init__(self) -> None:
         self.used = self.idle = self.most = 0
         self._free: deque[mmap.mmap] = deque()  # the oldest first
+        self._out: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
         self._news: deque[mmap.mmap | int] = deque()  # buffers that came back, bytes that were taken
         self._lock, self._inside = threading.RLock(), False
 
@@ -43,13 +44,8 @@ class HostBufferPool:
         size = count * dtype.itemsize
         if size < SMALL:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        buffer = self._take(_rounded(size))
-        block = memoryview(buffer)
-        weakref.finalize(block, self._news.append, buffer).atexit = False
-        flat = torch.frombuffer(block, dtype=dtype, count=count)
-        # No view of another; and as the result of an operator, so that what counts memory by operators sees it.
-        values = torch.empty(0, dtype=dtype, device="cpu")
-        values.set_(flat.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+        # Not a view of another, and the result of an operator: what counts memory by operators sees it.
+        values = torch.frombuffer(self._lend(_rounded(size)), dtype=dtype, count=count).resize_(shape)
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values
@@ -64,14 +60,21 @@ class HostBufferPool:
         """Bring `used`, `idle` and `most` up to date."""
         self._enter(0)
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _lend(self, size: int) -> memoryview:
+        """Memory that comes back with the last reference to this view of it."""
         self._news.append(size)
         buffer = self._enter(size)
         if buffer is None:
             buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE:
                 buffer.madvise(mmap.MADV_HUGEPAGE)
-        return buffer
+        lent = memoryview(buffer)
+        ref = weakref.ref(lent, self._came_back)
+        self._out[id(ref)] = ref, buffer
+        return lent
+
+    def _came_back(self, ref: weakref.ref[memoryview]) -> None:
+        self._news.append(self._out.pop(id(ref))[1])
 
     def _enter(self, size: int) -> mmap.mmap | None:
         """An idle buffer of this size. None if there is none, or where a finalizer takes memory inside a call."""
@@ -81,10 +84,13 @@ class HostBufferPool:
             self._inside = True
             try:
                 self._count_news()
-                found = next((buffer for buffer in reversed(list(self._free)) if len(buffer) == size), None)
-                if found is not None:
-                    self._free.remove(found)
-                    self.idle -= size
+                found = None
+                for buffer in reversed(tuple(self._free)):
+                    if len(buffer) == size:
+                        found = buffer
+                        self._free.remove(buffer)
+                        self.idle -= size
+                        break
                 while self.idle + self.used > self.most * SLACK and self._free:
                     self.idle -= len(self._free.popleft())
                 return found

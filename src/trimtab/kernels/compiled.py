@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.abi import ACTIVATIONS, TYPES, Call, Places
+from trimtab.kernels.abi import ACTIVATIONS, CALL_BYTES, TYPES, packed
 from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.compiler import is_made, load
@@ -69,16 +69,18 @@ class CompiledKernels(TorchBackend):
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
         lib = load(MAIN, list(SOURCES.iterdir()), defines)
+        address, number = ctypes.c_void_p, ctypes.c_int64
         for name in ("forward", "backward", "weight_gradients"):
-            getattr(lib, f"trimtab_{name}").restype = None
-        lib.trimtab_count_slots.restype = lib.trimtab_place_slots.restype = None
-        for name in ("scratch_floats", "call_bytes", "places_bytes"):
-            getattr(lib, f"trimtab_{name}").restype = ctypes.c_int64
+            getattr(lib, f"trimtab_{name}").argtypes = (ctypes.c_char_p, address, address)
+        lib.trimtab_scratch_floats.argtypes = (ctypes.c_char_p,)
+        lib.trimtab_count_slots.argtypes = (address, *[number] * 3, address, address)
+        lib.trimtab_place_slots.argtypes = (address, *[number] * 3, *[address] * 6)
+        for name in ("scratch_floats", "call_bytes", "count_slots"):
+            getattr(lib, f"trimtab_{name}").restype = number
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
-        sizes = lib.trimtab_call_bytes(), lib.trimtab_places_bytes()
-        if sizes != tuple(ctypes.sizeof(one) for one in (Call, Places)):
+        if lib.trimtab_call_bytes() != CALL_BYTES:
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib, self._made_of = lib, (products, tuple(defines))
@@ -161,24 +163,22 @@ class CompiledKernels(TorchBackend):
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
         ids = ids_MK.to(torch.int64).contiguous()
         rows, top_k = ids.shape
-        places = Places(M=rows, K=top_k, E=num_experts, alignment=alignment, ids=ids.data_ptr())
 
-        def made(name: str, size: int) -> Tensor:
-            t = torch.empty(size, dtype=torch.int64, device="cpu")
-            setattr(places, name, t.data_ptr())
-            return t
+        def made(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int64, device="cpu")
 
-        counts_e, offsets_e = made("counts", num_experts), made("offsets", num_experts + 1)
-        self._lib.trimtab_count_slots(ctypes.byref(places))
-        slots = int(offsets_e[-1])
+        counts_e, offsets_e = made(num_experts), made(num_experts + 1)
+        given = ids.data_ptr(), rows * top_k, num_experts
+        of_e = counts_e.data_ptr(), offsets_e.data_ptr()
+        slots = self._lib.trimtab_count_slots(*given, alignment, *of_e)
         kept = slots if alignment == 1 else int(counts_e.sum())
-        result = SlotPlaces(
-            slot_R=made("slot_R", slots), row_R=made("row_R", slots),
-            bag_index=made("bag_index", kept), bag_offsets=made("bag_offsets", rows + 1),
-            counts_e=counts_e, offsets_e=offsets_e,
+        slot_R, row_R, bag_index, bag_offsets = made(slots), made(slots), made(kept), made(rows + 1)
+        places = slot_R.data_ptr(), row_R.data_ptr(), bag_index.data_ptr(), bag_offsets.data_ptr()
+        self._lib.trimtab_place_slots(given[0], rows, top_k, num_experts, *of_e, *places)
+        return SlotPlaces(
+            slot_R=slot_R, row_R=row_R, bag_index=bag_index, bag_offsets=bag_offsets, counts_e=counts_e,
+            offsets_e=offsets_e,
         )  # fmt: skip
-        self._lib.trimtab_place_slots(ctypes.byref(places))
-        return result
 
     def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
         """What `find` says is wrong with them. It is `asked` once for all layers that share them, whatever changes
@@ -189,21 +189,13 @@ class CompiledKernels(TorchBackend):
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         usual = {"threads": torch.get_num_threads(), "products": self.bf16.number, "type_weights": fields["type"]}
-        given = {field: _address(value) if isinstance(value, Tensor) else value for field, value in fields.items()}
-        call = Call(**(usual | given))
+        call = packed({**usual, **fields})
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
-        if call.type != TYPES[torch.float32] and (call.y or call.dx):
-            sums = self.pool.empty(call.M * call.D, dtype=torch.float32)
-            call.sums = sums.data_ptr()
-        scratch = self.pool.empty(self._lib.trimtab_scratch_floats(ctypes.byref(call)), dtype=torch.float32)
-        call.scratch = scratch.data_ptr()
-        getattr(self._lib, f"trimtab_{name}")(ctypes.byref(call))
-
-
-def _address(t: Tensor) -> int:
-    address = t.data_ptr()
-    assert address or not t.nbytes
-    return address
+        sums = None
+        if fields["type"] != TYPES[torch.float32] and (fields.get("y") is not None or fields.get("dx") is not None):
+            sums = self.pool.empty(fields["M"] * fields["D"], dtype=torch.float32)
+        scratch = self.pool.empty(self._lib.trimtab_scratch_floats(call), dtype=torch.float32)
+        getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

@@ -34,6 +34,10 @@ struct Call {
     float* sums;                   // [M, D]: where y or dx are bf16, tokens' sums while they grow
     float* scratch;                // `scratch_floats`
 };
+inline Call with_memory(Call c, float* sums, float* scratch) {
+    c.sums = sums, c.scratch = scratch;
+    return c;
+}
 
 inline bool gated(const Call& c) { return c.act <= CLAMPED; }
 inline int64_t width(const Call& c) { return gated(c) ? 2 * c.F : c.F; }

@@ -4,20 +4,31 @@
 
 #pragma GCC visibility push(default)
 extern "C" {
-void trimtab_forward(const Call* c) {
-    with_weights(*c, [&](auto t, auto w, auto op) { forward<decltype(t), decltype(w), decltype(op)>(*c); });
-}
-void trimtab_backward(const Call* c) {
-    with_weights(*c, [&](auto t, auto w, auto op) { backward<decltype(t), decltype(w), decltype(op)>(*c); });
-}
-void trimtab_weight_gradients(const Call* c) {
-    with_operands(*c, [&](auto t, auto op) { weight_gradients<decltype(t), decltype(op)>(*c); });
-}
-void trimtab_count_slots(const Places* p) { count_slots(*p); }
-void trimtab_place_slots(const Places* p) { place_slots(*p); }
-int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c, waves(*c)).end - c->scratch; }
 int64_t trimtab_call_bytes() { return sizeof(Call); }
-int64_t trimtab_places_bytes() { return sizeof(Places); }
+int64_t trimtab_scratch_floats(const Call* c) { return Shared(*c, waves(*c)).end - c->scratch; }
+void trimtab_forward(const Call* c, float* sums, float* scratch) {
+    const Call call = with_memory(*c, sums, scratch);
+    with_weights(call, [&](auto t, auto w, auto op) { forward<decltype(t), decltype(w), decltype(op)>(call); });
+}
+void trimtab_backward(const Call* c, float* sums, float* scratch) {
+    const Call call = with_memory(*c, sums, scratch);
+    with_weights(call, [&](auto t, auto w, auto op) { backward<decltype(t), decltype(w), decltype(op)>(call); });
+}
+void trimtab_weight_gradients(const Call* c, float* sums, float* scratch) {
+    const Call call = with_memory(*c, sums, scratch);
+    with_operands(call, [&](auto t, auto op) { weight_gradients<decltype(t), decltype(op)>(call); });
+}
+int64_t trimtab_count_slots(
+    const int64_t* ids, int64_t N, int64_t E, int64_t alignment, int64_t* counts, int64_t* offsets
+) {
+    return count_slots(ids, N, E, alignment, counts, offsets);
+}
+void trimtab_place_slots(
+    const int64_t* ids, int64_t M, int64_t K, int64_t E, int64_t* counts, const int64_t* offsets, int64_t* slot_R,
+    int64_t* row_R, int64_t* bag_index, int64_t* bag_offsets
+) {
+    place_slots(ids, M, K, E, counts, offsets, slot_R, row_R, bag_index, bag_offsets);
+}
 
 // The instructions that this was compiled for, and whether the machine has them.
 const char* trimtab_isa() { return VL == 16 ? "AVX-512" : VL == 8 ? "AVX2" : "generic"; }

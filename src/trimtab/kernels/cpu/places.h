@@ -3,44 +3,44 @@
 #include <algorithm>
 #include <cstdint>
 
-struct Places {  // mirrored by trimtab.kernels.abi, field by field
-    int64_t M, K, E, alignment;
-    const int64_t* ids;                // [M, K]; what is not in 0..E - 1 is dropped
-    int64_t *counts, *offsets;         // [E], [E + 1]
-    int64_t *slot_R, *row_R;           // [offsets[E]]; -1 in padding
-    int64_t *bag_index, *bag_offsets;  // places of each row's kept slots, [the sum of counts], and [M + 1]
-};
+inline bool kept(int64_t id, int64_t E) { return id >= 0 && id < E; }
 
-inline bool kept(const Places& p, int64_t n) { return p.ids[n] >= 0 && p.ids[n] < p.E; }
-
-// First, for the sizes of what `place_slots` writes.
-inline void count_slots(const Places& p) {
-    std::fill(p.counts, p.counts + p.E, 0);
-    for (int64_t n = 0; n < p.M * p.K; n++)
-        if (kept(p, n)) p.counts[p.ids[n]]++;
-    p.offsets[0] = 0;
-    for (int64_t e = 0; e < p.E; e++)
-        p.offsets[e + 1] = p.offsets[e] + (p.counts[e] + p.alignment - 1) / p.alignment * p.alignment;
+// counts [E] and offsets [E + 1] of ids [N], of which those that are not in 0..E - 1 are dropped. How many places
+// there are: what `place_slots` writes has that size.
+inline int64_t count_slots(
+    const int64_t* ids, int64_t N, int64_t E, int64_t alignment, int64_t* counts, int64_t* offsets
+) {
+    std::fill(counts, counts + E, 0);
+    for (int64_t n = 0; n < N; n++)
+        if (kept(ids[n], E)) counts[ids[n]]++;
+    offsets[0] = 0;
+    for (int64_t e = 0; e < E; e++) offsets[e + 1] = offsets[e] + (counts[e] + alignment - 1) / alignment * alignment;
+    return offsets[E];
 }
 
-inline void place_slots(const Places& p) {
-    for (int64_t e = 0; e < p.E; e++) {
-        const int64_t end = p.offsets[e] + p.counts[e], next = p.offsets[e + 1];
-        std::fill(p.slot_R + end, p.slot_R + next, -1);
-        std::fill(p.row_R + end, p.row_R + next, -1);
+// Of ids [M, K]: slot_R and row_R, -1 in padding; the places of each row's kept slots, bag_index [the sum of counts]
+// and bag_offsets [M + 1].
+inline void place_slots(
+    const int64_t* ids, int64_t M, int64_t K, int64_t E, int64_t* counts, const int64_t* offsets, int64_t* slot_R,
+    int64_t* row_R, int64_t* bag_index, int64_t* bag_offsets
+) {
+    for (int64_t e = 0; e < E; e++) {
+        const int64_t end = offsets[e] + counts[e], next = offsets[e + 1];
+        std::fill(slot_R + end, slot_R + next, -1);
+        std::fill(row_R + end, row_R + next, -1);
     }
-    int64_t* next = p.counts;  // the next place of each expert, until the end of this loop
-    std::copy(p.offsets, p.offsets + p.E, next);
-    int64_t bags = p.bag_offsets[0] = 0;
-    for (int64_t m = 0, n = 0; m < p.M; m++) {
-        for (int64_t k = 0; k < p.K; k++, n++) {
-            if (!kept(p, n)) continue;
-            const int64_t at = next[p.ids[n]]++;
-            p.slot_R[at] = n;
-            p.row_R[at] = m;
-            p.bag_index[bags++] = at;
+    int64_t* next = counts;  // the next place of each expert, until the end of this loop
+    std::copy(offsets, offsets + E, next);
+    int64_t bags = bag_offsets[0] = 0;
+    for (int64_t m = 0, n = 0; m < M; m++) {
+        for (int64_t k = 0; k < K; k++, n++) {
+            if (!kept(ids[n], E)) continue;
+            const int64_t at = next[ids[n]]++;
+            slot_R[at] = n;
+            row_R[at] = m;
+            bag_index[bags++] = at;
         }
-        p.bag_offsets[m + 1] = bags;
+        bag_offsets[m + 1] = bags;
     }
-    for (int64_t e = 0; e < p.E; e++) p.counts[e] -= p.offsets[e];
+    for (int64_t e = 0; e < E; e++) counts[e] -= offsets[e];
 }
