@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import trimtab
-from trimtab.kernels import processor
+from trimtab.kernels.compiler import processor_name
 
 PACKAGES = ("torch", "transformers", "triton")
 ROOT = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "processor": processor.name(),
+        "processor": processor_name(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -19,9 +19,8 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.expert_call import cast_weights
 from trimtab.experts.operands import Operands, Targets
-from trimtab.kernels.abi import ACTIVATIONS, TYPES
 from trimtab.kernels.api import put
-from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 
 Fields = dict[str, Any]
 NAMES = ("up", "down", "up_bias", "down_bias")

@@ -1,22 +1,13 @@
-"""Expert MLPs in C++: one call forward, one or two backward, in place of a loop over experts. For the CPU.
-
-`CompiledKernels` are the loop's kernels, and these besides:
+"""The backend "cpu": whole expert MLPs in C++, one call forward, one or two backward. TRIMTAB_COMPILED=0 switches it off.
 
     forward            y from x                                                                        cpu/forward.h
     backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/places.h
 
-What these do not cover goes block by block, see `trimtab.experts.by_blocks`, with the first product of cpu/forward.h
-and those of cpu/wgrad.h in the dtypes that they have.
-
-Operands of 16 bits are multiplied by the machine's instructions for them or are widened as they are brought into cache
-(`trimtab.kernels.bf16`); a weight in float32 beside rows in bfloat16 is rounded to it on the way. Sums are taken in
-float32, and an expert row's bits depend on no other row, on no thread and on no number of threads: whether denormals
-count says, on x86, the thread that calls (cpu/control.h). Where an expert has few rows its weights are read where they
-lie (cpu/gemm.h).
-
-TRIMTAB_COMPILED=0 in the environment switches them off.
+What these do not cover goes block by block, see `trimtab.experts.by_blocks`. Sums are taken in float32, and an expert
+row's bits depend on no other row, on no thread and on no number of threads. A weight in float32 beside rows in bfloat16
+is rounded on the way.
 
 Legend: M rows, R expert rows, E experts, D model dim, F expert hidden dim, I width of the pre-activations.
 """
@@ -25,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +27,6 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
-from trimtab.kernels.abi import ACTIVATIONS, CALL_BYTES, TYPES, packed
 from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.compiler import is_made, load
@@ -46,6 +37,21 @@ from trimtab.kernels.torch_mm import TorchBackend
 SWITCH = "TRIMTAB_COMPILED"
 SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
+"""In the order of their numbers in cpu/call.h."""
+
+_NUMBERS = (
+    "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",
+    "add_down", "interleaved", "alpha", "limit", "shift", "M", "R", "E", "D", "F",
+)  # fmt: skip
+_TENSORS = (
+    "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
+    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias",
+)  # fmt: skip
+_CALL = struct.Struct("12i 3f 5q 19P 2P")
+"""cpu/call.h, field by field: int32, float, int64 and addresses, of which the library sets the last two."""
 
 
 class CompiledKernels(TorchBackend):
@@ -80,7 +86,7 @@ class CompiledKernels(TorchBackend):
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
             raise BackendError(f"the compiled kernels need {lib.trimtab_isa().decode()}, which this CPU does not have")
-        if lib.trimtab_call_bytes() != CALL_BYTES:
+        if lib.trimtab_call_bytes() != _CALL.size:
             raise BackendError("the compiled kernels were made from other sources than these")
         super().__init__()
         self._lib, self._made_of = lib, (products, tuple(defines))
@@ -189,7 +195,9 @@ class CompiledKernels(TorchBackend):
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
         usual = {"threads": torch.get_num_threads(), "products": self.bf16.number, "type_weights": fields["type"]}
-        call = packed({**usual, **fields})
+        get = {**usual, **fields}.get
+        addresses = [0 if (t := get(field)) is None else t.data_ptr() for field in _TENSORS]
+        call = _CALL.pack(*[get(field, 0) for field in _NUMBERS], *addresses, 0, 0)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         sums = None
         if fields["type"] != TYPES[torch.float32] and (fields.get("y") is not None or fields.get("dx") is not None):

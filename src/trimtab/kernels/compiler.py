@@ -1,9 +1,7 @@
-"""C++ sources to a library that is loaded, compiled once for a machine and kept in the user's cache folder.
+"""C++ sources to a library, compiled once for a machine and kept in the user's cache folder. And what machine it is.
 
-The name of the library is a hash of the sources, the compiler, its flags and the CPU's own flags, so a library is
-never loaded that was made from others or for another CPU. Beside it lies the hash of its bytes: one that is not whole,
-as a machine that lost its power may leave it, is made again. Ranks that start together wait for the one that compiles,
-as long as a compiler may take.
+The library's name is a hash of the sources, the compiler, its flags and the CPU's own. Beside it lies the hash of its
+bytes: one that is not whole is made again. Ranks that start together wait for the one that compiles.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -26,7 +25,6 @@ from typing import IO
 import torch
 
 from trimtab.errors import BackendError, full_disk
-from trimtab.kernels import processor
 
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
@@ -37,6 +35,29 @@ _failed: dict[Path, str] = {}
 """Why a library was not made by this process."""
 _given_up: set[Path] = set()
 """Libraries that this process waited for once, for as long as it does."""
+
+
+def processor_facts() -> dict[str, str]:
+    """Of the first core, in the words of Linux ("vendor_id", "model name", "flags"); nothing on other systems."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def processor_name() -> str:
+    """The maker's or the system's, and the numbers of its kind: virtual machines' generations often share a name."""
+    facts = processor_facts()
+    named = facts.get("model name") or platform.processor() or platform.machine()
+    kind = facts.get("cpu family"), facts.get("model")
+    return named if None in kind else f"{named} (family {kind[0]}, model {kind[1]})"
+
+
+def multiplies_bf16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 def find_compiler() -> list[str]:
@@ -174,7 +195,7 @@ def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path])
 
 def _cpu() -> str:
     """What -march=native looks at."""
-    facts = processor.told() or {"model name": processor.name()}
+    facts = processor_facts() or {"model name": processor_name()}
     wanted = ("flags", "Features", "model", "vendor", "CPU")
     return "\n".join(f"{name}: {value}" for name, value in facts.items() if name.startswith(wanted))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from trimtab.kernels.abi import TYPES
-from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.compiled import TYPES, CompiledKernels
 from trimtab.kernels.reference import swiglu_experts, wave
 
 K, E = 2, 4

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.kernels import processor
 from trimtab.kernels.api import Block, as_it_lies, put
 from trimtab.kernels.buffer_pool import shared_pool
+from trimtab.kernels.compiler import multiplies_bf16
 from trimtab.kernels.rows import gather_rows
 
 
@@ -48,7 +48,7 @@ class TorchBackend:
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
-        if dtype == torch.float16 or (dtype == torch.bfloat16 and not processor.multiplies_bf16()):
+        if dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bf16()):
             return torch.float32
         return dtype
 

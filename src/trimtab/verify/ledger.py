@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trimtab import __version__
-from trimtab.kernels import processor
+from trimtab.kernels.compiler import processor_name
 from trimtab.launched import cores
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import MARKS, Verdict
@@ -129,7 +129,7 @@ class Ledger:
 def machine() -> dict[str, str]:
     """What a number depends on. No host names."""
     found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    found |= {"processor": processor.name(), "cores": str(cores())}
+    found |= {"processor": processor_name(), "cores": str(cores())}
     if torch.cuda.is_available():
         found |= {"gpu": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
     return found

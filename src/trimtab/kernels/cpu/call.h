@@ -1,4 +1,4 @@
-// One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.abi, field by field.
+// One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.compiled, field by field.
 //
 // Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I = 2F with a gate,
 // else F. Rows are float or bf16, weights too or, beside rows of bf16, float that counts as what it is rounded to. Gate and
