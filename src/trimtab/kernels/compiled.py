@@ -1,4 +1,4 @@
-"""The backend "cpu": whole expert MLPs in C++, one call forward, one or two backward. TRIMTAB_COMPILED=0 switches it off.
+"""The backend "cpu": expert MLPs in C++, one call forward, one or two backward. TRIMTAB_COMPILED=0 switches it off.
 
     forward            y from x                                                                        cpu/forward.h
     backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
