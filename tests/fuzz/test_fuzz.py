@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -113,7 +112,7 @@ def misaligned_offset() -> AbstractContextManager[object]:
         made = original(ids, experts, alignment=alignment, **options)
         late = made.offsets_e.clone()
         late[1:-1] += (alignment > 1) * (made.counts_e[1:] > 0)
-        return dataclasses.replace(made, offsets_e=late)
+        return made._replace(offsets_e=late)
 
     return patch.object(plan, "plan_experts", bad)
 

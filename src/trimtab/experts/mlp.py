@@ -22,7 +22,6 @@ from trimtab.experts.composed import composed_experts
 from trimtab.experts.expert_call import ExpertCall, TwoProducts
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.library import name_of
-from trimtab.experts.operands import plan_tensors
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode
@@ -103,7 +102,7 @@ class _Experts(Function):
         down_bias: Tensor | None,
         anchor: Tensor | None,
     ) -> Tensor:
-        plan, options = plan_tensors(call.plan), (call.word, call.weights.transposed, call.name)
+        plan, options = list(call.plan), (call.word, call.weights.transposed, call.name)
         y: Tensor
         y, pre = experts_op(x, w_MK, up, down, up_bias, down_bias, plan, *options, call.keep)
         ctx.call, ctx.options = call, options

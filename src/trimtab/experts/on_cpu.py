@@ -106,7 +106,7 @@ def _fields(o: Operands, x: Tensor, *, reads_biases: bool) -> Fields:
     assert known is not None
     fits = o.down.shape == wanted and o.up.shape[1 if o.transposed else -1] == D and o.w.shape == (M, K)
     fits = fits and o.width == (2 * F if activation_of(o.word).gated else F) and o.up.shape[0] == e
-    fits = fits and plan.offsets_e.shape[0] == e + 1 and plan.row_csr.indptr.shape[0] == M + 1 and plan.top_k == K
+    fits = fits and plan.offsets_e.shape[0] == e + 1 and plan.bag_offsets.shape[0] == M + 1
     if not fits:
         raise InputError(
             f"x {tuple(x.shape)}, weights {tuple(o.w.shape)}, up {tuple(o.up.shape)} and down {tuple(o.down.shape)} "

@@ -42,8 +42,7 @@ def plan_on_device(
     ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None
 ) -> ExpertPlan:  # fmt: skip
     """`plan_experts` in three launches; see `trimtab.kernels.triton.metadata`."""
-    places = place_slots(wide_ids(ids_MK).contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
-    return ExpertPlan.of(places, ids_MK.shape[1])
+    return place_slots(wide_ids(ids_MK).contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
 
 
 def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.kernels.api import Backend
-from trimtab.kernels.rows import Csr
 
 
 @dataclass(kw_only=True)
@@ -78,24 +77,6 @@ class Targets:
 def width_of(up: Tensor, transposed: bool) -> int:
     """I."""
     return up.shape[2] if transposed else up.shape[1:-1].numel()
-
-
-def plan_tensors(plan: ExpertPlan) -> list[Tensor]:
-    """A plan as an operator takes it."""
-    return [plan.slot_R, plan.row_R, plan.row_csr.indices, plan.row_csr.indptr, plan.counts_e, plan.offsets_e]
-
-
-def plan_of(tensors: Sequence[Tensor], top_k: int) -> ExpertPlan:
-    """The way back."""
-    slot_R, row_R, indices, indptr, counts_e, offsets_e = tensors
-    return ExpertPlan(
-        slot_R=slot_R,
-        row_R=row_R,
-        row_csr=Csr(indices=indices, indptr=indptr),
-        counts_e=counts_e,
-        offsets_e=offsets_e,
-        top_k=top_k,
-    )
 
 
 def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from trimtab.errors import InputError
 from trimtab.experts import by_blocks, on_cpu
 from trimtab.experts.activations import activation_of
 from trimtab.experts.library import kernels_of, operator
-from trimtab.experts.operands import Operands, Targets, plan_of, plan_tensors, width_of
+from trimtab.experts.operands import Operands, Targets, width_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
@@ -44,7 +44,7 @@ def _operands(
 ) -> Operands:  # fmt: skip
     return Operands(
         x=x, w=w, up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed, word=word,
-        plan=plan_of(plan, w.shape[1]), kernels=kernels_of(kernels, x.device, x.dtype),
+        plan=ExpertPlan(*plan), kernels=kernels_of(kernels, x.device, x.dtype),
     )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def plan_for(
         return _plan(ids_MK, num_experts, num_slots, kernels, whole)
     bound = ids_MK.numel() if num_slots is None else num_slots
     names = kernels if isinstance(kernels, str) else ""
-    return plan_of(plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names), ids_MK.shape[1])
+    return ExpertPlan(*plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names))
 
 
 def _plan(
@@ -161,7 +161,7 @@ def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: i
     if ids_MK.device.type != "cpu":
         kept = plan.counts_e.sum() == ids_MK.numel()
         assert_on_device(kept, f"{whole}: ids outside 0..{num_experts - 1}")
-    elif dropped := ids_MK.numel() - plan.row_csr.indices.shape[0]:
+    elif dropped := ids_MK.numel() - plan.bag_index.shape[0]:
         raise InputError(
             f"{whole}: {dropped} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "
             "experts as there are?",
@@ -175,7 +175,7 @@ def _plan_tensors(
     dtype = torch.float32
     chosen = kernels_of(kernels, ids.device, dtype) if ids.device.type == "cpu" else ""
     plan = _plan(ids, num_experts, bound if bounded else None, chosen, whole)
-    slot_R, row_R, indices, *rest = plan_tensors(plan)
+    slot_R, row_R, indices, *rest = plan
     short = bound - slot_R.shape[0]
     pad = torch.nn.functional.pad
     return [pad(slot_R, (0, short), value=-1), pad(row_R, (0, short), value=-1), pad(indices, (0, short)), *rest]
@@ -206,7 +206,7 @@ plan_op = operator(
     _plan_tensors,
     _plan_fake,
 )
-"""`plan_tensors` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""
+"""An `ExpertPlan` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""
 
 activate_op = operator("activate(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)
 """An activation by its word: [..., I] -> [..., F]."""

@@ -8,45 +8,15 @@ Legend: M rows, K experts per row, N = M * K slots, R expert rows (with padding)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.rows import Csr, SlotPlaces, csr_of, inverse_of, narrow, static_by_default
+from trimtab.kernels.rows import ExpertPlan as ExpertPlan
+from trimtab.kernels.rows import csr_of, inverse_of, narrow, static_by_default
 from trimtab.layout import ALIGNMENTS
 from trimtab.validation import wide_ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertPlan:
-    """SpreadExperts for the rows that one rank holds.
-
-    slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
-    row_R: [R] row of each expert row; -1 in padding.
-    row_csr: one bag per row over the R expert rows, in the order of k.
-    counts_e: [e] kept slots per local expert.
-    offsets_e: [e + 1] start of each expert's segment and the end of the last; multiples of the alignment, if any.
-    top_k: K.
-    """
-
-    slot_R: Tensor
-    row_R: Tensor
-    row_csr: Csr
-    counts_e: Tensor
-    offsets_e: Tensor
-    top_k: int
-
-    @classmethod
-    def of(cls, places: SlotPlaces, top_k: int) -> ExpertPlan:
-        """As kernels placed the slots."""
-        bags = Csr(indices=places.bag_index, indptr=places.bag_offsets)
-        return cls(
-            slot_R=places.slot_R, row_R=places.row_R, row_csr=bags, counts_e=places.counts_e,
-            offsets_e=places.offsets_e, top_k=top_k,
-        )  # fmt: skip
 
 
 def _in_memory(t: Tensor) -> bool:
@@ -81,9 +51,9 @@ def plan_experts(
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
     if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
-        places = kernels.place_slots(ids_MK, num_experts, alignment)
-        _check_slots(num_slots, places.bag_index.shape[0])
-        return ExpertPlan.of(places, top_k)
+        plan = kernels.place_slots(ids_MK, num_experts, alignment)
+        _check_slots(num_slots, plan.bag_index.shape[0])
+        return plan
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
@@ -104,14 +74,7 @@ def plan_experts(
     row_csr = csr_of(place_N, kept_N, rows, num_slots, static=static)
     if not static:
         _check_slots(num_slots, row_csr.indices.shape[0])
-    return ExpertPlan(
-        slot_R=slot_R,
-        row_R=row_R,
-        row_csr=row_csr,
-        counts_e=counts_e,
-        offsets_e=offsets_e,
-        top_k=top_k,
-    )
+    return ExpertPlan(slot_R, row_R, row_csr.indices, row_csr.indptr, counts_e, offsets_e)
 
 
 def _check_slots(num_slots: int | None, kept: int) -> None:

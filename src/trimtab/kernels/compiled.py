@@ -31,7 +31,7 @@ from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.compiler import is_made, load
 from trimtab.kernels.memory import plain
-from trimtab.kernels.rows import SlotPlaces
+from trimtab.kernels.rows import ExpertPlan
 from trimtab.kernels.torch_mm import TorchBackend
 
 SWITCH = "TRIMTAB_COMPILED"
@@ -165,7 +165,7 @@ class CompiledKernels(TorchBackend):
         placed = plain(block.offsets_e, torch.int64) and block.offsets_e.shape == (groups + 1,)
         return here and placed and block.rows.stop - block.rows.start == rows
 
-    def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> SlotPlaces:
+    def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> ExpertPlan:
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
         ids = ids_MK.to(torch.int64).contiguous()
         rows, top_k = ids.shape
@@ -181,10 +181,7 @@ class CompiledKernels(TorchBackend):
         slot_R, row_R, bag_index, bag_offsets = made(slots), made(slots), made(kept), made(rows + 1)
         places = slot_R.data_ptr(), row_R.data_ptr(), bag_index.data_ptr(), bag_offsets.data_ptr()
         self._lib.trimtab_place_slots(given[0], rows, top_k, num_experts, *of_e, *places)
-        return SlotPlaces(
-            slot_R=slot_R, row_R=row_R, bag_index=bag_index, bag_offsets=bag_offsets, counts_e=counts_e,
-            offsets_e=offsets_e,
-        )  # fmt: skip
+        return ExpertPlan(slot_R, row_R, bag_index, bag_offsets, counts_e, offsets_e)
 
     def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
         """What `find` says is wrong with them. It is `asked` once for all layers that share them, whatever changes

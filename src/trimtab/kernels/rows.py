@@ -6,6 +6,7 @@ Legend: n rows, D row width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,15 @@ class Csr:
     indptr: Tensor
 
 
-@dataclass(kw_only=True)
-class SlotPlaces:
-    """What `trimtab.experts.plan.ExpertPlan` holds, as tensors."""
+class ExpertPlan(NamedTuple):
+    """SpreadExperts for the M rows that one rank holds, K slots in each, all int64; see `trimtab.experts.plan`.
+
+    slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
+    row_R: [R] row of each expert row; -1 in padding.
+    bag_index, bag_offsets: the expert rows of each row, in the order of k, see `row_csr`.
+    counts_e: [e] kept slots per local expert.
+    offsets_e: [e + 1] start of each expert's segment and the end of the last; multiples of the alignment, if any.
+    """
 
     slot_R: Tensor
     row_R: Tensor
@@ -38,6 +45,11 @@ class SlotPlaces:
     bag_offsets: Tensor
     counts_e: Tensor
     offsets_e: Tensor
+
+    @property
+    def row_csr(self) -> Csr:
+        """One bag per row over the R expert rows."""
+        return Csr(indices=self.bag_index, indptr=self.bag_offsets)
 
 
 def gather_rows(x_nD: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.rows import SlotPlaces
+from trimtab.kernels.rows import ExpertPlan
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, segments_power, tl, triton
 
 CHUNK = 128
@@ -97,7 +97,7 @@ scan_kernel = kernel(_scan, "chunks", "experts", "alignment")
 place_kernel = kernel(_place, "slots", "experts", "top_k", "total")
 
 
-def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> SlotPlaces:
+def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
     """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
 
     Args:
@@ -112,7 +112,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     def made(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
 
-    places = SlotPlaces(
+    places = ExpertPlan(
         slot_R=made(total).fill_(-1), row_R=made(total).fill_(-1), bag_index=made(total).fill_(0),
         bag_offsets=made(rows + 1), counts_e=made(num_experts), offsets_e=made(num_experts + 1),
     )  # fmt: skip
