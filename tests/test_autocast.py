@@ -22,8 +22,7 @@ from trimtab.experts.casting import cast
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("helpers.compile_case")
 D, F, ROWS = 32, 48, 600

@@ -16,8 +16,7 @@ from helpers.layer_case import BOUNDS, E, build
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("helpers.compile_case")
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))

@@ -16,7 +16,7 @@ from helpers.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
-from trimtab.verify.forkserver import forkserver, preload
+from trimtab.verify.ranks import forkserver, preload
 
 preload("trimtab.checkpoint.saving", "torch._dynamo")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.reshard_case import Layout, load_all, refuse_together, save_all
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel")
 preload("trimtab.parallel.fsdp", "trimtab.parallel.ddp", "trimtab.checkpoint.saving", "trimtab.checkpoint.loading")

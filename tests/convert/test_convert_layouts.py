@@ -19,8 +19,7 @@ from trimtab.convert.blocks import BLOCKS, BlockLayout, Part, blocks_of, prove
 from trimtab.convert.convert import convert
 from trimtab.convert.layouts import experts_modules, gate_packing, layout_of
 from trimtab.errors import ConfigError
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 pytestmark = pytest.mark.usefixtures("one_thread")

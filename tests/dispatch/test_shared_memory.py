@@ -31,8 +31,7 @@ from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard import peers
 from trimtab.guard.guard import Guard, wait_for
 from trimtab.guard.peers import Introductions
-from trimtab.verify.forkserver import forkserver
-from trimtab.verify.ranks import _rank_main, run_ranks
+from trimtab.verify.ranks import _rank_main, forkserver, run_ranks
 
 E, K, D = 8, 3, 16
 

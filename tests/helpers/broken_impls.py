@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
+from trimtab.verify.adapters import Outcome, Place, Share, Subject
 from trimtab.verify.adapters.trimtab_impl import Impl
 from trimtab.verify.patterns import Pattern
-from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import LayerWeights, Sizes
 
 
 class _Broken(Impl):

@@ -13,7 +13,7 @@ from functools import partial
 from mutants import MUTANTS, Mutant, mutant_named, mutated
 from trimtab.verify.cases import Case, plan_cases
 from trimtab.verify.collect import Verdict
-from trimtab.verify.local import run_local
+from trimtab.verify.run import run_local
 
 RANKS = 8
 DEADLINE = 8.0

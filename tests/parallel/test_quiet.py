@@ -14,8 +14,7 @@ from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp", "trimtab.parallel.ddp")
 

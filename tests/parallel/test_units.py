@@ -25,8 +25,7 @@ from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.forkserver import preload
-from trimtab.verify.ranks import run_ranks
+from trimtab.verify.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp")
 

@@ -9,11 +9,10 @@ import pytest
 from transformers.distributed import DistributedConfig
 
 from trimtab.errors import BackendError, ConfigError
-from trimtab.verify.adapters import get_implementation
-from trimtab.verify.adapters.base import Implementation
+from trimtab.verify.adapters import Implementation, get_implementation
 from trimtab.verify.cases import Case
-from trimtab.verify.local import run_local
 from trimtab.verify.patterns import pattern_named
+from trimtab.verify.run import run_local
 from trimtab.verify.topologies import Topology, default_topologies
 
 BY_NAME = {topology.name: topology for topology in default_topologies()}

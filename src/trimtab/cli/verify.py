@@ -60,9 +60,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
     from trimtab.verify.adapters import get_implementation
     from trimtab.verify.cases import plan_cases
-    from trimtab.verify.cluster import run_cluster
     from trimtab.verify.ledger import MOST_LOCAL, Ledger
-    from trimtab.verify.local import run_local
+    from trimtab.verify.run import run_cluster, run_local
 
     cluster = group_size()
     if cluster and options.nproc is not None:

@@ -18,7 +18,7 @@ from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.doctor.findings import Finding
 from trimtab.errors import BackendError
-from trimtab.verify.adapters.base import make_place
+from trimtab.verify.adapters import make_place
 from trimtab.verify.adapters.trimtab_impl import Impl
 from trimtab.verify.cases import Case
 from trimtab.verify.on_rank import BOUNDS, Bench

@@ -14,10 +14,10 @@ import torch
 
 from trimtab.errors import ConfigError
 from trimtab.verify.patterns import PATTERNS, Pattern
-from trimtab.verify.topologies import Topology, default_topologies, quick_topologies, topologies_for
+from trimtab.verify.topologies import QUICK, Topology, default_topologies, topologies_for, topology_named
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": ("float64", "float32", "bfloat16")}
+LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES)}
 """Dtypes of each level. "default" runs the quick topologies in float64 besides."""
 
 
@@ -49,25 +49,23 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     Raises:
         ConfigError: one of `only` matches nothing.
     """
-    exact = {name for name in only if name.count("/") == 2 and not set(name) & set("*?[")}
-    topologies = quick_topologies() if level == "quick" and not exact else default_topologies()
+    globs = [name if name.count("/") == 2 or set(name) & set("*?[") else f"*{name}*" for name in only]
+    exact = any(not set(glob) & set("*?[") for glob in globs)
+    quick = level == "quick" and not exact
+    topologies = [topology_named(name) for name in QUICK] if quick else default_topologies()
     if world > max(t.ranks for t in topologies) and level != "quick":
         topologies += topologies_for(world)
-    closest = {t.name for t in quick_topologies()} if level == "default" else set()
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology in topologies
-        for dtype in (LEVELS["full"] if exact or topology.name in closest else LEVELS[level])
+        for dtype in LEVELS["full" if exact or (level == "default" and topology.name in QUICK) else level]
         for pattern in PATTERNS
         if topology.ranks <= world
     ]
-    globs = {name: name if set(name) & set("*?[") or name in exact else f"*{name}*" for name in only}
-    for name, glob in globs.items():
-        if not any(fnmatch.fnmatchcase(case.name, glob) for case in cases):
+    for name, glob in zip(only, globs, strict=True):
+        if not fnmatch.filter([case.name for case in cases], glob):
             raise ConfigError(
                 f"--only {name}: no case of up to {world} rank(s) at this level has such a name. A case is named "
                 "TOPOLOGY/PATTERN/DTYPE, for example 2r-ep2/zipf1/float32"
             )
-    if globs:
-        cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, glob) for glob in globs.values())]
-    return cases
+    return [c for c in cases if not globs or any(fnmatch.fnmatchcase(c.name, glob) for glob in globs)]

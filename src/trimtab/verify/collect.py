@@ -10,11 +10,11 @@ from typing import Literal
 from torch.distributed import Store
 
 from trimtab.verify.cases import Case
-from trimtab.verify.on_rank import Finding, key_of, ready_key
+from trimtab.verify.on_rank import READY, Finding, key_of
 
 Status = Literal["ok", "mismatch", "error", "hang", "lacking"]
-MARKS: dict[Status, str] = {"ok": ".", "mismatch": "X", "error": "E", "hang": "H", "lacking": "-"}
-"""How the table shows each."""
+START = 60.0
+"""Seconds that ranks may take to start."""
 GRACE = 5.0
 """Seconds that the other ranks of a case have once one has found a fault."""
 
@@ -42,7 +42,7 @@ def collect(
     cases: Sequence[tuple[int, Case]],
     store: Store,
     deadline: float,
-    start: float,
+    start: float = START,
     died: Callable[[], list[int]] = list,
     said: Callable[[list[int]], str] = lambda silent: "",
 ) -> Iterator[Verdict]:
@@ -52,40 +52,37 @@ def collect(
     and `GRACE` at most once a rank has found a fault: the others may wait for it in vain.
     died: the ranks that have died. said: the last words of ranks that are silent.
     """
-    for place, (index, case) in enumerate(cases):
-        ranks = range(case.topology.ranks)
-        asked = [({rank: key_of(index, rank) for rank in ranks}, deadline)]
-        if place == 0:
-            asked.insert(0, ({rank: ready_key(rank) for rank in ranks}, start))
-        for keys, seconds in asked:
-            findings, dead = _wait_for(keys, store, seconds, died)
-            silent = dead or sorted(keys.keys() - {finding.rank for finding in findings})
-            if silent:
-                yield _stalled(case, findings, silent, bool(dead), seconds, said(silent))
-                return
-        yield judge_case(case, findings)
+    for index, case in [(READY, case) for _, case in cases[:1]] + list(cases):
+        seconds = start if index == READY else deadline
+        findings, dead = _wait_for(index, case.topology.ranks, store, seconds, died)
+        silent = dead or sorted(set(range(case.topology.ranks)) - {finding.rank for finding in findings})
+        if silent:
+            yield _stalled(case, findings, silent, bool(dead), seconds, said(silent))
+            return
+        if index != READY:
+            yield judge_case(case, findings)
 
 
 def _wait_for(
-    keys: dict[int, str], store: Store, deadline: float, died: Callable[[], list[int]]
+    index: int, ranks: int, store: Store, seconds: float, died: Callable[[], list[int]]
 ) -> tuple[list[Finding], list[int]]:
     """The findings that came, and the ranks that had died if not all did."""
-    end = time.monotonic() + deadline
+    end = time.monotonic() + seconds
     dead: list[int] = []
     found: dict[int, Finding] = {}
     hurried = False
     while True:
-        for rank in keys.keys() - found.keys():
-            if store.check([keys[rank]]):
-                found[rank] = Finding.get(store, keys[rank])
-        findings = [found[rank] for rank in keys if rank in found]
-        if len(findings) == len(keys):
+        for rank in set(range(ranks)) - found.keys():
+            if store.check([key_of(index, rank)]):
+                found[rank] = Finding.get(store, index, rank)
+        findings = [found[rank] for rank in sorted(found)]
+        if len(findings) == ranks:
             return findings, []
         if not hurried and _faults(findings):
             end, hurried = min(end, time.monotonic() + GRACE), True
         if dead or time.monotonic() > end:
             return findings, dead
-        dead = died()  # looked at before the keys are read once more: a rank may have died behind its answer
+        dead = died()  # looked at before the store is read once more: a rank may have died behind its answer
         if not dead:
             time.sleep(0.002)
 

@@ -14,15 +14,15 @@ from trimtab import __version__
 from trimtab.kernels.compiler import processor_name
 from trimtab.launched import cores
 from trimtab.verify.cases import Case
-from trimtab.verify.collect import MARKS, Verdict
+from trimtab.verify.collect import Status, Verdict
 from trimtab.verify.on_rank import BOUNDS
 from trimtab.verify.patterns import PATTERNS
 from trimtab.whole_files import write_whole
 
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""
-WORST = "HEX-."
-"""Marks from the worst to the best: what a cell of several dtypes shows."""
+MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "mismatch": "X", "error": "E", "hang": "H"}
+"""How the table shows each, from the best to the worst: a cell of several dtypes shows the worst."""
 
 
 @dataclass(kw_only=True)
@@ -63,14 +63,12 @@ class Ledger:
         """Topologies down, patterns across; a cell shows the worst of its dtypes."""
         names = [p.name for p in PATTERNS if any(v.case.pattern.name == p.name for v in self.verdicts)]
         cells: dict[tuple[str, str], str] = {}
-        for verdict in self.verdicts:
-            key = verdict.case.topology.name, verdict.case.pattern.name
-            cells[key] = min(cells.get(key, "."), MARKS[verdict.status], key=WORST.index)
+        for verdict in sorted(self.verdicts, key=lambda verdict: list(MARKS).index(verdict.status)):
+            cells[verdict.case.topology.name, verdict.case.pattern.name] = MARKS[verdict.status]
         rows = list(dict.fromkeys(verdict.case.topology.name for verdict in self.verdicts))
         width = max((len(row) for row in rows), default=0)
-        tens = "".join(str(i // 10 or " ") for i in range(1, len(names) + 1))
-        ones = "".join(str(i % 10) for i in range(1, len(names) + 1))
-        lines = [f"{'':{width}}  {tens}", f"{'':{width}}  {ones}"]
+        numbers = [f"{i:2}" for i in range(1, len(names) + 1)]
+        lines = [f"{'':{width}}  {''.join(digits)}" for digits in zip(*numbers, strict=True)]
         lines += [f"{row:{width}}  {''.join(cells.get((row, name), ' ') for name in names)}" for row in rows]
         says = {pattern.name: pattern.says for pattern in PATTERNS}
         lines += ["", *(f"{i:3} {name}: {says[name]}" for i, name in enumerate(names, 1))]

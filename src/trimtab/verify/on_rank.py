@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trimtab.errors import TrimtabError
-from trimtab.verify.adapters.base import Implementation, Outcome, Place, Share, Subject, make_place, share_of
+from trimtab.verify.adapters import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.cases import DTYPES, Case
 from trimtab.verify.patterns import make_problem
-from trimtab.verify.problem import LayerWeights, Problem, Sizes, make_weights
-from trimtab.verify.truth import solve
+from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 """Largest difference over the largest true value of the tensor, by the dtype that the case runs in."""
 COLLECTORS = timedelta(hours=1)
 """A time-out that never comes: the collector's deadline is sooner."""
+READY = -1
+"""In place of a case's index: the rank is about to start on its first case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +43,14 @@ class Finding:
     fault: str | None = None
     seconds: float = 0.0
 
-    def put(self, store: Store, key: str) -> None:
+    def put(self, store: Store, index: int) -> None:
         """Leave it where `get` finds it."""
-        store.set(key, json.dumps(asdict(self)))
+        store.set(key_of(index, self.rank), json.dumps(asdict(self)))
 
     @classmethod
-    def get(cls, store: Store, key: str) -> Finding:
+    def get(cls, store: Store, index: int, rank: int) -> Finding:
         """What `put` left, once it is there."""
-        return cls(**json.loads(store.get(key)))
-
-
-def ready_key(rank: int) -> str:
-    """Set in the store once `rank` is about to start on its first case."""
-    return f"ready/{rank}"
+        return cls(**json.loads(store.get(key_of(index, rank))))
 
 
 def key_of(index: int, rank: int) -> str:
@@ -71,15 +67,15 @@ def run_on_rank(
 ) -> None:
     """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
     rank = dist.get_rank()
-    Finding(rank=rank).put(store, ready_key(rank))
+    Finding(rank=rank).put(store, READY)
     for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
         bench = Bench(implementation, make_place(topology, rank, device))
         for index, case in group:
             if rank < topology.ranks:
-                bench.run(case, repeat).put(store, key_of(index, rank))
-                keys = [key_of(index, other) for other in range(topology.ranks)]
-                store.wait(keys, COLLECTORS)
-                if any(Finding.get(store, key).fault is not None for key in keys):
+                bench.run(case, repeat).put(store, index)
+                others = range(topology.ranks)
+                store.wait([key_of(index, other) for other in others], COLLECTORS)
+                if any(Finding.get(store, index, other).fault is not None for other in others):
                     bench.subjects.clear()
 
 
@@ -90,7 +86,7 @@ class Bench:
         self.implementation, self.place = implementation, place
         self.subjects: dict[Sizes, tuple[Subject, list[LayerWeights]]] = {}
 
-    def run(self, case: Case, repeat: int) -> Finding:
+    def run(self, case: Case, repeat: int = 1) -> Finding:
         """One case on this rank, `repeat` times. Collective over the ranks of the topology."""
         start = time.perf_counter()
         problem = make_problem(case.topology, case.pattern, DTYPES[case.dtype], case.data_seed)
@@ -104,28 +100,27 @@ class Bench:
         return replace(finding, seconds=time.perf_counter() - start)
 
     def _judge(self, problem: Problem, repeat: int) -> Finding:
-        rank, device, sizes = self.place.rank, self.place.device, problem.sizes
+        rank, sizes = self.place.rank, problem.sizes
         if sizes not in self.subjects:
             weights = make_weights(sizes, seed=sizes.num_experts)
             self.subjects[sizes] = self.implementation.build(self.place, sizes, weights), weights
         subject, weights = self.subjects[sizes]
-        share, batch, here = share_of(self.place, problem)
+        share, d, here = _share_of(self.place, problem)
         given = {name: tensor.clone() for name, tensor in _named(share).items()}
         outcome = subject.step(share)
         if problem.raises:
             expected = self.implementation.refusal.__name__
             return Finding(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
         truth = solve(problem, weights)
-        d = next(i for i, other in enumerate(problem.batches) if other is batch)
         true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}
         true |= {f"d {name}": grad for name, grad in truth.grads.items()}
         true |= {f"loads {i}": loads for i, loads in enumerate(truth.loads) if outcome.loads is not None}
-        true = {name: tensor.to(device) for name, tensor in true.items()}
+        true = {name: tensor.to(self.place.device) for name, tensor in true.items()}
         got = _tensors(outcome)
-        found = compare(got, true, BOUNDS[sizes.dtype], {"y": share.x_BlD.dtype, "dx": share.x_BlD.dtype})
+        found = compare(got, true, BOUNDS[sizes.dtype], dict.fromkeys(("y", "dx"), sizes.dtype))
         errors: dict[str, float] = {}
         for name in true:
-            column = _column_of(name)
+            column = " ".join(part for part in name.replace(".", " ").split() if not part.isdigit())
             errors[column] = max(errors.get(column, 0.0), found[name][0])
         wrong = [said for _, said in found.values()]
         for run in range(2, repeat + 1):
@@ -135,6 +130,25 @@ class Bench:
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault)
+
+
+def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
+    """What this rank is given, in memory of its own, the data-parallel rank whose batch it is cut from, and where."""
+    d, t = divmod(place.rank, place.topology.tp)
+    batch = problem.batches[d]
+    whole = place.topology.tokens == "replicated"
+    here = slice(0, batch.cuts[-1]) if whole else slice(batch.cuts[t], batch.cuts[t + 1])
+
+    def cut(tensor_BL: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor_BL[:, here].to(place.device, dtype, copy=True).contiguous()
+
+    share = Share(
+        x_BlD=cut(batch.x_BLD, problem.sizes.dtype),
+        dy_BlD=cut(batch.dy_BLD, problem.sizes.dtype),
+        ids_BlK=cut(batch.ids_BLK) if batch.replayed else None,
+        mask_Bl=None if batch.mask_BL is None else cut(batch.mask_BL),
+    )
+    return share, d, here
 
 
 def _named(share: Share) -> dict[str, Tensor]:
@@ -164,18 +178,21 @@ def compare(
     A tensor that is missing, of another shape or of another dtype than `dtypes` says, or that nobody asked for, is
     wrong before a number of it is read.
     """
-    found = {name: _compare_one(got.get(name), truth, bound, dtypes.get(name)) for name, truth in true.items()}
-    for name in sorted(got.keys() - true.keys()):
-        found[name] = float("inf"), _unlike(f"shape {tuple(got[name].shape)}", "no such tensor")
-    return {name: (error, said and name + said) for name, (error, said) in found.items()}
+    found = {}
+    for name in [*true, *sorted(got.keys() - true.keys())]:
+        error, said = _compare_one(got.get(name), true.get(name), bound, dtypes.get(name))
+        found[name] = error, said and name + said
+    return found
 
 
-def _compare_one(got: Tensor | None, truth: Tensor, bound: float, dtype: torch.dtype | None) -> tuple[float, str]:
-    if got is None or got.shape != truth.shape:
-        shown = "no tensor" if got is None else f"shape {tuple(got.shape)}"
-        return float("inf"), _unlike(shown, f"shape {tuple(truth.shape)}")
+def _compare_one(
+    got: Tensor | None, truth: Tensor | None, bound: float, dtype: torch.dtype | None
+) -> tuple[float, str]:
+    if got is None or truth is None or got.shape != truth.shape:
+        shown, expected = (t if t is None else f"shape {tuple(t.shape)}" for t in (got, truth))
+        return float("inf"), f": got {shown or 'no tensor'}, expected {expected or 'no such tensor'}"
     if dtype is not None and got.dtype != dtype:
-        return float("inf"), _unlike(f"dtype {got.dtype}", f"dtype {dtype}")
+        return float("inf"), f": got dtype {got.dtype}, expected dtype {dtype}"
     ours, true = got.detach().double().reshape(-1), truth.detach().double().reshape(-1)
     scale = true.abs().max().item() if true.numel() else 0.0
     off = ((ours - true).abs() / (scale or 1.0)).nan_to_num(nan=float("inf"))
@@ -186,12 +203,3 @@ def _compare_one(got: Tensor | None, truth: Tensor, bound: float, dtype: torch.d
     place = [int(i) for i in torch.unravel_index(torch.tensor(first), truth.shape)]
     said = f"got {ours[first].item():.9g}, expected {true[first].item():.9g} (relative error {error:.1e})"
     return error, f"{place or ''}: {said}"
-
-
-def _unlike(got: str, expected: str) -> str:
-    return f": got {got}, expected {expected}"
-
-
-def _column_of(name: str) -> str:
-    """The ledger's column of a tensor: the same for every layer."""
-    return " ".join(part for part in name.replace(".", " ").split() if not part.isdigit())

@@ -1,7 +1,6 @@
 """How tokens fall: the columns of the ledger. Each pattern makes one problem for any topology.
 
-A pattern says how many tokens each rank has (`shape`), which experts they choose (`choose`), and what is special
-about it (mask, replay, a bad value). Choices become logits through the first E columns of x, see `make_weights`.
+Choices become logits through the first E columns of x, see `make_weights`.
 
 Legend: B sequences, L positions, N = B * L tokens of a data-parallel rank, K experts per token, E experts.
 """
@@ -16,37 +15,33 @@ import torch
 from torch import Tensor
 
 from trimtab.layout import shard_cuts
-from trimtab.verify.problem import DIM, HIDDEN, Batch, Problem, Sizes
 from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import Batch, Problem, Sizes
 
-Shape = Callable[[Topology, int], tuple[int, tuple[int, ...]]]
-"""(topology, data-parallel rank) -> (B, positions of each rank of its tp group)."""
+Length = Callable[[Topology, int, int], int]
+"""(topology, data-parallel rank, rank in its tp group) -> positions."""
 Choose = Callable[[Topology, int, int, torch.Generator], Tensor]
 """(topology, N, K, generator) -> [N, K] expert ids."""
 
+DIM, HIDDEN = 24, 8
+"""D at least (the first E columns carry the router's logits) and F."""
 GARBAGE = 8192.0
 """What masked tokens hold."""
 
 
-def _lengths(batch: int, length: Callable[[Topology, int, int], int]) -> Shape:
-    """length: (topology, data-parallel rank, rank in its tp group) -> positions."""
-
-    def shape(t: Topology, d: int) -> tuple[int, tuple[int, ...]]:
-        return batch, tuple(length(t, d, i) for i in range(t.tp))
-
-    return shape
-
-
-def _even(batch: int, length: int) -> Shape:
+def _even(length: int) -> Length:
     def of(t: Topology, d: int, i: int) -> int:
         cuts = shard_cuts(length, t.tp)
         return cuts[i + 1] - cuts[i]
 
-    return _lengths(batch, of)
+    return of
 
 
-TWO_OF_SIX = _even(2, 6)
-RAGGED = _lengths(2, lambda t, d, i: 2 + (5 * d + 3 * i) % 7)
+SIX = _even(6)
+
+
+def _ragged(t: Topology, d: int, i: int) -> int:
+    return 2 + (5 * d + 3 * i) % 7
 
 
 def _drawn(odds: Callable[[int], Tensor]) -> Choose:
@@ -102,21 +97,18 @@ def _dropped(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
     return _draw(t, n, k, g).masked_fill(torch.rand(n, k, generator=g) < 0.5, -1)
 
 
-def _all_dropped(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
-    return torch.full((n, k), -1)
-
-
-def _duplicates(t: Topology, n: int, k: int, g: torch.Generator) -> Tensor:
-    return _draw(t, n, 1, g).expand(n, k).contiguous()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """One way for tokens to fall. odd: D is odd, so that no row but every eighth begins at a multiple of 16 bytes."""
+    """One way for tokens to fall: `batch` sequences of `length` positions, and the experts that `choose` gives them.
+
+    spoil: "nan" or "id", a bad value that the layer must refuse. odd: D is odd, so that no row but every eighth begins
+    at a multiple of 16 bytes.
+    """
 
     name: str
     says: str
-    shape: Shape = TWO_OF_SIX
+    batch: int = 2
+    length: Length = SIX
     choose: Choose = _draw
     masked: float = 0.0
     replayed: bool = False
@@ -125,11 +117,6 @@ class Pattern:
     layers: int = 1
     odd: bool = False
     spoil: str = ""
-
-    @property
-    def raises(self) -> bool:
-        """Whether the layer must refuse it."""
-        return bool(self.spoil)
 
     def __reduce__(self) -> tuple[Callable[[str], Pattern], tuple[str]]:
         return pattern_named, (self.name,)  # functions made here can't be sent to another process; a name can
@@ -141,16 +128,15 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(name="one_expert", says="one expert is everybody's first choice",
             choose=_drawn(lambda e: torch.where(torch.arange(e) < e - 1, 1.0, 1e6))),
     Pattern(name="one_rank", says="all slots on the first rank", choose=_on_rank(0), replayed=True),
-    Pattern(name="lone_rank", says="ragged, all but the last rank get none", choose=_on_rank(-1), shape=RAGGED,
+    Pattern(name="lone_rank", says="ragged, all but the last rank get none", choose=_on_rank(-1), length=_ragged,
             replayed=True),
     Pattern(name="cold_rank", says="one rank gets none", choose=_cold_rank),
     Pattern(name="empty_source", says="a rank with zero tokens",
-            shape=_lengths(2, lambda t, d, i: 0 if (d, i) == (t.dp - 1, t.tp - 1) else 4)),
-    Pattern(name="empty_world", says="no token anywhere", shape=_even(2, 0)),
+            length=lambda t, d, i: 0 if (d, i) == (t.dp - 1, t.tp - 1) else 4),
+    Pattern(name="empty_world", says="no token anywhere", length=_even(0)),
     Pattern(name="all_masked", says="every token is padding", masked=1.0),
     Pattern(name="masked", says="half of the tokens are padding that holds garbage, odd D", masked=0.5, odd=True),
-    Pattern(name="one_token", says="one token in the world",
-            shape=_lengths(1, lambda t, d, i: int(d == i == 0))),
+    Pattern(name="one_token", says="one token in the world", batch=1, length=lambda t, d, i: int(d == i == 0)),
     Pattern(name="zipf1", says="expert j drawn with odds 1 / j", choose=_zipf(1.0)),
     Pattern(name="zipf2", says="expert j drawn with odds 1 / j^2, odd D", choose=_zipf(2.0), odd=True),
     Pattern(name="top1", says="K = 1", top_k=lambda experts: 1),
@@ -158,15 +144,16 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(name="same_rank", says="two choices on one rank", choose=_same_rank),
     Pattern(name="ties", says="exact ties: the lower expert id goes first", ties=True),
     Pattern(name="dropped", says="half of the slots dropped, odd D", choose=_dropped, replayed=True, odd=True),
-    Pattern(name="all_dropped", says="every slot dropped", choose=_all_dropped, replayed=True),
-    Pattern(name="duplicates", says="a token chooses one expert K times", choose=_duplicates, replayed=True),
-    Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions",
-            shape=_lengths(2, lambda t, d, i: 4 - (i + d) % 4)),
-    Pattern(name="batched", says="three sequences whose length does not divide", shape=_even(3, 7)),
-    Pattern(name="short", says="fewer positions than ranks that share them",
-            shape=_lengths(1, lambda t, d, i: int(i < max(1, t.tp - 1)))),
-    Pattern(name="prime", says="prime counts", shape=_even(1, 13)),
-    Pattern(name="ragged", says="every rank another number of tokens", shape=RAGGED),
+    Pattern(name="all_dropped", says="every slot dropped", replayed=True,
+            choose=lambda t, n, k, g: torch.full((n, k), -1)),
+    Pattern(name="duplicates", says="a token chooses one expert K times", replayed=True,
+            choose=lambda t, n, k, g: _draw(t, n, 1, g).expand(n, k).contiguous()),
+    Pattern(name="uneven_shards", says="shards of 4, 3, 2, 1 positions", length=lambda t, d, i: 4 - (i + d) % 4),
+    Pattern(name="batched", says="three sequences whose length does not divide", batch=3, length=_even(7)),
+    Pattern(name="short", says="fewer positions than ranks that share them", batch=1,
+            length=lambda t, d, i: int(i < max(1, t.tp - 1))),
+    Pattern(name="prime", says="prime counts", batch=1, length=_even(13)),
+    Pattern(name="ragged", says="every rank another number of tokens", length=_ragged),
     Pattern(name="replayed", says="ids handed in, scores live", replayed=True),
     Pattern(name="alternating", says="two layers, another rank cold in each", choose=_cold_rank, layers=2),
     Pattern(name="nan_logits", says="a NaN logit on one rank of each expert group must raise on all", spoil="nan"),
@@ -192,12 +179,11 @@ def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed:
         hidden=HIDDEN,
     )
     batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
-    return Problem(sizes=sizes, batches=batches, raises=pattern.raises, cp=topology.cp)
+    return Problem(sizes=sizes, batches=batches, raises=bool(pattern.spoil), cp=topology.cp)
 
 
 def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Generator) -> Batch:
-    batch, lengths = pattern.shape(t, d)
-    cuts = (0, *accumulate(lengths))
+    batch, cuts = pattern.batch, (0, *accumulate(pattern.length(t, d, i) for i in range(t.tp)))
     n, e = batch * cuts[-1], sizes.num_experts
     if pattern.ties:
         ranked = torch.randint(2, (n, e), generator=g).double()
@@ -215,12 +201,12 @@ def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Ge
     if pattern.masked:
         mask = torch.rand(batch, cuts[-1], generator=g) >= pattern.masked
         x[~mask] = GARBAGE
-    if pattern.spoil:
-        for b, position in _one_place_per_group(t, d, cuts):
-            if pattern.spoil == "nan":
-                x[b, position, 0] = float("nan")
-            else:
-                ids[b, position, 0] = e + 3
+    # At rank 0 of each expert group, where it is in the tp group of this data-parallel rank.
+    spoiled = [cuts[i] for i in range(t.tp) if pattern.spoil and (d * t.tp + i) % t.ep == 0]
+    if pattern.spoil == "nan":
+        x[0, spoiled, 0] = float("nan")
+    else:
+        ids[0, spoiled, 0] = e + 3
     return Batch(x_BLD=x, dy_BLD=dy, ids_BLK=ids, mask_BL=mask, replayed=pattern.replayed, cuts=cuts)
 
 
@@ -229,9 +215,3 @@ def _ranked(ids_NK: Tensor, experts: int, g: torch.Generator) -> Tensor:
     priority = torch.rand(ids_NK.shape[0], experts, generator=g)
     bonus = torch.arange(ids_NK.shape[1], 0, -1, dtype=priority.dtype).expand(ids_NK.shape)
     return priority.scatter_reduce(1, ids_NK, bonus, "amax").argsort(1).argsort(1).double()
-
-
-def _one_place_per_group(t: Topology, d: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Positions of rank 0 of each expert group, where it is in the tp group of data-parallel rank `d`."""
-    ranks = range(d * t.tp, (d + 1) * t.tp)
-    return [(0, cuts[r - d * t.tp]) for r in ranks if r % t.ep == 0]

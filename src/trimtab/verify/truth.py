@@ -1,14 +1,13 @@
-"""The truth of a case: routing, experts and loss of every data-parallel rank in one process, in float64.
+"""What one case hands to an implementation, and what must come out, in float64.
 
     logits = h W_r^T    p = softmax(logits)    w = p[ids]
     y = sum over k of  w * expert[ids](h)      h of the next layer = h + y      loss = mean over ranks of sum(y * dy)
 
 Where ranks share sequences the loss has for each layer E / N * sum over tokens of f . p besides, f the fractions of a
-sequence's slots that each expert got.
+sequence's slots that each expert got. The experts are evaluated densely, all tokens by all experts; a test holds this
+equal to `oracle.moe`. All inputs are exact in the dtype that the case runs in, so both start from the same numbers.
 
-The experts are evaluated densely, all tokens by all experts; a test holds this equal to `oracle.moe`.
-
-Legend: N tokens, K experts per token, D model dim, E experts.
+Legend: B sequences, L positions, N tokens, K experts per token, D model dim, E experts, I = 2F, F expert hidden dim.
 """
 
 from __future__ import annotations
@@ -20,7 +19,62 @@ import torch
 from torch import Tensor
 
 from trimtab.oracle import swiglu
-from trimtab.verify.problem import BALANCE, Batch, LayerWeights, Problem
+
+BALANCE = 0.5
+"""Coefficient of the loss per sequence, where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a model is built from. Two cases with equal sizes can share one."""
+
+    num_experts: int
+    top_k: int
+    layers: int
+    dtype: torch.dtype
+    dim: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One layer's parameters in float64, gate rows first in `up`."""
+
+    router_ED: Tensor
+    up_EID: Tensor
+    down_EDF: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tokens of one data-parallel rank.
+
+    x_BLD: float64. dy_BLD: the gradient of the loss at the output; the loss is sum(y * dy).
+    ids_BLK: the experts that the router must choose, in its order; -1 where a slot is dropped.
+    replayed: whether `ids_BLK` is handed to the layer, its scores alone being live.
+    mask_BL: True for a real token, or None. cuts: [tp + 1] positions of each rank of the tp group.
+    """
+
+    x_BLD: Tensor
+    dy_BLD: Tensor
+    ids_BLK: Tensor
+    mask_BL: Tensor | None
+    replayed: bool
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One case's data on all ranks. `raises`: the layer must raise InputError, and no data may move.
+
+    cp: batches of d // cp hold positions of the same sequences; above 1 each layer adds `BALANCE` times its
+    `sequence_aux` loss over all of them.
+    """
+
+    sizes: Sizes
+    batches: tuple[Batch, ...]
+    raises: bool
+    cp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +88,32 @@ class Truth:
     loads: list[Tensor]
 
 
+def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:
+    """Weights of every layer, the same on every rank.
+
+    Layer i's router reads expert j's logit from column (j + 2i) % E and nothing else, so that a problem can dictate
+    every choice, to the bit; two experts further means another rank. Experts leave the first E columns alone.
+    """
+    g = torch.Generator().manual_seed(seed)
+    e, d, f = sizes.num_experts, sizes.dim, sizes.hidden
+    made = []
+    for layer in range(sizes.layers):
+        router = torch.zeros(e, d, dtype=torch.float64)
+        router[torch.arange(e), (torch.arange(e) + 2 * layer) % e] = 1
+        up = torch.randn(e, 2 * f, d, generator=g, dtype=torch.float64) / d**0.5
+        down = torch.randn(e, d, f, generator=g, dtype=torch.float64) / f**0.5
+        if layer < sizes.layers - 1:
+            down[:, :e] = 0
+        up, down = (t.to(sizes.dtype).double() for t in (up, down))
+        made.append(LayerWeights(router_ED=router, up_EID=up, down_EDF=down))
+    return made
+
+
 def dense_moe(x_ND: Tensor, ids_NK: Tensor, w_NK: Tensor, up_EID: Tensor, down_EDF: Tensor) -> Tensor:
     """As `oracle.moe`, for tokens that are all real; ids of -1 give nothing."""
     out_NED = torch.einsum("nef,edf->ned", swiglu(torch.einsum("nd,eid->nei", x_ND, up_EID)), down_EDF)
-    kept_NK = ids_NK >= 0
     index = ids_NK.clamp_min(0)[..., None].expand(*ids_NK.shape, x_ND.shape[1])
-    return (out_NED.gather(1, index) * torch.where(kept_NK, w_NK, 0)[..., None]).sum(1)
-
-
-def route(h_ND: Tensor, ids_NK: Tensor, router_ED: Tensor) -> Tensor:
-    """Weights [N, K] of given choices: softmax over all experts. Not normalised: at K = 1 that has no gradient."""
-    return (h_ND @ router_ED.T).softmax(1).gather(1, ids_NK.clamp_min(0))
+    return (out_NED.gather(1, index) * torch.where(ids_NK >= 0, w_NK, 0)[..., None]).sum(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +132,11 @@ def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tup
     y = h
     for layer, (router, up, down) in enumerate(layers):
         # The router of layer i reads the logits two experts further on: see `make_weights`.
-        picked = torch.where(ids >= 0, (ids - 2 * layer) % router.shape[0], -1)
-        y = dense_moe(h, picked, route(h, picked, router), up, down)
-        chosen.append(_Routed(sequence_N=real.nonzero()[:, 0], p_NE=(h @ router.T).softmax(1), ids_NK=picked))
+        ids_NK = torch.where(ids >= 0, (ids - 2 * layer) % router.shape[0], -1)
+        # Not normalised over the chosen: at K = 1 that has no gradient.
+        p_NE = (h @ router.T).softmax(1)
+        y = dense_moe(h, ids_NK, p_NE.gather(1, ids_NK.clamp_min(0)), up, down)
+        chosen.append(_Routed(sequence_N=real.nonzero()[:, 0], p_NE=p_NE, ids_NK=ids_NK))
         h = h + y
     return torch.zeros_like(x).masked_scatter(real[..., None].expand_as(x), y), chosen
 
@@ -83,27 +154,20 @@ def _balance(ranks: Sequence[_Routed], cp: int) -> Tensor:
 
 def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
     """Outputs, input gradients and parameter gradients of every rank."""
-    layers = [[w.router_ED.clone(), w.up_EID.clone(), w.down_EDF.clone()] for w in weights]
-    for params in layers:
-        for param in params:
-            param.requires_grad_()
+    layers = [[t.clone().requires_grad_() for t in (w.router_ED, w.up_EID, w.down_EDF)] for w in weights]
     xs = [batch.x_BLD.clone().requires_grad_() for batch in problem.batches]
-    passes = [_forward(batch, x, layers) for batch, x in zip(problem.batches, xs, strict=True)]
-    losses = [(y * batch.dy_BLD).sum() for (y, _), batch in zip(passes, problem.batches, strict=True)]
+    ys, routed = zip(*(_forward(b, x, layers) for b, x in zip(problem.batches, xs, strict=True)), strict=True)
+    losses = [(y * batch.dy_BLD).sum() for y, batch in zip(ys, problem.batches, strict=True)]
+    by_layer = list(zip(*routed, strict=True))
     if problem.cp > 1:
-        each = zip(*(routed for _, routed in passes), strict=True)
-        losses += [len(xs) * BALANCE * _balance(ranks, problem.cp) for ranks in each]
+        losses += [len(xs) * BALANCE * _balance(ranks, problem.cp) for ranks in by_layer]
     leaves = [*xs, *(p for params in layers for p in params)]
     found = torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True, materialize_grads=True)
-    ranks, experts = len(xs), problem.sizes.num_experts
     names = [f"{i}.{name}" for i in range(len(layers)) for name in ("router", "up", "down")]
-    loads = [
-        torch.cat([chosen[i].ids_NK.reshape(-1) for _, chosen in passes]).add(1).bincount(minlength=experts + 1)[1:]
-        for i in range(len(layers))
-    ]
+    slots = [torch.cat([r.ids_NK.reshape(-1) for r in ranks]) for ranks in by_layer]
     return Truth(
-        y=[y.detach() for y, _ in passes],
-        dx=list(found[:ranks]),
-        grads={name: grad / ranks for name, grad in zip(names, found[ranks:], strict=True)},
-        loads=loads,
+        y=[y.detach() for y in ys],
+        dx=list(found[: len(xs)]),
+        grads={name: grad / len(xs) for name, grad in zip(names, found[len(xs) :], strict=True)},
+        loads=[(ids + 1).bincount(minlength=problem.sizes.num_experts + 1)[1:] for ids in slots],
     )

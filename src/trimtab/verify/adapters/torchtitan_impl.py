@@ -26,11 +26,10 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from trimtab.layout import shard_cuts
-from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.reading import averaged, over_all_ranks, residual
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, over_all_ranks, residual
 from trimtab.verify.patterns import Pattern
-from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import LayerWeights, Sizes
 
 FLAT = "x_TD" in inspect.signature(MoE.forward).parameters
 """Whether its MoE takes [T, D] rather than [B, l, D]."""

@@ -22,11 +22,10 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.reading import gradients_of, residual
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, residual
 from trimtab.verify.patterns import Pattern
-from trimtab.verify.problem import LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import LayerWeights, Sizes
 
 SHORT = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}
 
@@ -140,4 +139,4 @@ class Layers:
         y = self.model(x)
         y.backward(share.dy_BlD)
         assert x.grad is not None
-        return Outcome(y=y, dx=x.grad, grads=gradients_of(self.stack.named_parameters(), self.place, SHORT), loads=None)
+        return Outcome(y=y, dx=x.grad, grads=gradients_of(self.stack.named_parameters(), self.place, SHORT))

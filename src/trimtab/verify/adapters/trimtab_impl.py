@@ -15,11 +15,10 @@ from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.adapters.base import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.reading import gradients_of, over_all_ranks
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
-from trimtab.verify.problem import BALANCE, LayerWeights, Sizes
 from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import BALANCE, LayerWeights, Sizes
 
 SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"}
 

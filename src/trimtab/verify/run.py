@@ -1,4 +1,4 @@
-"""A run on this machine: pools of ranks, one for each number of ranks, started anew after one that broke."""
+"""A run: on this machine, in pools of ranks that are started anew after one that broke, or on the ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -15,17 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from trimtab.launched import leave_group
 from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect
-from trimtab.verify.forkserver import forkserver, preload
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
+from trimtab.verify.ranks import forkserver, preload
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 """Entered by each rank around its cases; picklable."""
-
-START = 60.0
-"""Seconds that ranks may take to start."""
+Report = Callable[[Verdict], None]
 
 
 def run_local(
@@ -40,66 +40,105 @@ def run_local(
 
     A case that hangs or kills its ranks costs its own verdict and a new pool, no more.
     """
-    judged = get_implementation(implementation)
     for ranks, group in groupby(cases, key=lambda case: case.topology.ranks):
-        asked: list[Case] = []
-        for case in group:
-            reason = judged.lacks(case.topology, case.pattern)
-            if reason is not None:
-                yield Verdict(case=case, status="lacking", details=[reason])
-                continue
-            asked.append(case)
+        asked, lacking = _asked(implementation, list(group))
+        yield from lacking
         while asked:
             pool = _pool(ranks, asked, implementation, repeat, around)
-            with contextlib.suppress(_Stalled), pool as (store, died, last_words):
-                for verdict in collect(list(enumerate(asked)), store, deadline, START, died, last_words):
+            with pool as (store, died, last_words):
+                for verdict in collect(asked, store, deadline, died=died, said=last_words):
                     asked = asked[1:]
                     yield verdict
-                    if verdict.stalled:
-                        raise _Stalled
 
 
-class _Stalled(Exception):
-    """Ends a pool at once: its ranks answer nothing more."""
+def run_cluster(
+    cases: Sequence[Case],
+    implementation: str,
+    *,
+    deadline: float,
+    repeat: int,
+    report: Report,
+    finish: Callable[[], int],
+) -> int:
+    """On ranks that torchrun has started, all of which call this: their own devices, their own backend.
+
+    Rank 0 collects in a thread, from the store: when a case hangs, in whatever collective, the run still ends and says
+    so. Returns the exit code; `report` and `finish` run on rank 0 alone, which raises what they raise.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=COLLECTORS))
+    made = PrefixStore("ranks", store)
+    dist.init_process_group("nccl" if cuda else "gloo", store=made, rank=rank, world_size=ranks, timeout=COLLECTORS)
+    store = PrefixStore("trimtab-verify", store)
+    asked, lacking = _asked(implementation, cases)
+
+    def collect_all(mine: Store) -> int:
+        for verdict in lacking:
+            report(verdict)
+        for verdict in collect(asked, mine, deadline, said=lambda _: "the cases behind it were not run"):
+            report(verdict)
+            if verdict.stalled:
+                try:
+                    finish()
+                finally:
+                    os._exit(1)  # this process may itself be in the collective that hangs; torchrun ends the others
+        return finish()
+
+    with ThreadPoolExecutor(1) as pool:  # which is waited for
+        mine = store.clone()  # type: ignore[attr-defined]  # a client serves one thread at a time
+        code = pool.submit(collect_all, mine) if rank == 0 else None
+        run_on_rank(asked, get_implementation(implementation), store, device, repeat)
+    dist.barrier()
+    leave_group()
+    return 0 if code is None else code.result()
+
+
+def _asked(implementation: str, cases: Sequence[Case]) -> tuple[list[tuple[int, Case]], list[Verdict]]:
+    """The cases that an implementation can be asked for, numbered, and verdicts on the others."""
+    judged, asked, lacking = get_implementation(implementation), [], []
+    for index, case in enumerate(cases):
+        reason = judged.lacks(case.topology, case.pattern)
+        if reason is None:
+            asked.append((index, case))
+        else:
+            lacking.append(Verdict(case=case, status="lacking", details=[reason]))
+    return asked, lacking
 
 
 @contextlib.contextmanager
 def _pool(
-    ranks: int, cases: Sequence[Case], implementation: str, repeat: int, around: Around
+    ranks: int, cases: Sequence[tuple[int, Case]], implementation: str, repeat: int, around: Around
 ) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
     """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
-    preload("trimtab.verify.local", home_of(implementation)[0])
+    preload("trimtab.verify.run", home_of(implementation)[0])
     context = forkserver()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         logs = [Path(folder, str(rank)) for rank in range(ranks)]
-        work = (ranks, store.port, list(enumerate(cases)), implementation, repeat, around)
+        work = (ranks, store.port, cases, implementation, repeat, around)
         processes = [
             context.Process(target=_rank_main, args=(rank, log, *work), daemon=True) for rank, log in enumerate(logs)
         ]
 
         def died() -> list[int]:
-            """Who has gone: with code 0, too, for nobody leaves before all have answered."""
             return [rank for rank, process in enumerate(processes) if process.exitcode is not None]
 
         def last_words(silent: list[int]) -> str:
             said = [_last_words(processes[rank].exitcode, logs[rank]) for rank in silent]
             return "; ".join(filter(None, said))
 
-        patience = 0.0  # for a caller that stops early
         try:
             for process in processes:
                 process.start()
             yield store, died, last_words
-            patience = 2.0
         finally:
             for process in processes:
-                if process.pid is None:  # a signal came before it was started
-                    continue
-                broken = any(other.exitcode not in (None, 0) for other in processes)
-                process.join(0.0 if broken else patience)
-                process.kill()
-                process.join()
+                if process.pid is not None:  # a signal may come before it was started
+                    process.kill()
+                    process.join()
 
 
 def _last_words(code: int | None, log: Path) -> str:
@@ -114,7 +153,7 @@ def _rank_main(
     log: Path,
     ranks: int,
     port: int,
-    cases: list[tuple[int, Case]],
+    cases: Sequence[tuple[int, Case]],
     implementation: str,
     repeat: int,
     around: Around,
@@ -130,6 +169,4 @@ def _rank_main(
     dist.init_process_group("gloo", store=made, rank=rank, world_size=ranks, timeout=COLLECTORS)
     with around():
         run_on_rank(cases, get_implementation(implementation), store, torch.device("cpu"), repeat)
-    store.set(f"done/{rank}", "")
-    store.wait([f"done/{other}" for other in range(ranks)])  # nobody leaves while a peer may still talk to it
-    os._exit(0)
+    store.wait(["end"], COLLECTORS)  # to be killed, or left alone: nobody leaves while a peer may still talk to it
