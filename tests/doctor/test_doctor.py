@@ -26,9 +26,8 @@ import trimtab as package
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor import backends, loopback, machine, versions
-from trimtab.doctor.checkup import judge_places
-from trimtab.doctor.findings import Finding, as_text, exit_code
+from trimtab.doctor import backends, loopback, machine
+from trimtab.doctor.findings import Finding, as_text
 from trimtab.guard.record import Place
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import BACKENDS
@@ -41,29 +40,28 @@ def by_where(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_versions() -> None:
-    assert versions.judge_torch("2.13.0+cu126", "CUDA 12.6, NCCL 2.29.3").severity == "ok"
-    old = versions.judge_torch("2.9.1", "CUDA none")
+    assert machine.judge_torch("2.13.0+cu126", "CUDA 12.6, NCCL 2.29.3").severity == "ok"
+    old = machine.judge_torch("2.9.1", "CUDA none")
     assert (old.severity, old.do) == ("broken", "install torch 2.11 or newer")
     for version, severity in (("5.22.1", "warn"), ("6.0", "warn"), ("5.23.0", "ok"), ("5.100.0", "ok"), (None, "note")):
-        (found,) = versions.judge_packages({"transformers": version})
-        assert found.severity == severity
+        assert machine.judge_package("transformers", version).severity == severity
 
 
 def test_transformers_that_cannot_be_imported_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    found = by_where(versions.look())["transformers"]
+    found = by_where(machine.versions())["transformers"]
     assert found.severity == "warn"
     assert "is installed and cannot be imported: ModuleNotFoundError" in found.what
 
 
 def test_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.judge_cores(8, 8)[0].severity == "ok"
-    (crowded,) = machine.judge_cores(8, 64)
+    assert machine.judge_cores(8, 8).severity == "ok"
+    crowded = machine.judge_cores(8, 64)
     assert crowded.severity == "warn"
     assert "OMP_NUM_THREADS" in crowded.do
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(socket, "gethostname", lambda: "no such host.")
-    found = by_where(machine.look())
+    found = by_where(machine.environment())
     assert found["gpu"].severity == "note"
     assert found["host name"].severity == "warn"
     assert "interface of lo" in found["host name"].do
@@ -87,21 +85,19 @@ def test_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn", "waits for ever"),
         ("TORCH_FR_BUFFER_SIZE", "0", "warn", "leaves no trace"),
         ("TORCH_FR_BUFFER_SIZE", "2000", "ok", ""),
-        ("OMP_NUM_THREADS", "9", "warn", "more threads"),
         ("OMP_NUM_THREADS", "4", "ok", "4"),
         ("MALLOC_TRIM_THRESHOLD_", "268435456", "ok", "268435456"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "note", "TORCH_NCCL_DUMP_ON_TIMEOUT=1"),
     ],
 )
 def test_environment(name: str, value: str, severity: str, says: str) -> None:
-    (one,) = machine.judge_environment({name: value}, 8, ("lo", "eth0"))
+    (one,) = machine.judge_environment({name: value}, ("lo", "eth0"))
     assert one.where.startswith(name)
     assert one.severity == severity
     assert says in one.what + one.do
 
 
 def test_only_variables_that_matter_are_shown() -> None:
-    (shown,) = machine.judge_environment({"MY_TOKEN": "secret", "NCCL_DEBUG": "INFO"}, 8, ())
+    (shown,) = machine.judge_environment({"MY_TOKEN": "secret", "NCCL_DEBUG": "INFO"}, ())
     assert (shown.where, shown.what) == ("NCCL_DEBUG", "INFO")
 
 
@@ -176,7 +172,6 @@ def test_text_is_aligned_and_narrow() -> None:
     assert all(line.startswith(margin) for line in lines[2:])
     assert margin + "  indented" in lines
     assert lines[-2:] == [margin + "-> do this", margin + "-> then that"]
-    assert (exit_code(findings), exit_code(findings[:1])) == (1, 0)
 
 
 def trimtab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -207,12 +202,12 @@ def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:
 
 
 KERNELS_WITH = """
-import os, sys
+import sys
 from trimtab.doctor import backends
-from trimtab.doctor.findings import as_text, exit_code
+from trimtab.doctor.findings import as_text
 found = backends.kernels()
 print(as_text(found))
-sys.exit(exit_code(found))
+sys.exit(any(f.severity == "broken" for f in found))
 """
 
 
@@ -296,13 +291,13 @@ def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         place = Place(layer="a", phase="count", direction="forward", call=2, since=time.monotonic() - 7.2)
-        (stopped,) = judge_places([(process.pid, 3, place)])
+        (stopped,) = machine.judge_places([(process.pid, 3, place)])
     finally:
         process.kill()
         process.wait()
     assert (stopped.severity, stopped.where) == ("broken", f"pid {process.pid}, rank 3 of its group")
     assert stopped.what.startswith("in count forward of layer a, call 2, for 7 s: the process is stopped")
-    (none,) = judge_places([])
+    (none,) = machine.judge_places([])
     assert none.severity == "note"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trimtab.doctor.findings import Part
+    from trimtab.doctor.findings import Finding
 
 HELP = "check this machine, or say where a job stopped"
 DESCRIPTION = """\
@@ -35,33 +36,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print findings; returns 1 if any of them is broken, else 0."""
-    # Imported here: the other subcommands start without them, and reading traces starts without torch.
-    from trimtab.doctor.findings import as_json, as_text, exit_code
-    from trimtab.doctor.flight_recorder import read_traces
-    from trimtab.doctor.flight_recorder_diagnosis import diagnose
+    from trimtab.doctor.findings import as_text
 
-    seen: list[Part] = []
-    if options.trace:
-        traces = read_traces([Path(path) for path in options.trace])
-        ranks = ", ".join(str(trace.rank) for trace in traces)
-        parts: Iterable[Part] = [(f"Flight Recorder, rank {ranks}", diagnose(traces))]
-    elif options.places:
-        from trimtab.doctor.checkup import judge_places
-        from trimtab.guard.record import places_here
-
-        parts = [("ranks of this host", judge_places(places_here()))]
-    else:
-        from trimtab.doctor.checkup import checkup
-
-        parts = checkup()
-    for name, findings in parts:
-        seen.append((name, findings))
+    told, broken = [], 0
+    for name, findings in _parts(options):
+        told += [{"part": name, **asdict(finding)} for finding in findings]
+        broken += sum(finding.severity == "broken" for finding in findings)
         if not options.json:
             print(f"{name}\n{as_text(findings)}\n", flush=True)
-    every = [finding for _, findings in seen for finding in findings]
     if options.json:
-        print(json.dumps(as_json(seen), indent=2))
+        print(json.dumps({"ok": not broken, "findings": told}, indent=2))
     elif not (options.trace or options.places):
-        broken = sum(finding.severity == "broken" for finding in every)
         print(f"{broken} broken: see the lines that begin so" if broken else "all is well")
-    return exit_code(every)
+    return int(bool(broken))
+
+
+def _parts(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
+    """Each part's name and findings, as soon as they are known. Traces are read without torch."""
+    if options.trace:
+        from trimtab.doctor.flight_recorder import read_traces
+        from trimtab.doctor.flight_recorder_diagnosis import diagnose
+
+        traces = read_traces([Path(path) for path in options.trace])
+        yield f"Flight Recorder, rank {', '.join(str(trace.rank) for trace in traces)}", diagnose(traces)
+        return
+    from trimtab.doctor import backends, loopback, machine
+    from trimtab.guard.record import places_here
+
+    if options.places:
+        yield "ranks of this host", machine.judge_places(places_here())
+        return
+    yield "versions", machine.versions()
+    yield "machine and environment", machine.environment()
+    yield "process groups and transports", backends.transports()
+    yield "kernels, self-tested", backends.kernels()
+    yield "loopback", loopback.look()

@@ -29,14 +29,14 @@ WRONG = (
 class Tried:
     """Kernels tried with one dtype: how they passed, or why they were refused, or what is wrong.
 
-    chosen: "auto" takes them on this device. about: the instructions and the bfloat16 products they were built for.
+    chosen: "auto" takes them on this device. about: what they were built for, in lines.
     """
 
     dtype: str
     chosen: bool
     passed: str = ""
     about: tuple[str, ...] = ()
-    refused: str | None = None
+    refused: str = ""
     fault: str | None = None
 
 
@@ -58,8 +58,7 @@ def judge(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
         what = "GPUs are here, but this torch has no NCCL for them"
         found.append(Finding("broken", "nccl", what, "install a CUDA wheel of torch"))
     else:
-        why = "torch sees no GPU" if nccl else "this torch has none, and sees no GPU"
-        found.append(Finding("note", "nccl", f"cannot run here: {why}"))
+        found.append(Finding("note", "nccl", "cannot run here: torch sees no GPU"))
     devices = [name for name, there in (("CPU over gloo", gloo), ("GPU over nccl", nccl and gpus)) if there]
     over = ", ".join(devices) or "no process group can run here"
     for name, how in (("alltoall", "each row to the rank that needs it"), ("allgather", "every row to every rank")):
@@ -82,8 +81,8 @@ def try_kernels(name: str, device: torch.device) -> list[Tried]:
 def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Finding:
     """The finding about one set of kernels. `tried`: in each dtype."""
     where = f"kernels {name}"
-    refusals = {one.refused for one in tried}
-    if len(refusals) == 1 and (why := refusals.pop()) is not None:
+    if all(one.refused for one in tried) and len({one.refused for one in tried}) == 1:
+        why = tried[0].refused
         what = f"cannot run on {device}: {why}"
         return Finding("broken", where, what, CXX) if blames_cxx(why) else Finding("note", where, what)
     passed = ", ".join(one.passed for one in tried if one.passed) or "nothing passed"
@@ -99,21 +98,16 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
 
 
 def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> Tried:
-    short = _short(dtype)
+    short = str(dtype).removeprefix("torch.")
     try:
         kernels = get_backend(name, device)
         computed = kernels.compute_dtype(dtype)
         test = self_test(kernels, device, computed)
     except BackendError as error:
         return Tried(dtype=short, chosen=chosen, refused=str(error))
-    if test.fault is not None:
-        return Tried(dtype=short, chosen=chosen, fault=test.fault)
+    how = "" if computed == dtype else f" in {str(computed).removeprefix('torch.')}"
+    passed = "" if test.fault else f"{short}{how} {test.seconds * 1e3:.1f} ms"
     about: tuple[str, ...] = ()
     if isinstance(kernels, CompiledKernels):
         about = (f"compiled for {kernels.instructions}", f"bfloat16 products: {kernels.bf16}")
-    how = "" if computed == dtype else f" in {_short(computed)}"
-    return Tried(dtype=short, chosen=chosen, passed=f"{short}{how} {test.seconds * 1e3:.1f} ms", about=about)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Tried(dtype=short, chosen=chosen, passed=passed, about=about, fault=test.fault)

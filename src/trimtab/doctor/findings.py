@@ -1,13 +1,12 @@
-"""A finding: how bad, where, what, and what to do about it. Plain values, and one way to print them."""
+"""A finding: how bad, where, what, and what to do about it; and the one way to print them."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-Severity = Literal["ok", "note", "warn", "broken"]
 WIDTH = 100
 
 
@@ -20,19 +19,10 @@ class Finding:
     where: the part looked at. what: one line, or several. do: what to do about it, if anything.
     """
 
-    severity: Severity
+    severity: Literal["ok", "note", "warn", "broken"]
     where: str
     what: str
     do: str = ""
-
-
-Part = tuple[str, list[Finding]]
-"""A part of a check-up by name, and what was found there."""
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """1 if anything is broken, else 0."""
-    return int(any(finding.severity == "broken" for finding in findings))
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -43,22 +33,13 @@ def as_text(findings: Sequence[Finding]) -> str:
     for finding in findings:
         first = f"{finding.severity:<6} {finding.where:<{left}}  "
         for i, line in enumerate(finding.what.splitlines()):
-            lines += _wrapped(line, margin if i else first, margin)
+            indent = " " * (len(line) - len(line.lstrip()))
+            lines += _wrapped(line.lstrip(), (margin if i else first) + indent, margin + indent)
         for line in finding.do.splitlines():
-            lines += _wrapped(f"-> {line}", margin, margin + "   ")
+            lines += _wrapped(line, margin + "-> ", margin + "   ")
     return "\n".join(lines)
 
 
-def as_json(parts: Sequence[Part]) -> dict[str, Any]:
-    """What `--json` prints."""
-    findings = [{"part": name, **asdict(finding)} for name, part in parts for finding in part]
-    return {"ok": all(finding["severity"] != "broken" for finding in findings), "findings": findings}
-
-
-def _wrapped(line: str, first: str, later: str) -> list[str]:
-    text = line.lstrip()
-    indent = " " * (len(line) - len(text))
-    wrapper = textwrap.TextWrapper(
-        max(WIDTH, len(later) + 40), first + indent, later + indent, break_long_words=False, break_on_hyphens=False
-    )
-    return wrapper.wrap(text)
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    width = max(WIDTH, len(later) + 40)
+    return textwrap.TextWrapper(width, first, later, break_long_words=False, break_on_hyphens=False).wrap(text)

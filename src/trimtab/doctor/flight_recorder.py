@@ -17,13 +17,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from trimtab.errors import InputError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frame:
+class Frame(NamedTuple):
     """One line of a stack, innermost first."""
 
     file: str
@@ -44,7 +43,6 @@ class Entry:
     desc: str
     seq: int
     op: str
-    p2p: bool
     done: bool
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -65,13 +63,14 @@ _LIKELY = re.compile(r"(trace|rank).*\d(\.(json|pickle|pkl))?$")
 """Names that are taken from a folder."""
 
 
-class _Refused(Exception):
-    """A pickle names something that is no builtin container or number."""
-
-
 class _Plain(pickle.Unpickler):
+    """Of builtin containers and numbers."""
+
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise _Refused(f"it asks for {module}.{name}, and a dump holds builtin values only")
+        raise InputError(
+            f"it asks for {module}.{name}, and reading it in full would run that. Make the dump again with torch "
+            "itself, or with trimtab.doctor.flight_recorder_dump, and do not unpickle this one"
+        )
 
 
 def read_traces(paths: Sequence[Path]) -> list[Trace]:
@@ -103,14 +102,11 @@ def read_trace(path: Path) -> Trace:
     try:
         data = path.read_bytes()
         dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
-        entries = tuple(_entry(rank, entry) for entry in dump["entries"])
+        entries = tuple(_entry(rank, entry) for entry in dump["entries"] if not entry.get("is_p2p"))
         members = {str(name): _ranks(group) for name, group in dump.get("pg_config", {}).items()}
         return Trace(rank=rank, entries=entries, members=members)
-    except _Refused as error:
-        raise InputError(
-            f"{path} is refused: {error}. Reading it in full would run whatever code it names. Make the dump again "
-            "with torch itself, or with trimtab.doctor.flight_recorder_dump, and do not unpickle this one"
-        ) from error
+    except InputError as error:
+        raise InputError(f"{path} is refused: {error}") from error
     except Exception as error:  # whatever a file that is no dump makes of it
         raise InputError(f"{path} is not a Flight Recorder dump ({type(error).__name__}: {error})") from error
 
@@ -121,16 +117,13 @@ def _entry(rank: int, e: dict[str, Any]) -> Entry:
         rank=rank,
         group=str(group),
         desc=str(desc),
-        seq=int(e["p2p_seq_id"] if e.get("is_p2p") else e["collective_seq_id"]),
+        seq=int(e["collective_seq_id"]),
         op=name.rpartition(":")[2],
-        p2p=bool(e.get("is_p2p")),
         # NCCL knows states, and retires what it gave up too; Gloo stays at "scheduled" and retires what is over.
         done=e["state"] == "completed" if name.startswith("nccl:") else bool(e.get("retired")),
         sizes=tuple(tuple(int(n) for n in size) for size in e["input_sizes"]),
         dtypes=tuple(str(dtype) for dtype in e.get("input_dtypes", ())),
-        frames=tuple(
-            Frame(file=str(f["filename"]), name=str(f["name"]), line=int(f["line"])) for f in e.get("frames", ())
-        ),
+        frames=tuple(Frame(str(f["filename"]), str(f["name"]), int(f["line"])) for f in e.get("frames", ())),
         created_ns=int(e.get("time_created_ns") or 0),
     )
 

@@ -2,6 +2,12 @@
 
 A group has stopped at the first collective that some rank has issued and not finished. The ranks whose last collective
 in that group is older never came; of those, the ones that wait nowhere themselves are the ones to look at.
+
+What a collective is in MoE words is read off its stack: phase, direction, layer.
+
+    count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
+    combine    rows home; backward: out to the experts        shard      sequence shards put together
+    check before dispatch or combine: the guard's own exchange, so that no rank moves rows unless all are there
 """
 
 from __future__ import annotations
@@ -10,10 +16,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 
+from trimtab.dispatch import LAYER_FILE
 from trimtab.doctor.findings import Finding
-from trimtab.doctor.flight_recorder import Entry, Trace
-from trimtab.doctor.flight_recorder_words import place_of
+from trimtab.doctor.flight_recorder import Entry, Frame, Trace
 
 ABSENT = (
     "others wait for it and it is in no collective itself: it computes, waits for something else (data, a lock, the "
@@ -74,8 +82,7 @@ def find_stops(traces: Sequence[Trace]) -> list[Stop]:
     groups: dict[str, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         for entry in trace.entries:
-            if not entry.p2p:
-                groups[entry.group][trace.rank].append(entry)
+            groups[entry.group][trace.rank].append(entry)
     recorded = {name: ranks for trace in traces for name, ranks in trace.members.items() if ranks}
     dumped = {trace.rank for trace in traces}
     stops = []
@@ -138,31 +145,24 @@ def _differences(stop: Stop) -> str:
     """How the entries of one collective differ between ranks in a way that cannot work; "" if they agree."""
     entries = list(stop.here.values())
     places = [place_of(e) for e in entries]
-    found = []
+    # Everything, but for rows in an all-to-all, whose number is each rank's own.
+    rows = places[0].rows and "all_to_all" in entries[0].op
+    sizes = {tuple(size[1:] for size in e.sizes) if rows else e.sizes for e in entries}
     if len({e.op for e in entries}) > 1:
-        found.append("different collectives")
-    elif len({(p.what, p.backward, p.layer) for p in places}) > 1:
-        found.append("different phases or layers")
-    elif len({e.dtypes for e in entries}) > 1:
-        found.append("different dtypes")
-    elif len({_agreed_size(e, p.rows) for e, p in zip(entries, places, strict=True)}) > 1:
-        found.append("sizes that do not fit")
-    return ", ".join(found)
-
-
-def _agreed_size(entry: Entry, rows: bool) -> tuple[tuple[int, ...], ...]:
-    """What of the sizes all ranks must share: everything, but for rows in an all-to-all the bytes of a row only."""
-    return tuple(size[1:] for size in entry.sizes) if rows and "all_to_all" in entry.op else entry.sizes
+        return "different collectives"
+    if len({(p.what, p.backward, p.layer) for p in places}) > 1:
+        return "different phases or layers"
+    if len({e.dtypes for e in entries}) > 1:
+        return "different dtypes"
+    return "sizes that do not fit" if len(sizes) > 1 else ""
 
 
 def _whereabouts(rank: int, waiting: dict[int, Entry], last: dict[int, Entry | None]) -> str:
-    if rank in waiting:
-        entry = waiting[rank]
+    if (entry := waiting.get(rank)) is not None:
         return f"itself waiting in group {entry.group}: {place_of(entry)}"
-    entry_or_none = last.get(rank)
-    if entry_or_none is None:
-        return "which has recorded no collective at all"
-    return f"whose last collective is over: {place_of(entry_or_none)}, issued {_clock(entry_or_none.created_ns)}"
+    if (entry := last.get(rank)) is not None:
+        return f"whose last collective is over: {place_of(entry)}, issued {_clock(entry.created_ns)}"
+    return "which has recorded no collective at all"
 
 
 def _nothing_stopped(last: dict[int, Entry | None]) -> Finding:
@@ -172,9 +172,8 @@ def _nothing_stopped(last: dict[int, Entry | None]) -> Finding:
 
 
 def _sizes(entry: Entry) -> str:
-    return " ".join(
-        f"{list(size)} {dtype}" for size, dtype in zip(entry.sizes, entry.dtypes or [""] * 99, strict=False)
-    )
+    dtypes = entry.dtypes or ("",) * len(entry.sizes)
+    return " ".join(f"{list(size)} {dtype}" for size, dtype in zip(entry.sizes, dtypes, strict=False))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -183,3 +182,92 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _clock(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, UTC).strftime("%H:%M:%S UTC")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a step a collective is. phase "" outside of trimtab's layers; layer "" where it is not recorded.
+
+    rows: whether rows move, whose number may differ between ranks; else all ranks bring the same sizes.
+    """
+
+    what: str
+    phase: str = ""
+    rows: bool = False
+    backward: bool = False
+    layer: str = ""
+    at: str = ""
+
+    def __str__(self) -> str:
+        direction = f", {'backward' if self.backward else 'forward'}" if self.phase else ""
+        layer = f", layer {self.layer}" if self.layer else ""
+        return f"{self.what}{direction}{layer}{f' ({self.at})' if self.at else ''}"
+
+
+def place_of(entry: Entry) -> Place:
+    """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
+    inside = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
+    names = {name for file, name in inside if file.startswith("dispatch/")}
+    maps = {name for file, name in inside if file == "dispatch/route.py"}
+    # Of our own functions: below a forward that is computed again lies torch's backward.
+    backward = any(file.startswith("dispatch/") and name == "backward" for file, name in inside)
+    layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
+    out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
+    phase = "dispatch" if out != backward else "combine"
+    if names & {"join_shards", "unshard", "take_shard"}:
+        what, phase = "sequence shards put together", "shard"
+    elif "handshake" in names and out == home:
+        what, phase, backward = "exchange of counts", "count", False
+    elif "handshake" in names:
+        what = f"check before {phase}"
+    elif out != home:
+        what = phase
+    else:
+        what, phase, backward = _other(entry), "", False
+    at = _users(entry.frames)
+    return Place(what=what, phase=phase, rows=what == phase, backward=backward, layer=layer, at=at)
+
+
+def _other(entry: Entry) -> str:
+    """What is not an exchange of ours."""
+    backward = any(f.name == "backward" for f in entry.frames)
+    kinds = {"all_gather": "gathers parameters", "reduce_scatter": "scatters gradients"}
+    fsdp = next((says for op, says in kinds.items() if op in entry.op), "reduces gradients over replicas")
+    users = {
+        "transformers/distributed/expert_parallel": "transformers' own expert exchange",
+        "fsdp": f"FSDP {fsdp}",
+        "clip_grad": "gradient norm",
+        "distributed/checkpoint": "checkpoint",
+        "nn/parallel/distributed.py": "DDP",
+    }
+    for part, what in users.items():
+        if any(part in f.file or part in f.name for f in entry.frames):
+            return f"{what} ({entry.op})"
+    if "barrier" in entry.op:
+        return "barrier"
+    if entry.op.startswith(("all_reduce", "allreduce")) and backward:
+        return f"all-reduce issued from backward: DDP's gradients, or a hook ({entry.op})"
+    return entry.op
+
+
+def _users(frames: tuple[Frame, ...]) -> str:
+    """The innermost line that is neither torch's nor ours nor another library's: where the user's code called."""
+    library = ("site-packages/", "dist-packages/", "/torch/", "<", "lib/python")
+    users = (f for f in frames if not any(part in f.file for part in library) and not _file_of_trimtab(f.file))
+    mine = next(users, None)
+    return f"{mine.file.rpartition('/')[2]}:{mine.line} {mine.name}" if mine else ""
+
+
+def _file_of_trimtab(file: str) -> str:
+    """A file of this package by its path in it, wherever the host that wrote the dump has it; "" for any other file.
+
+    A folder called trimtab may also be a checkout's or a project of the user's: what lies in it decides.
+    """
+    inside = file.rpartition("/trimtab/")[2]
+    return inside if inside != file and inside in _files() else ""
+
+
+@cache
+def _files() -> frozenset[str]:
+    package = Path(__file__).parents[1]
+    return frozenset(file.relative_to(package).as_posix() for file in package.rglob("*.py"))

@@ -1,7 +1,6 @@
-"""Writing Flight Recorder dumps on any backend, also from a process whose main thread is stuck in a collective.
+"""Flight Recorder dumps on any backend, also of a process whose main thread is stuck in a collective.
 
-NCCL writes its own when it times out; Gloo records as well, in torch 2.13 or a build with CUDA, but writes nothing by
-itself.
+NCCL writes its own when it times out; Gloo records, in torch 2.13 or a build with CUDA, and writes nothing by itself.
 """
 
 from __future__ import annotations

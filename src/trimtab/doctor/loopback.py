@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ BOUND = BOUNDS[torch.float64]
 MEGABYTES = 8
 WHERE = "2 ranks, "
 SLOW_US, SLOW_GBS = 5000.0, 0.05
+OWN = "the layer itself failed: install trimtab and torch afresh; if it stays, report it with what stands above"
+NETWORK = (
+    "a host name or interface that Gloo cannot use is the usual cause: set GLOO_SOCKET_IFNAME=lo and run this again; a "
+    "firewall on the host's own address is another"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +54,8 @@ def look() -> list[Finding]:
     try:
         answers = run_ranks(on_rank, RANKS, deadline=60.0)
     except (AssertionError, OSError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return [judge_failure("; ".join(dict.fromkeys(line for line in lines if _telling(line))) or repr(error))]
+        told = [line.strip() for line in str(error).splitlines() if re.search("Error|no answer|died", line)]
+        return [judge_failure("; ".join(dict.fromkeys(told)) or repr(error))]
     found = []
     for one, other in zip(*answers, strict=True):
         if isinstance(one, str):  # on both ranks
@@ -62,15 +67,7 @@ def look() -> list[Finding]:
 
 def judge_failure(failed: str) -> Finding:
     """The finding where the ranks did not come through. failed: the errors of both."""
-    do = (
-        "the layer itself failed: install trimtab and torch afresh, in versions that fit; if it stays, report it with "
-        "what stands above"
-    )
-    if re.search(r"no answer|onnect|gloo|socket|address|interface", failed):
-        do = (
-            "a host name or interface that Gloo cannot use is the usual cause: set GLOO_SOCKET_IFNAME=lo and run this "
-            "again; a firewall on the host's own address is another"
-        )
+    do = NETWORK if re.search(r"no answer|onnect|gloo|socket|address|interface", failed) else OWN
     return Finding("broken", WHERE + "gloo", f"two ranks on this host did not come through: {failed}", do)
 
 
@@ -105,40 +102,32 @@ def on_rank() -> list[Loopback | str]:
     return [*found, _through(shared, "shared_memory")]
 
 
-def _through(transport: Transport, name: Literal["alltoall", "shared_memory"]) -> Loopback:
+def _through(transport: Transport, name: str) -> Loopback:
     """A case of the ledger, and how fast the exchange is."""
     topology = Topology(ranks=RANKS, ep=RANKS, transport=name)
     case = Case(topology=topology, pattern=pattern_named("random"), dtype="float64", seed=0)
-    finding = Bench(Impl(), make_place(topology, transport.rank, torch.device("cpu"))).run(case, repeat=1)
+    finding = Bench(Impl(), make_place(topology, transport.rank, torch.device("cpu"))).run(case)
     if finding.fault is not None:
         raise RuntimeError(finding.fault)
-    error = max(finding.errors.values())
-    over = "gloo" if name == "alltoall" else name
-    return Loopback(over=over, error=error, latency_us=_latency(transport), gigabytes_per_s=_bandwidth(transport))
-
-
-def _latency(transport: Transport) -> float:
     headers = torch.zeros(RANKS, 6, dtype=torch.int64)
-    return statistics.median(_timed(lambda: transport.handshake(headers)) for _ in range(50)) * 1e6
-
-
-def _bandwidth(transport: Transport) -> float:
     rows = torch.zeros(MEGABYTES * 1024, 1024, dtype=torch.uint8)
-    half = rows.shape[0] // RANKS
-    each = (half,) * RANKS
+    each = (rows.shape[0] // RANKS,) * RANKS
     splits = SplitSizes(outgoing=each, incoming=each, everyone=(each,) * RANKS)
     for _ in range(3):  # into memory that is new
         transport.combine([rows], splits, each)
-    seconds = statistics.median(_timed(lambda: transport.combine([rows], splits, each)) for _ in range(9))
-    return rows.numel() / RANKS / seconds / 1e9  # what stays on the rank crosses nothing
+    seconds = _median(lambda: transport.combine([rows], splits, each), 9)
+    return Loopback(
+        over="gloo" if name == "alltoall" else name,
+        error=max(finding.errors.values()),
+        latency_us=_median(lambda: transport.handshake(headers), 50) * 1e6,
+        gigabytes_per_s=rows.numel() / RANKS / seconds / 1e9,  # what stays on the rank crosses nothing
+    )
 
 
-def _timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _telling(line: str) -> bool:
-    """Whether a line of a traceback says what happened rather than where."""
-    return "Error" in line or "no answer" in line or "died" in line
+def _median(run: Callable[[], object], times: int) -> float:
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)

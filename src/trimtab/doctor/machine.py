@@ -1,48 +1,111 @@
-"""Cores, threads, devices and the environment variables that steer them."""
+"""What runs here: versions, cores, devices, the environment variables that steer them, and the ranks of this host."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
+import platform
+import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from trimtab import __version__
 from trimtab.doctor.findings import Finding
+from trimtab.errors import first_line
+from trimtab.guard.peers import process_state, start_of
+from trimtab.guard.record import Place
 from trimtab.launched import cores
 
+TORCH = (2, 11)
+"""The oldest torch."""
+TRANSFORMERS = (5, 23)
+"""The oldest transformers; the next major version is not known to work."""
+OPTIONAL = {
+    "transformers": "MoE families of transformers (trimtab.integrations.transformers) and `trimtab train`",
+    "accelerate": "loading transformers models with a distributed config",
+    "torchtitan": "`trimtab verify --impl torchtitan`",
+    "triton": "Triton kernels on a GPU",
+}
 PREFIXES = (
     "OMP_", "MKL_NUM", "KMP_", "GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "TORCH_GLOO_",
     "MALLOC_", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "RANK", "LOCAL_RANK", "WORLD_SIZE",
     "MASTER_", "LOCAL_WORLD_SIZE", "GLIBC_TUNABLES",
 )  # fmt: skip
 """Environment variables that are shown."""
-WHEN_ON = {
-    "NCCL_P2P_DISABLE": "GPUs of one host do not talk directly",
-    "NCCL_SHM_DISABLE": "processes of one host do not share memory",
-    "NCCL_IB_DISABLE": "hosts do not talk over InfiniBand or RoCE",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-}
-"""What a variable costs where it is set."""
-NO_TRACE = ("the Flight Recorder is off: a hang leaves no trace", "unset it, or set it to 2000")
-WHEN_OFF = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("a NCCL collective whose peer is gone waits for ever", "unset it"),
-    "TORCH_FR_BUFFER_SIZE": NO_TRACE,
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": NO_TRACE,
-}
-"""What a variable costs where it is 0, and what to do."""
 DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
-def look() -> list[Finding]:
+def _on(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "no", "n")
+
+
+def _off(value: str) -> bool:
+    return not _on(value)
+
+
+DEBUGGING = "unset it unless it is there for debugging"
+NO_TRACE = (_off, "the Flight Recorder is off: a hang leaves no trace", "unset it, or set it to 2000")
+COSTLY: dict[str, tuple[Callable[[str], bool], str, str]] = {
+    "NCCL_P2P_DISABLE": (_on, "GPUs of one host do not talk directly", DEBUGGING),
+    "NCCL_SHM_DISABLE": (_on, "processes of one host do not share memory", DEBUGGING),
+    "NCCL_IB_DISABLE": (_on, "hosts do not talk over InfiniBand or RoCE", DEBUGGING),
+    "CUDA_LAUNCH_BLOCKING": (_on, "every kernel is waited for", DEBUGGING),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_off, "a NCCL collective whose peer is gone waits for ever", "unset it"),
+    "TORCH_FR_BUFFER_SIZE": NO_TRACE,
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": NO_TRACE,
+    "TORCH_DISTRIBUTED_DEBUG": (lambda v: v.upper() == "DETAIL", "each collective is checked, slowly", "unset it"),
+}
+"""Variables: when one costs something, what, and what to do."""
+
+
+def versions() -> list[Finding]:
+    """Findings about this machine's versions."""
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
+    built = f"CUDA {torch.version.cuda or getattr(torch.version, 'hip', None) or 'none'}, NCCL {nccl}"
+    own = Finding("ok", "trimtab", f"{__version__}, {system}")
+    return [own, judge_torch(torch.__version__, built), *(judge_package(name, _installed(name)) for name in OPTIONAL)]
+
+
+def judge_torch(version: str, built: str) -> Finding:
+    """The finding about torch of that version, built with CUDA and NCCL of those."""
+    what = f"{version}, {built}"
+    if _numbers(version) >= TORCH:
+        return Finding("ok", "torch", what)
+    return Finding("broken", "torch", what, f"install torch {TORCH[0]}.{TORCH[1]} or newer")
+
+
+def judge_package(name: str, version: str | None) -> Finding:
+    """The finding about an optional package; None: not installed."""
+    if version is None:
+        return Finding("note", name, f"not installed: needed for {OPTIONAL[name]}")
+    if name != "transformers":
+        return Finding("ok", name, version)
+    oldest, next_major = TRANSFORMERS, TRANSFORMERS[0] + 1
+    if not oldest <= _numbers(version) < (next_major,):
+        do = f"install transformers {oldest[0]}.{oldest[1]} or newer, below {next_major}"
+        return Finding("warn", name, f"{version} is outside of what trimtab is made for", do)
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a package that is half there raises anything
+        what = f"{version} is installed and cannot be imported: {first_line(error, typed=True)}"
+        return Finding("warn", name, what, "install it anew")
+    return Finding("ok", name, version)
+
+
+def environment() -> list[Finding]:
     """Findings about this machine and its environment."""
     interfaces = [name for _, name in socket.if_nameindex()]
-    found = judge_cores(cores(), torch.get_num_threads())
+    found = [judge_cores(cores(), torch.get_num_threads())]
     found += [Finding("ok", "gpu", _device(i)) for i in range(torch.cuda.device_count())]
     if not torch.cuda.device_count():
         found.append(Finding("note", "gpu", "none that torch can use: everything runs on the CPU"))
-    elif DUMPS not in os.environ:
-        found.append(_no_dumps(DUMPS))
+    elif _off(os.environ.get(DUMPS, "")):
+        what = "off or not set: whether a NCCL time-out leaves dumps for `trimtab doctor --trace` is up to torch"
+        found.append(Finding("note", DUMPS, what, f"set {DUMPS}=1 and TORCH_FR_BUFFER_SIZE=2000"))
     host = socket.gethostname()
     try:
         socket.gethostbyname(host)
@@ -50,55 +113,66 @@ def look() -> list[Finding]:
         what = f"{host} has no address: Gloo cannot tell peers where it is"
         do = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of {', '.join(interfaces)}"
         found.append(Finding("warn", "host name", what, do))
-    return found + judge_environment(os.environ, cores(), interfaces)
+    return found + judge_environment(os.environ, interfaces)
 
 
-def judge_cores(usable: int, threads: int) -> list[Finding]:
+def judge_cores(usable: int, threads: int) -> Finding:
     """The finding about torch's threads on the cores that this process may use."""
     if threads > usable:
         do = f"set OMP_NUM_THREADS to {usable} divided by the number of ranks on this host"
-        return [Finding("warn", "cores", f"torch uses {threads} threads on {usable} cores", do)]
-    return [Finding("ok", "cores", f"{usable} ({torch.backends.cpu.get_cpu_capability()}), torch uses {threads}")]
+        return Finding("warn", "cores", f"torch uses {threads} threads on {usable} cores", do)
+    return Finding("ok", "cores", f"{usable} ({torch.backends.cpu.get_cpu_capability()}), torch uses {threads}")
 
 
-def judge_environment(environment: Mapping[str, str], usable: int, interfaces: Sequence[str]) -> list[Finding]:
-    """Findings about the variables of `PREFIXES`, on a host of so many cores and these network interfaces."""
-    shown = [(name, value) for name, value in sorted(environment.items()) if name.startswith(PREFIXES)]
-    return [_variable(name, value, usable, interfaces) for name, value in shown]
+def judge_environment(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Finding]:
+    """Findings about the variables of `PREFIXES`, on a host of these network interfaces."""
+    shown = [(name, value) for name, value in sorted(variables.items()) if name.startswith(PREFIXES)]
+    return [_variable(name, value, interfaces) for name, value in shown]
 
 
-def _variable(name: str, value: str, usable: int, interfaces: Sequence[str]) -> Finding:
-    on = value.strip().lower() not in ("", "0", "false", "no", "n")
-    shown = f"{name}={value}"
-    if name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value:
-        return _interface(name, value, interfaces)
-    if name in WHEN_ON and on:
-        return Finding("warn", shown, WHEN_ON[name], "unset it unless it is there for debugging")
-    if name in WHEN_OFF and not on:
-        return Finding("warn", shown, *WHEN_OFF[name])
-    if name == "TORCH_DISTRIBUTED_DEBUG" and value.upper() == "DETAIL":
-        return Finding("warn", shown, "collectives are checked one by one, slowly", "unset it")
-    if name == DUMPS and not on:
-        return _no_dumps(shown)
-    if name == "OMP_NUM_THREADS" and value.isdigit() and int(value) > usable:
-        return Finding("warn", shown, f"more threads than the {usable} cores", f"at most {usable}")
+def _variable(name: str, value: str, interfaces: Sequence[str]) -> Finding:
+    if name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value and not _is_interface(name, value, interfaces):
+        do = f"name one of {', '.join(interfaces)}, or unset it"
+        return Finding("broken", f"{name}={value}", "no such network interface on this host", do)
+    if name in COSTLY and COSTLY[name][0](value):
+        return Finding("warn", f"{name}={value}", *COSTLY[name][1:])
     return Finding("ok", name, value or "(empty)")
 
 
-def _no_dumps(shown: str) -> Finding:
-    what = "off or not set: whether a NCCL time-out leaves dumps for `trimtab doctor --trace` is up to torch"
-    return Finding("note", shown, what, f"set {DUMPS}=1 and TORCH_FR_BUFFER_SIZE=2000")
-
-
-def _interface(name: str, value: str, interfaces: Sequence[str]) -> Finding:
+def _is_interface(name: str, value: str, interfaces: Sequence[str]) -> bool:
     """Gloo takes names; NCCL prefixes too, `=name` for an exact one and `^name` for any other."""
-    wanted = [part.strip() for part in value.lstrip("^=").split(",")]
-    exact = name.startswith("GLOO") or value.startswith("=")
-    there = [i for w in wanted for i in interfaces if i == w or (not exact and i.startswith(w))]
-    if there or value.startswith("^"):
-        return Finding("ok", name, value)
-    do = f"name one of {', '.join(interfaces)}, or unset it"
-    return Finding("broken", f"{name}={value}", "no such network interface on this host", do)
+    wanted = [part.strip() for part in value.lstrip("=").split(",")]
+    if name.startswith("GLOO") or value.startswith("="):
+        return not set(wanted).isdisjoint(interfaces)
+    return value.startswith("^") or any(i.startswith(w) for w in wanted for i in interfaces)
+
+
+def judge_places(places: Iterable[tuple[int, int, Place]]) -> list[Finding]:
+    """Findings about what `trimtab.guard.record.places_here` read from outside; the ranks need not answer."""
+    found = [_stands(*place) for place in places]
+    what = "no process that may be read here is in a guarded layer, or has been in one"
+    do = "run this on the hosts of the job, as its user or as root; in a container, inside of it"
+    return found or [Finding("note", "this host", what, do)]
+
+
+def _stands(pid: int, rank: int, place: Place) -> Finding:
+    where, what = f"pid {pid}, rank {rank} of its group", f"{place}, for {place.seconds:.0f} s"
+    if process_state(pid, start_of(pid)) != "stopped":
+        return Finding("ok", where, what)
+    what += ": the process is stopped (SIGSTOP or a debugger)"
+    return Finding("broken", where, what, "continue it (kill -CONT) or end it")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13) of 2.13.0+cpu."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _device(index: int) -> str:
