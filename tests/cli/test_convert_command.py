@@ -30,8 +30,7 @@ def test_to_safetensors_and_back(trained: Path, tmp_path: Path, capsys: pytest.C
     assert main(["convert", str(trained / "checkpoints"), str(tmp_path / "hf"), "--to", "safetensors"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("25 tensors, ")
-    layers = "2 layers of experts: gate_up_proj [E, I, D], I = gate|up; down_proj [E, D, F]; E 4, D 16, F 16"
-    assert printed[1] == layers
+    assert printed[1] == "2 layers of experts: gate_up_proj [4, 32, 16], down_proj [4, 16, 16]"
     assert printed[2].startswith("left behind: optimizer state, ")
     source, written = printed[3].split(), printed[4].split()
     assert [source[0], written[0]] == ["source", "written"]

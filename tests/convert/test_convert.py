@@ -127,9 +127,6 @@ def test_the_record_and_the_index_say_what_is_there(tmp_path: Path) -> None:
     build("gpt_oss", experts=4).save_pretrained(tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     record: dict[str, Any] = json.loads((done.folder / "convert.json").read_text())
-    experts = record["experts"]["model.layers.1.mlp.experts"]
-    assert (experts["experts"], experts["packing"], experts["bias"]) == (4, "gate,up,gate,up", True)
-    assert (experts["up_axes"], experts["down_axes"]) == (["E", "D", "I"], ["E", "F", "D"])
     assert (record["source_hash"], record["hash"]) == (done.source_hash, done.hash)
     index = read_index(done.folder)
     assert index.experts["model.layers.1.mlp.experts"]["gate_up_proj"] == [4, 16, 32]

@@ -15,9 +15,8 @@ from helpers import convert_ranks
 from helpers.convert_case import assert_same, build, logits, state_of
 from helpers.convert_ranks import swapped
 from trimtab.checkpoint import load, read_tensors, save
-from trimtab.convert.blocks import BLOCKS, BlockLayout, Part, blocks_of, prove
 from trimtab.convert.convert import convert
-from trimtab.convert.layouts import experts_modules, gate_packing, layout_of
+from trimtab.convert.layouts import LAYOUTS, BlockLayout, Part, blocks_of, prove
 from trimtab.errors import ConfigError
 from trimtab.verify.ranks import preload, run_ranks
 
@@ -25,47 +24,15 @@ preload("trimtab.integrations.transformers.expert_parallel", "transformers.model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Gate(nn.Module):
-    """A gate of the ways that there are, to be found out."""
-
-    def __init__(self, first: str, halves: bool, shift: float = 0.0) -> None:
-        super().__init__()
-        self.first, self.halves, self.shift = first, halves, shift
-
-    def _apply_gate(self, x: Tensor) -> Tensor:
-        one, two = x.chunk(2, -1) if self.halves else (x[..., ::2], x[..., 1::2])
-        gate, up = (one, two) if self.first == "gate" else (two, one)
-        return torch.nn.functional.silu(gate) * (up + self.shift)
-
-
-@pytest.mark.parametrize("shift", [0.0, 1.0])
-def test_the_gate_says_how_it_is_packed(shift: float) -> None:
-    assert gate_packing(Gate("gate", True, shift)) == "gate|up"
-    assert gate_packing(Gate("up", True, shift)) == "up|gate"
-    assert gate_packing(Gate("gate", False, shift)) == "gate,up,gate,up"
-    assert gate_packing(Gate("up", False, shift)) == "up,gate,up,gate"
-
-
-def test_flags_that_lie() -> None:
-    (module, *_) = experts_modules(build("qwen3_moe")).values()
-    assert layout_of(module).packing == "gate|up"
-    module.is_concatenated = False  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="but its flags say"):
-        layout_of(module)
-    module.is_concatenated, module.is_transposed = True, True  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"\[4, 32, 16\] with gate\|up, but its flags say \[4, 16, 32\]"):
-        layout_of(module)
-
-
 def block_of(name: str, **config: Any) -> tuple[nn.Module, Any]:
     model = build(name, **config)
-    return next(iter(blocks_of(model, BLOCKS[name]).values())), model.config
+    return next(iter(blocks_of(model, LAYOUTS[name]).values())), model.config
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        *((name, {}) for name in BLOCKS),
+        *((name, {}) for name in LAYOUTS),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("deepseek_v3", {"routed_scaling_factor": 1.7, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
         ("mixtral", {"hidden_act": "gelu"}),
@@ -73,7 +40,7 @@ def block_of(name: str, **config: Any) -> tuple[nn.Module, Any]:
 )
 def test_our_layer_computes_what_the_block_does(name: str, config: dict[str, Any]) -> None:
     block, config_of = block_of(name, **config)
-    assert prove(BLOCKS[name], block, config_of) <= 1e-6
+    assert prove(LAYOUTS[name], block, config_of) <= 1e-6
 
 
 def changed(layout: BlockLayout, ours: str, **more: Any) -> BlockLayout:
@@ -117,7 +84,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 def test_a_wrong_layout_fails_its_proof_though_shapes_fit(case: str) -> None:
     name, wrong = WRONG[case]
     block, config = block_of(name, experts=8)
-    layout = dataclasses.replace(wrong(BLOCKS[name]), hidden=BLOCKS[name].hidden)
+    layout = dataclasses.replace(wrong(LAYOUTS[name]), hidden=LAYOUTS[name].hidden)
     with pytest.raises(ConfigError, match=r"differ by|size mismatch"):
         prove(layout, block, config)
 
@@ -125,20 +92,20 @@ def test_a_wrong_layout_fails_its_proof_though_shapes_fit(case: str) -> None:
 def test_a_layout_of_another_family() -> None:
     for name, other in (("deepseek_v3", "qwen3_moe"), ("qwen3_moe", "qwen2_moe")):
         with pytest.raises(ConfigError, match="is this a"):
-            blocks_of(build(other), BLOCKS[name])
+            blocks_of(build(other), LAYOUTS[name])
     for name, other in (("qwen3_moe", "mixtral"), ("olmoe", "qwen3_moe")):  # of the same names, built otherwise
         with pytest.raises(ConfigError, match="is this a"):
-            prove(BLOCKS[name], *block_of(other, experts=8))
+            prove(LAYOUTS[name], *block_of(other, experts=8))
     with pytest.raises(ConfigError, match="has no activation"):
-        BLOCKS["mixtral"].config(build("mixtral", hidden_act="relu").config)
+        LAYOUTS["mixtral"].config(build("mixtral", hidden_act="relu").config)
 
 
 def test_jitter_of_the_experts_tokens_is_not_taken_over_in_silence() -> None:
     with pytest.warns(UserWarning, match=r"router_jitter_noise=0\.1: in training the router's tokens alone"):
-        assert BLOCKS["mixtral"].config(build("mixtral", router_jitter_noise=0.1).config).router.jitter == 0.1
+        assert LAYOUTS["mixtral"].config(build("mixtral", router_jitter_noise=0.1).config).router.jitter == 0.1
 
 
-BOTH = [*((name, torch.float32) for name in sorted(BLOCKS)), ("deepseek_v3", torch.bfloat16)]
+BOTH = [*((name, torch.float32) for name in sorted(LAYOUTS)), ("deepseek_v3", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)

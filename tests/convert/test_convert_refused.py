@@ -304,10 +304,6 @@ def test_checkpoints_that_are_not_whole(saved: Path, tmp_path: Path) -> None:
     told.write_bytes(bytes(len(kept)))
     refused(tmp_path / "run", f"{told}: damaged, cannot be read", to="safetensors")
     told.write_bytes(kept)
-    index = json.loads((step / "trimtab.json").read_text())
-    index["experts"]["model.layers.0.mlp.experts"]["down_proj"] = [8, 16, 16]
-    (step / "trimtab.json").write_text(json.dumps(index))
-    refused(tmp_path / "run", "trimtab.json and the tensors disagree", to="safetensors")
     step.rename(step.with_name("step-00000004.unfinished"))
     refused(tmp_path / "run", "not written to the end", to="safetensors")
     refused(tmp_path / "run" / "step-00000004.unfinished", "not written to the end", to="safetensors")
@@ -371,15 +367,6 @@ def test_quantised(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "square", tmp_path / "hf")
     rewrite_config(tmp_path / "hf", quantization_config={"quant_method": "fp8"})
     refused(tmp_path / "hf", "quantized", ConfigError)
-
-
-def test_layouts_of_another_transformers(saved: Path, tmp_path: Path) -> None:
-    convert(saved / "run", tmp_path / "hf", to="safetensors")
-    path = tmp_path / "hf" / "convert.json"
-    record = json.loads(path.read_text())
-    record["experts"]["model.layers.0.mlp.experts"]["packing"] = "up|gate"
-    path.write_text(json.dumps(record))
-    refused(tmp_path / "hf", "but the installed transformers takes it as")
 
 
 def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

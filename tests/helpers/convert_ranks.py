@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.checkpoint import save
-from trimtab.convert.blocks import BLOCKS
+from trimtab.convert.layouts import LAYOUTS
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
 from .convert_case import build, logits
@@ -24,7 +24,7 @@ Answer = tuple[dict[str, Tensor], Tensor]
 
 def swapped(name: str, model: Any) -> Any:
     """The model with a `trimtab.MoE` of its own weights in the place of each MoE block, which passes y on."""
-    layout = BLOCKS[name]
+    layout = LAYOUTS[name]
     config = dataclasses.replace(layout.config(model.config), dtype=model.dtype)
     for index, layer in enumerate(model.model.layers):
         state = layer.mlp.state_dict()

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(done: Converted) -> str:
     """What was converted, left behind, written and proved, in lines."""
-    kinds = Counter(str(layout) for layout in done.experts.values())
+    kinds = Counter(", ".join(f"{n} {shape}" for n, shape in shapes.items()) for shapes in done.experts.values())
     lines = [f"{done.tensors} tensors, {_size(done.nbytes)}, converted; layout {done.layout}"]
     lines += [f"{count} layers of experts: {kind}" for kind, count in kinds.items()]
     if done.optimizer[0]:

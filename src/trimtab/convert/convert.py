@@ -10,7 +10,7 @@ its name.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,11 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.tensors import make_index
 from trimtab.convert import source as opened
 from trimtab.convert.dcp_files import DcpFolder, write_dcp
-from trimtab.convert.layouts import ExpertLayout
-from trimtab.convert.record import Record, check_content, content_hash, write_record
+from trimtab.convert.layouts import experts_modules
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
-from trimtab.convert.source import FORMS, TRANSFORMERS, Source, first_difference
+from trimtab.convert.source import FORMS, TRANSFORMERS, Record, Source, first_difference
 from trimtab.convert.steps import loading_steps, mapping_of, saved_mapping_of, saving_steps
-from trimtab.convert.tensors import Hashed, Mapped, TensorStore
+from trimtab.convert.tensors import Hashed, Mapped, TensorStore, content_hash
 from trimtab.errors import ConfigError, InputError
 
 
@@ -33,7 +32,7 @@ class Converted:
     """What a conversion did.
 
     folder: that was written, a checkpoint or a folder of transformers. files: in it.
-    layout: of the checkpoint's MoE blocks. experts: by experts module of transformers' model, its layout there.
+    layout: of the checkpoint's MoE blocks. experts: by experts module, the shapes of its parameters in the checkpoint.
     tensors, nbytes: of the source, that were converted. source_hash, hash: of the source and of what was written.
     recorded: whether the source bore the record of a conversion, which its tensors were held against.
     optimizer: entries and bytes of optimizer state, which has no place in safetensors and is always left behind.
@@ -42,7 +41,7 @@ class Converted:
     folder: Path
     files: list[str]
     layout: str
-    experts: dict[str, ExpertLayout]
+    experts: dict[str, dict[str, list[int]]]
     tensors: int
     nbytes: int
     source_hash: str
@@ -108,12 +107,15 @@ def convert(
         done += 1
         on_tensor(done, total)
 
+    experts = _expert_shapes(way.view if to == "dcp" else read, experts_modules(source.model))
     with _unfinished(dst, to) as work:
         if to == "dcp":
             write_dcp(way.view, work, done=step)
         else:
             write_safetensors(way.view, work, shard_bytes=shard_bytes, done=step)
-        check_content(source.record, source.folder, read.finish())
+        read.finish()
+        if source.record is not None:
+            source.record.check(source.folder, read.hashes)
         written = Hashed(DcpFolder(work, whole=False) if to == "dcp" else SafetensorsFolder(work))
         back = Hashed(way.back(written))
         for name in back.infos:
@@ -123,15 +125,14 @@ def convert(
             raise InputError(f"{source.folder}: what was written does not come back as it was: hash of {wrong}")
         record = Record(
             layout=source.blocks.layout.name if source.blocks.layout else TRANSFORMERS,
-            experts={name: kind.as_json() for name, kind in source.experts.items()},
             source_hash=content_hash(read.hashes),
             hash=content_hash(written.finish()),
             tensors=written.hashes,
         )
         opened.carry(source.folder, work, source.model)
-        write_record(work, record)
+        record.write(work)
         if to == "dcp":
-            on_disk.write_index(work, make_index(step=0, world=0, experts=_shapes(way.view, source.experts)))
+            on_disk.write_index(work, make_index(step=0, world=0, experts=experts))
             folder = on_disk.finish(work)
         else:
             folder = work.rename(dst)
@@ -139,7 +140,7 @@ def convert(
         folder=folder,
         files=sorted(path.name for path in folder.iterdir()),
         layout=record.layout,
-        experts=source.experts,
+        experts=experts,
         tensors=len(read.infos),
         nbytes=sum(info.nbytes for info in read.infos.values()),
         source_hash=record.source_hash,
@@ -188,8 +189,8 @@ def _to_safetensors(source: Source, store: TensorStore) -> _Way:
     return _Way(Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back)
 
 
-def _shapes(view: TensorStore, modules: dict[str, ExpertLayout]) -> dict[str, dict[str, list[int]]]:
-    """Shapes of the experts' parameters by module, for the index of a checkpoint."""
+def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[str, list[int]]]:
+    """Shapes of the experts' parameters by module."""
     found: dict[str, dict[str, list[int]]] = {name: {} for name in modules}
     for name, info in view.infos.items():
         module, _, own = name.rpartition(".")

@@ -34,7 +34,8 @@ class DcpFolder:
 
     def __init__(self, folder: Path, *, whole: bool = True) -> None:
         self.folder = folder
-        self.index = read_index(folder) if whole else None
+        if whole:
+            read_index(folder)
         self._reader = _Reader(folder)
         self.infos: dict[str, TensorInfo] = {}
         self.optimizer: dict[str, int] = {}

@@ -1,53 +1,110 @@
-"""How an experts module of transformers lays its weights out, as a value that can be written down and compared.
+"""`trimtab.MoE` and MoE blocks of transformers: which tensor is which, axis by axis. A family is a row of `LAYOUTS`.
 
-Taken from the parameters' shapes, the flags of the class and, for the gate, from the arithmetic itself: which inputs
-an output of the gate depends on says how gate and up are packed, and it bends along the gate alone.
+A `BlockLayout` is held against the model's own classes before it is used: the names in the block, and, because shapes
+say nothing where D = F or D = 2F, the outputs of a block of transformers and of our layer on the same random weights at
+such sizes.
 
-Legend: E experts, D model dim, F expert hidden dim, I = 2F with a gate, else F.
+Legend: E experts, D model dim, F expert hidden dim, I = 2F (gate, then up), S hidden dim of the shared experts,
+J = 2S (gate, then up).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint.state import is_transformers_experts
-from trimtab.errors import ConfigError
+from trimtab.convert.tensors import Mapped, Step, TensorStore, kept
+from trimtab.errors import ConfigError, InputError
+from trimtab.moe import MoEConfig
+from trimtab.routing.config import RouterConfig
 
-Packing = Literal["gate|up", "up|gate", "gate,up,gate,up", "up,gate,up,gate", "up"]
+Axes = tuple[str, ...]
+Dtypes = Mapping[str, torch.dtype]
+"""What tensors are to be, by name; those not in it are what they are made of, wide where they must."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertLayout:
-    """The layout of one experts module.
+class Part:
+    """One tensor of `trimtab.MoE`: its name and axes, the block's tensors that it is made of, and their axes.
 
-    experts, dim, hidden: E, D and F.
-    up, down: the parameters' names. up_axes, down_axes: what their dims are, by the legend.
-    packing: what lies along I: gate and up as halves, in this order, or as neighbours; or up alone.
-    bias: whether there are biases, [E, I] and [E, D].
+    Several of theirs are joined, in this order, along our first axis. wide: ours is float32 at least, which holds
+    what theirs holds. split: the axis that is two in ours, gate and up apart: [E, 2, F, D] of [E, I, D].
     """
 
-    experts: int
-    dim: int
-    hidden: int
-    up: str
-    up_axes: tuple[str, str, str]
-    down: str
-    down_axes: tuple[str, str, str]
-    packing: Packing
-    bias: bool
+    ours: str
+    axes: Axes
+    theirs: tuple[str, ...]
+    their_axes: Axes
+    wide: bool = False
+    split: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self) | {"up_axes": list(self.up_axes), "down_axes": list(self.down_axes)}
+    def to_ours(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the block's tensors; all under their full names, as below."""
+        named = [prefix + name for name in self.theirs]
+        if len({tensors[name].dtype for name in named}) > 1:
+            raise InputError(f"{prefix}{self.ours}: its parts are of different dtypes: {', '.join(named)}")
+        order = [self.their_axes.index(axis) for axis in self.axes]
+        turned = [tensors[name].permute(order) for name in named]
+        made = turned[0] if len(turned) == 1 else torch.cat(turned, 0)
+        if self.split is not None:
+            first = self.axes.index(self.split)
+            made = made.reshape(*made.shape[:first], 2, -1, *made.shape[first + 1 :])
+        wide = torch.promote_types(made.dtype, torch.float32) if self.wide else made.dtype
+        return {prefix + self.ours: made.to(dtypes.get(prefix + self.ours, wide))}
 
-    def __str__(self) -> str:
-        up, down = ", ".join(self.up_axes), ", ".join(self.down_axes)
-        sizes = f"E {self.experts}, D {self.dim}, F {self.hidden}"
-        return f"{self.up} [{up}], I = {self.packing}; {self.down} [{down}]; {'biases; ' if self.bias else ''}{sizes}"
+    def to_theirs(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The block's tensors."""
+        tensor = tensors[prefix + self.ours]
+        if tensor.dim() != len(self.axes) + (self.split is not None):
+            raise InputError(f"{prefix}{self.ours} is {list(tensor.shape)}, expected [{', '.join(self.axes)}]")
+        if self.split is not None:
+            first = self.axes.index(self.split)
+            tensor = tensor.flatten(first, first + 1)
+        order = [self.axes.index(axis) for axis in self.their_axes]
+        pieces = tensor.chunk(len(self.theirs), 0)
+        named = {prefix + name: piece.permute(order) for name, piece in zip(self.theirs, pieces, strict=True)}
+        return {name: piece.to(dtypes.get(name, piece.dtype)) for name, piece in named.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """A family's MoE block.
+
+    parts: every tensor of the block. hidden: the configuration's name for F. router, shared_hidden: (configuration) ->
+    the router, and S. shared_gate: whether the shared experts have a gate. Balance losses are left at none.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    hidden: str
+    router: Callable[[Any], RouterConfig]
+    shared_hidden: Callable[[Any], int] = lambda config: 0
+    shared_gate: bool = False
+
+    def config(self, config: Any) -> MoEConfig:
+        """The `trimtab.MoE` that computes what the block of a transformers configuration does.
+
+        Raises ConfigError for an activation that `ExpertMLP` has none of.
+        """
+        activation = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}.get(config.hidden_act)
+        if activation is None:
+            raise ConfigError(f"layout {self.name}: hidden_act={config.hidden_act!r} has no activation of trimtab's")
+        return MoEConfig(
+            dim=config.hidden_size,
+            hidden=getattr(config, self.hidden),
+            router=self.router(config),
+            activation=activation,
+            shared_hidden=self.shared_hidden(config),
+            shared_gate=self.shared_gate,
+        )
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -55,66 +112,154 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_transformers_experts(module)}
 
 
-def layout_of(module: nn.Module, name: str = "") -> ExpertLayout:
-    """The layout of an experts module, on any device. name: its own, for errors.
+def blocks_of(model: nn.Module, layout: BlockLayout) -> dict[str, nn.Module]:
+    """The model's MoE blocks, by qualified name, held against the layout.
 
     Raises:
-        ConfigError: its shapes do not fit its flags, or its gate does not work as its flags say.
+        ConfigError: there are none, or a block has other tensors than it says.
     """
-    up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, up_name, None), getattr(module, "down_proj", None)
-    if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.dim() != 3 or down.dim() != 3:
-        raise ConfigError(f"{name or type(module).__name__}: no stacked {up_name} and down_proj to convert")
-    packing = gate_packing(module) if module.has_gate else "up"
-    hidden_axis = 1 if module.is_transposed else 2
-    experts, dim, hidden = down.shape[0], down.shape[3 - hidden_axis], down.shape[hidden_axis]
-    width = hidden * 2 if module.has_gate else hidden
-    wanted = (experts, dim, width) if module.is_transposed else (experts, width, dim)
-    if tuple(up.shape) != wanted or (packing in ("gate|up", "up|gate")) != bool(
-        module.is_concatenated and module.has_gate
-    ):
+    names = [name.rpartition(".")[0] for name in experts_modules(model)]
+    blocks = {name: model.get_submodule(name) for name in names}
+    if not blocks:
+        raise ConfigError(f"layout {layout.name}: {type(model).__name__} has no MoE block")
+    named = {name for part in layout.parts for name in part.theirs}
+    for name, block in blocks.items():
+        found = set(block.state_dict())
+        if found != named:
+            raise ConfigError(
+                f"layout {layout.name}: {name} ({type(block).__name__}) has {sorted(found - named) or 'nothing more'} "
+                f"and lacks {sorted(named - found) or 'nothing'}; is this a {layout.name} model?"
+            )
+    return blocks
+
+
+def prove(layout: BlockLayout, block: nn.Module, config: Any) -> float:
+    """Largest relative difference of the block's and our layer's outputs, on small blocks of its class.
+
+    At D = F and at D = 2F, E = D, where a transposed or swapped tensor fits as well. Raises ConfigError above 1e-4,
+    which is far above rounding in float32 (in which transformers' routers score) and far below any other layout.
+    """
+    worst = 0.0
+    for hidden in (8, 4):
+        small = deepcopy(config)
+        small.update({"hidden_size": 8, layout.hidden: hidden})
+        worst = max(worst, _difference(layout, type(block), small))
+    if not worst <= 1e-4:
         raise ConfigError(
-            f"{name or type(module).__name__}: {up_name} {list(up.shape)} with {packing}, but its flags say "
-            f"{list(wanted)}, {'concatenated' if module.is_concatenated else 'interleaved'}"
+            f"layout {layout.name}: our layer and {type(block).__name__} differ by {worst:.1e} on the same weights"
         )
-    return ExpertLayout(
-        experts=int(experts),
-        dim=int(dim),
-        hidden=int(hidden),
-        up=up_name,
-        up_axes=("E", "D", "I") if module.is_transposed else ("E", "I", "D"),
-        down="down_proj",
-        down_axes=("E", "F", "D") if module.is_transposed else ("E", "D", "F"),
-        packing=packing,
-        bias=bool(module.has_bias),
+    return worst
+
+
+def _difference(layout: BlockLayout, block_class: type[nn.Module], config: Any) -> float:
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        theirs = block_class(config).double().eval()
+        state = {name: torch.randn(t.shape, dtype=torch.float64) for name, t in theirs.state_dict().items()}
+        theirs.load_state_dict(state)
+        try:
+            ours = layout.config(config).build(layout.name).double().eval()
+            ours.load_state_dict({n: t for part in layout.parts for n, t in part.to_ours("", {}, state).items()})
+        except (AttributeError, KeyError, RuntimeError) as error:  # a setting that it lacks, tensors that do not fit
+            why = str(error).strip().splitlines()[-1].strip()
+            raise ConfigError(
+                f"layout {layout.name}: {block_class.__name__} is not built as one ({why}); is this a {layout.name} "
+                "model?"
+            ) from error
+        x = torch.randn(1, 16, config.hidden_size, dtype=torch.float64)
+        wanted, got = theirs(x), ours(x).y
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+class Blocks:
+    """A model's MoE blocks: under the same paths, `trimtab.MoE` in our names and the block in transformers'.
+
+    layout: None where the model keeps the blocks of transformers, whose names then stay.
+    """
+
+    def __init__(self, layout: BlockLayout | None = None, names: tuple[str, ...] = ()) -> None:
+        self.layout, self.names = layout, names
+
+    def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
+        """Under trimtab's names, in the dtypes of `like` where that is given."""
+        return self._mapped(store, like, to_ours=True)
+
+    def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
+        """Under transformers' names, in the dtypes of `like` where that is given."""
+        return self._mapped(store, like, to_ours=False)
+
+    def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:
+        if self.layout is None:
+            return store
+        dtypes = {} if like is None else {name: info.dtype for name, info in like.infos.items()}
+        steps = []
+        for at in (f"{name}." for name in self.names):
+            for part in self.layout.parts:
+                sources = tuple(at + name for name in (part.theirs if to_ours else (part.ours,)))
+                if absent := [name for name in sources if name not in store.infos]:
+                    raise InputError(f"layout {self.layout.name}: there is no {absent[0]} in the checkpoint")
+                steps.append(Step(sources, partial(part.to_ours if to_ours else part.to_theirs, at, dtypes)))
+        taken = {name for step in steps for name in step.sources}
+        return Mapped(store, [*steps, *(kept(name) for name in store.infos if name not in taken)])
+
+
+ROUTED = (
+    Part(ours="router.weight", axes=("E", "D"), theirs=("gate.weight",), their_axes=("E", "D"), wide=True),
+    Part(
+        ours="experts.gate_up",
+        axes=("E", "I", "D"),
+        theirs=("experts.gate_up_proj",),
+        their_axes=("E", "I", "D"),
+        split="I",
+    ),
+    Part(ours="experts.down", axes=("E", "D", "F"), theirs=("experts.down_proj",), their_axes=("E", "D", "F")),
+)
+BIAS = Part(
+    ours="router.expert_bias", axes=("E",), theirs=("gate.e_score_correction_bias",), their_axes=("E",), wide=True
+)
+
+
+def shared(name: str) -> tuple[Part, Part]:
+    """Shared experts that transformers holds as three linear layers below `name`."""
+    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+    return (
+        Part(ours="shared.up.weight", axes=("J", "D"), theirs=halves, their_axes=("J", "D")),
+        Part(ours="shared.down.weight", axes=("D", "S"), theirs=(f"{name}.down_proj.weight",), their_axes=("D", "S")),
     )
 
 
-def gate_packing(module: nn.Module) -> Packing:
-    """Where gate and up lie among the inputs of a module's gate, found by running it. Raises ConfigError if nowhere."""
-    apply_gate: Any = module._apply_gate
-    pairs = 4
-    point = torch.linspace(-1.1, 1.2, 2 * pairs, dtype=torch.float64)
+def _softmax(c: Any) -> RouterConfig:
+    if jitter := getattr(c, "router_jitter_noise", 0.0):
+        warnings.warn(
+            f"router_jitter_noise={jitter}: in training the router's tokens alone are jittered, where the block of "
+            "transformers hands the experts jittered tokens too",
+            stacklevel=4,
+        )
+    experts = getattr(c, "num_experts", None) or c.num_local_experts
+    normalize = getattr(c, "norm_topk_prob", True)  # Mixtral's always does
+    return RouterConfig(num_experts=experts, top_k=c.num_experts_per_tok, normalize=normalize, jitter=jitter)
 
-    def run(x: Tensor) -> Tensor:
-        return apply_gate(x[None])[0].double()  # type: ignore[no-any-return]
 
-    with torch.no_grad():
-        middle, steps = run(point), torch.eye(2 * pairs, dtype=torch.float64)
-        lower, upper = (torch.stack([run(point + sign * 2 * step) for step in steps]) for sign in (-1, 1))  # [2p, p]
-        mirrored = torch.stack([run(point * (1 - 2 * step)) for step in steps])
-    depends = (lower != middle) | (upper != middle)
-    # Along up it is a straight line, or odd where up is capped; along the gate it is neither.
-    bends = ((lower + upper - 2 * middle).abs() > 1e-6) & ((mirrored + middle).abs() > 1e-6)
-    halves = torch.eye(pairs, dtype=torch.bool).repeat(2, 1)
-    neighbours = torch.eye(pairs, dtype=torch.bool).repeat_interleave(2, 0)
-    first = torch.arange(2 * pairs) < pairs
-    even = torch.arange(2 * pairs) % 2 == 0
-    ways: tuple[tuple[Packing, Tensor, Tensor], ...] = (
-        ("gate|up", halves, first), ("up|gate", halves, ~first),
-        ("gate,up,gate,up", neighbours, even), ("up,gate,up,gate", neighbours, ~even),
+def _sigmoid(c: Any) -> RouterConfig:
+    return RouterConfig(
+        num_experts=c.n_routed_experts, top_k=c.num_experts_per_tok, score="sigmoid", normalize=c.norm_topk_prob,
+        scale=c.routed_scaling_factor, groups=c.n_group, top_groups=c.topk_group, bias=True,
     )  # fmt: skip
-    for packing, pairing, gate in ways:
-        if torch.equal(depends, pairing) and torch.equal(bends, pairing & gate[:, None]):
-            return packing
-    raise ConfigError(f"{type(module).__name__}: its gate takes gate and up neither as halves nor as neighbours")
+
+
+_GATE = Part(ours="shared.gate.weight", axes=("1", "D"), theirs=("shared_expert_gate.weight",), their_axes=("1", "D"))
+_ROWS = (
+    BlockLayout(name="qwen3_moe", parts=ROUTED, hidden="moe_intermediate_size", router=_softmax),
+    BlockLayout(
+        name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), _GATE), hidden="moe_intermediate_size",
+        router=_softmax, shared_hidden=lambda c: c.shared_expert_intermediate_size, shared_gate=True,
+    ),
+    BlockLayout(name="mixtral", parts=ROUTED, hidden="intermediate_size", router=_softmax),
+    BlockLayout(name="olmoe", parts=ROUTED, hidden="intermediate_size", router=_softmax),
+    BlockLayout(
+        name="deepseek_v3", parts=(*ROUTED, BIAS, *shared("shared_experts")), hidden="moe_intermediate_size",
+        router=_sigmoid, shared_hidden=lambda c: c.moe_intermediate_size * c.n_shared_experts,
+    ),
+)  # fmt: skip
+LAYOUTS = {row.name: row for row in _ROWS}

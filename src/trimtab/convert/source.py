@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,61 @@ import transformers
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.folder import CONFIG, carried_files
-from trimtab.convert.blocks import BLOCKS, Blocks, blocks_of, prove
 from trimtab.convert.dcp_files import DcpFolder
-from trimtab.convert.layouts import ExpertLayout, experts_modules, layout_of
-from trimtab.convert.record import Record, check_layouts, read_record
+from trimtab.convert.layouts import LAYOUTS, Blocks, blocks_of, prove
 from trimtab.convert.safetensors_files import SafetensorsFolder, holds_safetensors
-from trimtab.convert.tensors import Mapped, TensorStore, bits, kept
+from trimtab.convert.tensors import Mapped, TensorStore, bits, content_hash, kept
 from trimtab.errors import ConfigError, InputError, first_line
 
 TRANSFORMERS = "transformers"
 FORMS = ("safetensors", "dcp")
+RECORD, RECORD_FORMAT, RECORD_VERSION = "convert.json", "trimtab.convert", 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """convert.json, of a folder that was written by a conversion: the next one sees what was changed.
+
+    layout: "transformers", or the name of the layout of MoE blocks that are `trimtab.MoE`.
+    source_hash: over the tensors that were converted, under their names in the source.
+    hash, tensors: over this folder's tensors, and of each alone.
+    """
+
+    layout: str
+    source_hash: str
+    hash: str
+    tensors: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder."""
+        content = {"format": RECORD_FORMAT, "version": RECORD_VERSION, **asdict(self)}
+        (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def check(self, folder: Path, hashes: Mapping[str, str]) -> None:
+        """Raises InputError where a tensor is not what the conversion that wrote the folder put there."""
+        names = self.tensors.keys() | hashes.keys()
+        if changed := sorted(name for name in names if self.tensors.get(name) != hashes.get(name)):
+            raise InputError(
+                f"{folder}: {len(changed)} tensors are not what was written there, among them {changed[0]}: its hash "
+                f"is {content_hash(hashes)}, {RECORD} says {self.hash}. If that is meant, remove {RECORD}"
+            )
+
+
+def read_record(folder: Path) -> Record | None:
+    """That of a folder; None where no conversion wrote it. Raises InputError for one that cannot be read."""
+    if not (folder / RECORD).is_file():
+        return None
+    try:
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        form, version = content.pop("format"), content.pop("version")
+        if (form, version) == (RECORD_FORMAT, RECORD_VERSION):
+            return Record(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / RECORD}: not the record of a conversion ({error!r})") from None
+    raise InputError(
+        f"{folder / RECORD}: {form} of version {version}, this trimtab reads {RECORD_FORMAT} of version "
+        f"{RECORD_VERSION}; without the file, the folder is converted without comparing it with what was written"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,14 +76,13 @@ class Source:
     """An opened source.
 
     folder: of the tensors and of config.json. model: of that configuration, on the meta device.
-    experts: by experts module, how transformers lays it out. blocks: the checkpoint's MoE blocks.
-    optimizer: key -> bytes, of optimizer state. record: of the conversion that wrote the folder, if one did.
+    blocks: the checkpoint's MoE blocks. optimizer: key -> bytes, of optimizer state.
+    record: of the conversion that wrote the folder, if one did.
     """
 
     folder: Path
     store: TensorStore
     model: Any
-    experts: dict[str, ExpertLayout]
     blocks: Blocks
     optimizer: Mapping[str, int] = field(default_factory=dict)
     record: Record | None = None
@@ -51,23 +95,17 @@ def open_source(src: Path, *, to: str, layout: str | None) -> Source:
         other = next(name for name in FORMS if name != to)
         raise ConfigError(f"{src}: holds {form} already, --to {to} has nothing to do; --to {other} converts it")
     model, record = skeleton(folder), read_record(folder)
-    experts = {name: layout_of(module, name) for name, module in experts_modules(model).items()}
-    check_layouts(record, folder, experts)
     if form == "safetensors":
         blocks = _blocks(model, layout or TRANSFORMERS)
-        store = SafetensorsFolder(folder)
-        return Source(folder=folder, store=store, model=model, experts=experts, blocks=blocks, record=record)
+        return Source(folder=folder, store=SafetensorsFolder(folder), model=model, blocks=blocks, record=record)
     if record is not None and layout not in (None, record.layout):
         raise ConfigError(f"--layout {layout}: {folder} was written in the layout {record.layout}")
     blocks = _blocks(model, layout or (TRANSFORMERS if record is None else record.layout))
     dcp = DcpFolder(folder)
-    _check_index(dcp)
     ours = next((name for name in dcp.infos if name.endswith(("experts.gate_up", "experts.up"))), None)
     if ours is not None and blocks.layout is None:
-        raise ConfigError(f"{folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(BLOCKS)}")
-    return Source(
-        folder=folder, store=dcp, model=model, experts=experts, blocks=blocks, optimizer=dcp.optimizer, record=record
-    )
+        raise ConfigError(f"{folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(LAYOUTS)}")
+    return Source(folder=folder, store=dcp, model=model, blocks=blocks, optimizer=dcp.optimizer, record=record)
 
 
 def form_of(src: Path) -> tuple[str, Path]:
@@ -189,16 +227,8 @@ def first_difference(wanted: Mapping[str, object], found: Mapping[str, object]) 
 def _blocks(model: Any, name: str) -> Blocks:
     if name == TRANSFORMERS:
         return Blocks()
-    if name not in BLOCKS:
-        raise ConfigError(f"--layout {name}: not one of {', '.join((TRANSFORMERS, *BLOCKS))}")
-    blocks = blocks_of(model, BLOCKS[name])
-    prove(BLOCKS[name], next(iter(blocks.values())), model.config)
-    return Blocks(BLOCKS[name], tuple(blocks))
-
-
-def _check_index(store: DcpFolder) -> None:
-    assert store.index is not None
-    modules = store.index.experts
-    said = {f"{name}.{own}": tuple(shape) for name, shapes in modules.items() for own, shape in shapes.items()}
-    if wrong := first_difference(said, {n: store.infos[n].shape for n in said if n in store.infos}):
-        raise InputError(f"{store.folder}: {on_disk.INDEX} and the tensors disagree: {wrong}")
+    if name not in LAYOUTS:
+        raise ConfigError(f"--layout {name}: not one of {', '.join((TRANSFORMERS, *LAYOUTS))}")
+    blocks = blocks_of(model, LAYOUTS[name])
+    prove(LAYOUTS[name], next(iter(blocks.values())), model.config)
+    return Blocks(LAYOUTS[name], tuple(blocks))

@@ -124,6 +124,12 @@ class Hashed:
         return self.hashes
 
 
+def content_hash(hashes: Mapping[str, str]) -> str:
+    """One hash over all tensors, whatever their order and the files that they lie in."""
+    lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
+    return f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's values, flat."""
     return tensor.contiguous().flatten().view(torch.uint8)
