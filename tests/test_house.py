@@ -20,9 +20,9 @@ FLOORS = (
 )  # fmt: skip
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""
 ROOMS = {
-    "(root)": (1195, 16), "checkpoint": (1180, 8), "cli": (540, 7), "convert": (1460, 10), "dispatch": (2095, 15),
-    "doctor": (1090, 11), "experts": (4260, 32), "guard": (830, 6), "integrations": (830, 10), "kernels": (5165, 45),
-    "parallel": (1550, 10), "routing": (1610, 14), "train": (2350, 19), "verify": (2110, 20),
+    "(root)": (1195, 16), "checkpoint": (1180, 8), "cli": (540, 7), "convert": (1280, 8), "dispatch": (2095, 15),
+    "doctor": (965, 8), "experts": (4260, 32), "guard": (830, 6), "integrations": (830, 10), "kernels": (5165, 45),
+    "parallel": (1550, 10), "routing": (1610, 14), "train": (2350, 19), "verify": (1955, 15),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
