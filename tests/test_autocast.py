@@ -18,7 +18,7 @@ from helpers.layer_case import BOUNDS, E, build
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import expert_call
-from trimtab.experts.casting import cast
+from trimtab.experts.expert_call import cast
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise

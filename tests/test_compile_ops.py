@@ -21,8 +21,8 @@ from trimtab import exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
 from trimtab.experts import library
-from trimtab.experts.activations import clamped
-from trimtab.experts.ops import activate_backward_op, activate_op, experts_backward_op, experts_op, plan_op
+from trimtab.experts.activations import activate_backward_op, activate_op, clamped
+from trimtab.experts.ops import experts_backward_op, experts_op, plan_op
 from trimtab.experts.recipes import MXFP8
 from trimtab.moe import MoE, MoEOutput
 

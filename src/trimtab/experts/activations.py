@@ -1,4 +1,4 @@
-"""Activations of an expert, h = f(pre), with the backward taken from the pre-activations alone.
+"""Activations of an expert, h = f(pre), with the backward taken from the pre-activations alone; each an operator too.
 
     swiglu           silu(gate) * up of [gate | up]                                 (Shazeer 2020, arXiv 2002.05202)
     geglu            gelu(gate) * up of [gate | up]                                 (the same)
@@ -16,10 +16,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
+
+from trimtab.backward import forward_of, once_differentiable
+from trimtab.experts.library import operator
 
 Approximate = Literal["none", "tanh"]
 
@@ -181,3 +185,39 @@ def activation_of(word: str) -> Activation:
         alpha, limit, shift, interleaved = map(float, numbers)
         return ClampedSwiGLU(alpha, limit, shift, interleaved=bool(interleaved))
     return ACTIVATIONS[name]()
+
+
+def activate(pre: Tensor, word: str) -> Tensor:
+    """An activation by its word, differentiable, with the pre-activations alone saved: [..., I] -> [..., F]."""
+    h: Tensor = forward_of(_Activate, pre, word)
+    return h
+
+
+class _Activate(Function):
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, word: str) -> Tensor:
+        ctx.save_for_backward(pre)
+        ctx.word = word
+        h: Tensor = activate_op(pre, word)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        (pre,) = ctx.saved_tensors
+        return activate_backward_op(pre, dh, ctx.word), None
+
+
+def _fake(pre: Tensor, word: str) -> Tensor:
+    width = pre.shape[-1]
+    return pre.new_empty(*pre.shape[:-1], width // 2 if activation_of(word).gated else width)
+
+
+activate_op = operator(
+    "activate(Tensor pre, str activation) -> Tensor", lambda pre, word: activation_of(word).forward(pre), _fake
+)
+activate_backward_op = operator(
+    "activate_backward(Tensor pre, Tensor dh, str activation) -> Tensor",
+    lambda pre, dh, word: activation_of(word).backward(pre, dh),
+    lambda pre, dh, word: torch.empty_like(pre),
+)

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, once_differentiable
+from trimtab.experts.activations import activate
 from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_linear import grouped_linear
-from trimtab.experts.ops import activate_backward_op, activate_op
-from trimtab.experts.plan import ExpertPlan, slot_weights
+from trimtab.experts.operands import row_dot
+from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
 from trimtab.kernels.api import Backend
 from trimtab.kernels.rows import combine_rows, gather_padded
 
@@ -33,40 +34,19 @@ def composed_experts(
     up, down = joined(weights.up).to(dtype), weights.down.to(dtype)
     up_bias, down_bias = (None if b is None else b.flatten(1).to(dtype) for b in (weights.up_bias, weights.down_bias))
     options: dict[str, Any] = {"transposed": weights.transposed, "kernels": kernels}
-    x_RD: Tensor = forward_of(_Gather, x_MD.to(dtype), plan)
+    x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan)
     pre_RI = grouped_linear(x_RD, up, plan.offsets_e, up_bias, **options)
-    h_RF = activation(pre_RI) if callable(activation) else apply(pre_RI, activation)
+    h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
     out_RD = grouped_linear(h_RF.to(dtype), down, plan.offsets_e, down_bias, **options)
     if norm is not None:
         out_RD = norm(out_RD)
-    w_R1 = slot_weights(w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), plan)
-    y: Tensor = forward_of(_Combine, out_RD * w_R1, plan)
+    w_MK = w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
+    y: Tensor = forward_of(FromExperts, out_RD, w_MK, plan)
     return y.to(x_MD.dtype)
 
 
-def apply(pre: Tensor, word: str) -> Tensor:
-    """An activation by name, differentiable, with the pre-activations alone saved: [..., I] -> [..., F]."""
-    h: Tensor = forward_of(_Activate, pre, word)
-    return h
-
-
-class _Activate(Function):
-    @staticmethod
-    def forward(ctx: Any, pre: Tensor, word: str) -> Tensor:
-        ctx.save_for_backward(pre)
-        ctx.word = word
-        h: Tensor = activate_op(pre, word)
-        return h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        (pre,) = ctx.saved_tensors
-        return activate_backward_op(pre, dh, ctx.word), None
-
-
-class _Gather(Function):
-    """Rows [M, D] -> expert rows [R, D], zeros in padding. The transpose of `_Combine`."""
+class ToExperts(Function):
+    """Rows [M, D] -> expert rows [R, D], once for each kept slot; zeros in padding. Backward: the sums."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, plan: ExpertPlan) -> Tensor:
@@ -79,15 +59,24 @@ class _Gather(Function):
         return combine_rows(d_RD.contiguous(), ctx.plan.row_csr), None
 
 
-class _Combine(Function):
-    """Expert rows [R, D] -> sums of a row's own [M, D]."""
+class FromExperts(Function):
+    """Expert rows [R, D] -> sums of weight * row [M, D], in the order of a row's slots; padding is not read.
+
+    Backward: weight * gradient, and a dot product for the weights, for which the experts' outputs are kept. Products
+    and sums are taken in the weights' dtype at least, which is that of the result.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out_RD: Tensor, plan: ExpertPlan) -> Tensor:
+    def forward(ctx: Any, out_RD: Tensor, w_MK: Tensor, plan: ExpertPlan) -> Tensor:
         ctx.plan = plan
-        return combine_rows(out_RD.contiguous(), plan.row_csr)
+        ctx.save_for_backward(out_RD, w_MK)
+        weighted_RD = out_RD.to(torch.promote_types(out_RD.dtype, w_MK.dtype)).mul(slot_weights(w_MK, plan))
+        return combine_rows(weighted_RD, plan.row_csr)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_MD: Tensor) -> tuple[Tensor, None]:
-        return gather_padded(d_MD, ctx.plan.row_R), None
+    def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor, Tensor, None]:
+        out_RD, w_MK = ctx.saved_tensors
+        dy_RD = gather_padded(dy_MD, ctx.plan.row_R)
+        dw_MK = slot_grads(row_dot(out_RD, dy_RD).to(w_MK.dtype), ctx.plan, w_MK)
+        return dy_RD.mul(slot_weights(w_MK, ctx.plan)).to(out_RD.dtype), dw_MK, None

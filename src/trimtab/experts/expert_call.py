@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.activations import Activation, activation_of
-from trimtab.experts.casting import cast, with_rows
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.api import Backend, Block
+from trimtab.kernels.memory import no_values
 
 if TYPE_CHECKING:
     from trimtab.experts.products import Products
@@ -145,3 +145,26 @@ def cast_weights(
     up, down = (cast(weight, like.dtype, kernels, runs) for weight in (up, down))
     up_bias, down_bias = (bias if bias is None else bias.to(like.dtype) for bias in (up_bias, down_bias))
     return up, down, up_bias, down_bias
+
+
+def with_rows(offsets_e: Tensor) -> list[slice] | None:
+    """The experts whose segments have rows, in runs of neighbours; None where the host cannot tell at once."""
+    if offsets_e.device.type != "cpu" or no_values(offsets_e.device):
+        return None
+    runs: list[slice] = []
+    for expert in offsets_e.diff().nonzero().flatten().tolist():
+        if runs and runs[-1].stop == expert:
+            runs[-1] = slice(runs[-1].start, expert + 1)
+        else:
+            runs.append(slice(expert, expert + 1))
+    return runs
+
+
+def cast(weight_eAB: Tensor, dtype: torch.dtype, kernels: Backend, runs: Sequence[slice] | None = None) -> Tensor:
+    """The weight itself where it has `dtype`, else a copy: of the experts in `runs`, the others' memory not set."""
+    if weight_eAB.dtype == dtype:
+        return weight_eAB
+    made = kernels.empty_like(weight_eAB, dtype)
+    for run in [slice(None)] if runs is None else runs:
+        made[run].copy_(weight_eAB[run])
+    return made

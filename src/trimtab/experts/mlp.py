@@ -18,7 +18,6 @@ from torch.autograd.function import Function
 from trimtab.autocast import computed_in, without_autocast
 from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.composed import composed_experts
 from trimtab.experts.expert_call import ExpertCall, TwoProducts
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.library import name_of
@@ -67,6 +66,8 @@ def expert_mlp(
     if callable(activation) or norm is not None:
         if main_grad != "off" or defer is not None or products is not None:
             raise ConfigError("main_grad, delayed weight gradients and recipes take no function of one's own")
+        from trimtab.experts.composed import composed_experts
+
         return composed_experts(x_MD, w_MK, plan, weights, activation, norm, kernels, dtype)
     if products is not None and weights.transposed:
         raise ConfigError("a recipe takes no transposed weights")

@@ -4,7 +4,6 @@
     trimtab::experts_backward            dx, dw, and the parameters' gradients, or d_pre where these come later
     trimtab::experts_weight_gradients    the parameters' gradients, later
     trimtab::plan_experts                which slots go to which expert; in graphs alone
-    trimtab::activate                    an activation by name, and its backward
 
 The first three hand their operands to the first backend that covers them: the device's own, or grouped products by
 blocks.
@@ -24,8 +23,6 @@ from torch import Tensor
 
 from trimtab.autocast import without_autocast
 from trimtab.errors import InputError
-from trimtab.experts import by_blocks, on_cpu
-from trimtab.experts.activations import activation_of
 from trimtab.experts.library import kernels_of, operator
 from trimtab.experts.operands import Operands, Targets, width_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
@@ -50,21 +47,24 @@ def _operands(
 
 def _backend(o: Operands, later: bool = False) -> Any:
     """The module that computes these. later: weight gradients come in a call of their own."""
-    if on_cpu.covers(o):
-        return on_cpu
-    if o.kernels.name == "triton" and not later:  # there is Triton then
+    if o.kernels.name == "cpu":
+        from trimtab.experts import on_cpu
+
+        if on_cpu.covers(o):
+            return on_cpu
+    if o.kernels.name == "triton" and not later:
         from trimtab.experts import on_triton
 
         if on_triton.covers(o):
             return on_triton
+    from trimtab.experts import by_blocks
+
     return by_blocks
 
 
-def _forward(
-    x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    plan: Sequence[Tensor], word: str, transposed: bool, kernels: str, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    *reads, keep = args
+    o = _operands(*reads)
     with without_autocast():
         found: tuple[Tensor, Tensor] = _backend(o).forward(o, keep)
     return found
@@ -75,17 +75,13 @@ def _forward_fake(x: Tensor, w: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor,
     return x.new_empty(x.shape), x.new_empty(plan[0].shape[0] if keep else 0, width_of(up, transposed))
 
 
-def _backward(
-    dy: Tensor, pre: Tensor, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool], x: Tensor, w: Tensor,
-    up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, plan: Sequence[Tensor], word: str,
-    transposed: bool, kernels: str, need_x: bool, later: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+def _backward(dy: Tensor, pre: Tensor, out: Any, wanted: Any, adds: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *reads, need_x, later = args
+    o = _operands(*reads)
     d_pre = o.kernels.empty_like(pre) if later else None
-    targets = Targets.of(out, wanted, adds)
     with without_autocast():
-        dx, dw = _backend(o, later).backward(o, dy, pre, targets, need_x, d_pre)
-    nothing = x.new_empty(0)
+        dx, dw = _backend(o, later).backward(o, dy, pre, Targets.of(out, wanted, adds), need_x, d_pre)
+    nothing = o.x.new_empty(0)
     return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
 
 
@@ -96,12 +92,8 @@ def _backward_fake(
     return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape), pre.new_empty(pre.shape if later else 0)
 
 
-def _weight_gradients(
-    dy: Tensor, pre: Tensor, d_pre: Tensor, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool],
-    x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    plan: Sequence[Tensor], word: str, transposed: bool, kernels: str,
-) -> None:  # fmt: skip
-    o = _operands(x, w, up, down, up_bias, down_bias, plan, word, transposed, kernels)
+def _weight_gradients(dy: Tensor, pre: Tensor, d_pre: Tensor, out: Any, wanted: Any, adds: Any, *reads: Any) -> None:
+    o = _operands(*reads)
     _backend(o, later=True).weight_gradients(o, dy, pre, d_pre, Targets.of(out, wanted, adds))
 
 
@@ -188,35 +180,12 @@ def _plan_fake(
     return [ids.new_empty(size, dtype=torch.int64) for size in sizes]
 
 
-def _activate(pre: Tensor, word: str) -> Tensor:
-    return activation_of(word).forward(pre)
-
-
-def _activate_fake(pre: Tensor, word: str) -> Tensor:
-    width = pre.shape[-1]
-    return pre.new_empty(*pre.shape[:-1], width // 2 if activation_of(word).gated else width)
-
-
-def _activate_backward(pre: Tensor, dh: Tensor, word: str) -> Tensor:
-    return activation_of(word).backward(pre, dh)
-
-
 plan_op = operator(
     "plan_experts(Tensor ids, SymInt num_experts, SymInt bound, bool bounded, str whole, str kernels) -> Tensor[]",
     _plan_tensors,
     _plan_fake,
 )
 """An `ExpertPlan` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""
-
-activate_op = operator("activate(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)
-"""An activation by its word: [..., I] -> [..., F]."""
-
-activate_backward_op = operator(
-    "activate_backward(Tensor pre, Tensor dh, str activation) -> Tensor",
-    _activate_backward,
-    lambda pre, dh, word: torch.empty_like(pre),
-)
-"""The gradient of `pre`."""
 
 experts_op = operator(
     f"experts({_READS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)", _forward, _forward_fake, _forward_flops

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.rows import ExpertPlan as ExpertPlan
 from trimtab.kernels.rows import csr_of, inverse_of, narrow, static_by_default
 from trimtab.layout import ALIGNMENTS
@@ -50,8 +49,9 @@ def plan_experts(
     ids_MK = wide_ids(ids_MK)
     rows, top_k = ids_MK.shape
     static = static_by_default(ids_MK) if static is None else static
-    if isinstance(kernels, CompiledKernels) and not static and _in_memory(ids_MK):
-        plan = kernels.place_slots(ids_MK, num_experts, alignment)
+    place = getattr(kernels, "place_slots", None)
+    if place is not None and not static and _in_memory(ids_MK):
+        plan: ExpertPlan = place(ids_MK, num_experts, alignment)
         _check_slots(num_slots, plan.bag_index.shape[0])
         return plan
     ids_N = ids_MK.reshape(-1)

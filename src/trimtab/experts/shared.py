@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from trimtab.errors import ConfigError
-from trimtab.experts.activations import ACTIVATIONS, activation_of
-from trimtab.experts.composed import apply
+from trimtab.experts.activations import ACTIVATIONS, activate, activation_of
 from trimtab.validation import check_flags, check_sizes, holds_values
 
 
@@ -73,5 +72,5 @@ class SharedExperts(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] in x's dtype, computed in the parameters' dtype or autocast's."""
         x = x_TD.to(_stored_in(self.up, x_TD))
-        y: Tensor = self.down(apply(self.up(x), self.name))
+        y: Tensor = self.down(activate(self.up(x), self.name))
         return (y if self.gate is None else y * self.gate(x).sigmoid()).to(x_TD.dtype)

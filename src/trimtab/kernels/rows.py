@@ -30,7 +30,7 @@ class Csr:
 
 
 class ExpertPlan(NamedTuple):
-    """SpreadExperts for the M rows that one rank holds, K slots in each, all int64; see `trimtab.experts.plan`.
+    """Which of the M rows that one rank holds, K slots in each, go to which expert, all int64; see `plan_experts`.
 
     slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
     row_R: [R] row of each expert row; -1 in padding.

@@ -15,22 +15,17 @@ padding), D model dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.backward import once_differentiable
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.operands import row_dot
-from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
-from trimtab.kernels.rows import combine_rows, gather_padded
+from trimtab.experts.composed import FromExperts, ToExperts
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.layout import ALIGNMENTS
 
 TRANSPORT = "_trimtab_transport"
@@ -123,44 +118,7 @@ class TokenExchange:
             )  # fmt: skip
             sent.rows.route.refuse(error, out_RD)
         y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights_MK, sent.plan)  # type: ignore[no-untyped-call]
-        return self.dispatcher.combine(y_MD, sent.rows)
-
-
-class ToExperts(Function):
-    """Rows [M, D] -> expert rows [R, D], once for each kept slot; zeros in padding. Backward: the sums."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, plan: ExpertPlan) -> Tensor:
-        ctx.plan = plan
-        return gather_padded(rows_MD, plan.row_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(d_RD.contiguous(), ctx.plan.row_csr), None
-
-
-class FromExperts(Function):
-    """Expert rows [R, D] -> sums of weight * row [M, D], in the order of a row's slots; padding is not read.
-
-    Backward: weight * gradient, and a dot product for the weights, for which the experts' outputs are kept. Products
-    and sums are taken in float32 at least and rounded once per row.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out_RD: Tensor, w_MK: Tensor, plan: ExpertPlan) -> Tensor:
-        ctx.plan = plan
-        ctx.save_for_backward(out_RD, w_MK)
-        weighted_RD = out_RD.to(torch.promote_types(out_RD.dtype, w_MK.dtype)).mul(slot_weights(w_MK, plan))
-        return combine_rows(weighted_RD, plan.row_csr).to(out_RD.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor, Tensor, None]:
-        out_RD, w_MK = ctx.saved_tensors
-        dy_RD = gather_padded(dy_MD, ctx.plan.row_R)
-        dw_MK = slot_grads(row_dot(out_RD, dy_RD).to(w_MK.dtype), ctx.plan, w_MK)
-        return dy_RD.to(w_MK.dtype).mul(slot_weights(w_MK, ctx.plan)).to(out_RD.dtype), dw_MK, None
+        return self.dispatcher.combine(y_MD.to(x_TD.dtype), sent.rows)
 
 
 def transport_over(ep_mesh: DeviceMesh) -> AllToAll:
