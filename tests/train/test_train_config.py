@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 from trimtab.train.config import Mesh, TrainConfig
 
@@ -59,3 +64,28 @@ def test_json_round_trip() -> None:
     config = TrainConfig(data=("a", "b"), ep=2, lr=1e-3).resolved(preset=True)
     assert TrainConfig.from_json(config.to_json()) == config
     assert (config.max_steps, config.warmup) == (100, 10)
+
+
+def test_a_file_holds_options_and_the_command_line_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[TrainConfig, int | None]] = []
+    monkeypatch.setattr("trimtab.cli.train.launch", lambda config, nproc: seen.append((config, nproc)))
+    file = tmp_path / "run.yaml"
+    file.write_text("model: olmoe\ndata: [a.txt, b]\nseq-len: 64\nlr: 2e-5\nnproc: 2\noverwrite: true\nep: null\n")
+    assert main(["train", "--seq-len", "32", "--config", str(file), "--grad-accum", "2"]) == 0
+    config = TrainConfig(model="olmoe", data=("a.txt", "b"), seq_len=32, lr=2e-5, overwrite=True, grad_accum=2)
+    assert seen == [(config, 2)]
+    file.write_text(json.dumps(config.made_of()))  # as run.json
+    assert main(["train", "--config", str(file), "--overwrite"]) == 0
+    assert seen[1] == (config, None)
+    for text, words in (
+        ("- a", "must hold options"),
+        ("a: [", "cannot be read"),
+        ("seqlen: 3", "--seqlen"),
+        ("lr: x", "'x'"),
+    ):
+        file.write_text(text)
+        with contextlib.suppress(SystemExit):
+            assert main(["train", "--config", str(file)]) == 2
+        assert words in capsys.readouterr().err

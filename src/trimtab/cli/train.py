@@ -6,9 +6,11 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
+from trimtab.errors import ConfigError, first_line
 from trimtab.interrupted import Interrupted
-from trimtab.train.config import DTYPES, TrainConfig
+from trimtab.train.config import OPTIONS, TrainConfig, flag_of
 from trimtab.train.launch import launch
 from trimtab.train.report import FINAL, METRICS
 from trimtab.train.resume import CHECKPOINTS, advice, resumed
@@ -27,45 +29,35 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's options."""
-    add = parser.add_argument
-    add("--model", metavar="NAME|PATH", help="preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint")
-    add("--data", nargs="+", metavar="FILE|DIR", help="text in UTF-8, or .jsonl with `text` or `messages`")
-    add("--out", metavar="DIR", help="where everything is written, shared by all hosts (default runs/train)")
-    add("--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)")
-    add("--ep", type=int, metavar="N", help="ranks that share the experts (default: as many as fit)")
-    add("--fsdp", type=int, metavar="N", help="ranks that share the other weights (default: what is left)")
-    add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default 1)")
-    add("--replicate", type=int, metavar="N", help="copies of the sharded model (default 1)")
-    add("--max-steps", type=int, metavar="N", help="optimizer steps (default 100)")
-    add("--batch-size", type=int, metavar="N", help="sequences per data-parallel rank (default 8)")
-    add("--seq-len", type=int, metavar="N", help="tokens per sequence (default 128 for presets, 512 for checkpoints)")
-    add("--grad-accum", type=int, metavar="N", help="batches per optimizer step, each balanced by itself (default 1)")
-    add("--lr", type=float, metavar="X", help="peak learning rate (default 4e-3 for presets, 2e-5 for checkpoints)")
-    add("--warmup", type=int, metavar="N", help="warm-up steps (default: a tenth of the steps, at most 100)")
-    add("--seed", type=int, metavar="N", help="of a preset's weights and the order of the data (default 0)")
-    add("--dtype", metavar="|".join(DTYPES), help="what the model computes in (default float32)")
-    add("--save-every", type=int, metavar="N", help="write a checkpoint every N steps to DIR/checkpoints")
-    add("--keep", type=int, metavar="N", help="keep the latest N checkpoints (default: all)")
-    add("--stop-after", type=int, metavar="N", help="write a checkpoint after step N and end")
-    add(
-        "--resume",
-        metavar="DIR",
-        help="go on from a run's latest checkpoint, or from the one given; --model says where its model lies now",
+    """Add the subcommand's options: those of `TrainConfig`, and two about how it is started."""
+    parser.set_defaults(parser=parser)
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of these options, as run.json of a run is one")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)"
     )
-    add(
-        "--overwrite",
-        action="store_true",
-        help="remove what is in the way in DIR: a model and checkpoints, with --resume those after the one given",
-    )
+    groups: dict[str, Any] = {}
+    for field in OPTIONS:
+        about = field.metadata
+        group = groups.get(about["group"]) or groups.setdefault(
+            about["group"], parser.add_argument_group(about["group"])
+        )
+        kind = str(field.type).split(" ")[0]
+        how: dict[str, Any] = {"metavar": about["shown"], "type": {"int": int, "float": float}.get(kind, str)}
+        if isinstance(field.default, tuple):
+            how["nargs"] = "+"
+        group.add_argument(
+            flag_of(field.name), **({"action": "store_true"} if kind == "bool" else how), help=about["help"]
+        )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train; returns 0, or 128 + the signal that ended the run. Errors are raised."""
-    own = ("run", "command", "arguments", "nproc")
-    given = {k: v for k, v in vars(options).items() if v is not None and k not in own}
-    if "data" in given:
-        given["data"] = tuple(given["data"])
+    if options.config is not None:
+        own = options.arguments[options.arguments.index("train") + 1 :]
+        options = options.parser.parse_args([*_from_file(Path(options.config)), *own])
+    names = {field.name for field in OPTIONS} | {"debug"}
+    given = {k: v for k, v in vars(options).items() if k in names and v is not None and v is not False}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     config = resumed(given) if "resume" in given else TrainConfig(**given)
     out = Path(config.out)
     before = _stamp(out / METRICS)
@@ -77,6 +69,24 @@ def run(options: argparse.Namespace) -> int:
         print(f"\ntrimtab: interrupted by {signal.Signals(stop.number).name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
     return 0
+
+
+def _from_file(path: Path) -> list[str]:
+    """The arguments that a YAML file stands for. Raises ConfigError for one that holds none."""
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({first_line(error)})") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--config {path}: must hold options by name, as in `seq_len: 512`")
+    arguments: list[str] = []
+    for name, value in given.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            arguments += [flag_of(str(name)), *map(str, values)] if values or value is True else []
+    return arguments
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

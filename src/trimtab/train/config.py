@@ -1,4 +1,4 @@
-"""What a training run is made of: its options, and how its ranks are laid out.
+"""What a training run is made of: its options, in one table, and how its ranks are laid out.
 
 Pure values and integer arithmetic; nothing here imports torch. An option that is None has a default that depends
 on the model or on the number of ranks, filled in by `TrainConfig.resolved` and `Mesh.of`.
@@ -10,72 +10,122 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.errors import ConfigError
 
-DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1  # of numpy
+
+
+def option(
+    group: str,
+    help: str,
+    *,
+    default: Any = None,
+    shown: str = "",
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    fixed: bool = False,
+    per_run: bool = False,
+) -> Any:
+    """A field of `TrainConfig`, from which the command line, the YAML file and the docs have it.
+
+    Args:
+        group: the heading that it stands under in the help.
+        shown: what stands for its value there.
+        fixed: the numbers of a run follow from it, so that a run that goes on cannot change it.
+        per_run: it is about one start of the command, and no part of what a run is made of.
+    """
+    about = {
+        "group": group,
+        "help": help,
+        "shown": shown or "|".join(choices) or "N",
+        "least": least,
+        "choices": choices,
+    }
+    return dataclasses.field(default=default, metadata=about | {"fixed": fixed, "per_run": per_run})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of `trimtab train`.
+    """The options of `trimtab train`."""
 
-    Attributes:
-        model: the name of a preset, or a folder with a Hugging Face checkpoint.
-        data: files and directories; empty means the source of the standard library.
-        out: the folder that everything is written to.
-        ep, fsdp, tp, replicate: sizes of the expert, FSDP, tensor and replica groups, in ranks.
-        max_steps: optimizer steps.
-        batch_size: sequences per data-parallel rank and forward pass.
-        seq_len: tokens per sequence.
-        grad_accum: forward passes per optimizer step.
-        lr: peak learning rate, reached after `warmup` steps and then lowered along a cosine.
-        seed: decides initial weights of a preset and the order of the data.
-        dtype: what the model computes in; master weights and optimizer are float32 in either case.
-        save_every: optimizer steps between checkpoints; none are written if not given.
-        stop_after: the step after which the run writes a checkpoint and ends, its schedule unfinished.
-        keep: how many checkpoints are kept, the latest ones; all if not given.
-        resume: the checkpoint to go on from; see `trimtab.train.resume`.
-        overwrite: what lies in the way in `out` is removed: an earlier run's model and checkpoints, or what came after
-            the checkpoint that the run goes on from.
-    """
-
-    model: str = "qwen3_moe"
-    data: tuple[str, ...] = ()
-    out: str = "runs/train"
-    ep: int | None = None
-    fsdp: int | None = None
-    tp: int | None = None
-    replicate: int | None = None
-    max_steps: int | None = None
-    batch_size: int = 8
-    seq_len: int | None = None
-    grad_accum: int = 1
-    lr: float | None = None
-    warmup: int | None = None
-    seed: int = 0
-    dtype: str = "float32"
-    save_every: int | None = None
-    stop_after: int | None = None
-    keep: int | None = None
-    resume: str | None = None
-    overwrite: bool = False
-    debug: bool = False
+    model: str = option(
+        "model", "preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint", default="qwen3_moe",
+        shown="NAME|PATH", fixed=True,
+    )  # fmt: skip
+    dtype: str = option(
+        "model", "what the model computes in; master weights are float32 (default float32)", default="float32",
+        choices=("float32", "bfloat16"), fixed=True,
+    )  # fmt: skip
+    attn: str | None = option("model", "attention, as transformers names it: eager, sdpa …", shown="NAME", fixed=True)
+    gradient_checkpointing: bool = option("model", "compute activations again in backward", default=False)
+    data: tuple[str, ...] = option(
+        "data", "text in UTF-8, or .jsonl with `text` or `messages`", default=(), shown="FILE|DIR"
+    )
+    seq_len: int | None = option(
+        "data", "tokens per sequence (default 128 for presets, 512 for checkpoints)", least=2, fixed=True
+    )
+    batch_size: int = option("data", "sequences per data-parallel rank (default 8)", default=8, least=1, fixed=True)
+    max_steps: int | None = option("steps", "optimizer steps (default 100)", least=1, fixed=True)
+    grad_accum: int = option(
+        "steps", "batches per optimizer step, each balanced by itself (default 1)", default=1, least=1, fixed=True
+    )
+    lr: float | None = option(
+        "steps", "peak learning rate (default 4e-3 for presets, 2e-5 for checkpoints)", shown="X", fixed=True
+    )
+    warmup: int | None = option(
+        "steps", "warm-up steps (default: a tenth of the steps, at most 100)", least=0, fixed=True
+    )
+    scheduler: str = option(
+        "steps", "after that: cosine, linear, polynomial, inverse_sqrt or constant_with_warmup (default cosine)",
+        default="cosine", shown="NAME", fixed=True,
+        choices=("cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"),
+    )  # fmt: skip
+    optim: str | None = option(
+        "steps", "an optimizer of transformers' Trainer (default AdamW)", shown="NAME", fixed=True
+    )
+    weight_decay: float = option("steps", "of matrices (default 0.1)", default=0.1, shown="X", least=0, fixed=True)
+    seed: int = option(
+        "steps", "of a preset's weights and the order of the data (default 0)", default=0, least=0, fixed=True
+    )
+    ep: int | None = option("ranks", "ranks that share the experts (default: as many as fit)", least=1)
+    fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
+    tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
+    replicate: int | None = option("ranks", "copies of the sharded model (default 1)", least=1)
+    out: str = option(
+        "results", "where everything is written, shared by all hosts (default runs/train)", default="runs/train",
+        shown="DIR", per_run=True,
+    )  # fmt: skip
+    report_to: tuple[str, ...] = option(
+        "results", "where else numbers go: tensorboard, wandb, trackio, mlflow …", default=(), shown="NAME"
+    )
+    save_every: int | None = option("results", "write a checkpoint every N steps to DIR/checkpoints", least=1)
+    keep: int | None = option("results", "keep the latest N checkpoints (default: all)", least=1)
+    stop_after: int | None = option("results", "write a checkpoint after step N and end", least=1, per_run=True)
+    resume: str | None = option(
+        "results", "go on from a run's latest checkpoint, or from the one given; --model says where its model lies now",
+        shown="DIR", per_run=True,
+    )  # fmt: skip
+    overwrite: bool = option(
+        "results", "remove what is in the way in DIR: a model and checkpoints, with --resume those after the one given",
+        default=False, per_run=True,
+    )  # fmt: skip
+    debug: bool = dataclasses.field(default=False, metadata={"per_run": True})
 
     def __post_init__(self) -> None:
-        sizes = ("ep", "fsdp", "tp", "replicate", "batch_size", "grad_accum")
-        steps = ("max_steps", "save_every", "stop_after", "keep")
-        for name, least in [*((n, 1) for n in (*sizes, *steps)), ("seq_len", 2), ("warmup", 0), ("seed", 0)]:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        for field in OPTIONS:
+            value, about, flag = getattr(self, field.name), field.metadata, flag_of(field.name)
+            if value is None:
+                continue
+            if about["least"] is not None and not about["least"] <= value < math.inf:
+                raise ConfigError(f"{flag} {value}: must be at least {about['least']}")
+            if about["choices"] and value not in about["choices"]:
+                raise ConfigError(f"{flag} {value}: must be one of {', '.join(about['choices'])}")
         if self.seed > MOST_SEED:
             raise ConfigError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         if self.lr is not None and not (0 < self.lr < math.inf):
             raise ConfigError(f"--lr {self.lr}: must be a positive number")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
 
     def resolved(self, *, preset: bool) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
@@ -95,8 +145,21 @@ class TrainConfig:
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
         """Read what `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "data": tuple(fields["data"])})
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in json.loads(text).items()}
+        return cls(**fields)
+
+    def made_of(self) -> dict[str, Any]:
+        """What `--config` of a run like this one holds: the options that are not about one start of the command."""
+        return {field.name: getattr(self, field.name) for field in OPTIONS if not field.metadata["per_run"]}
+
+
+OPTIONS = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
+FIXED = tuple(field.name for field in OPTIONS if field.metadata["fixed"])
+
+
+def flag_of(name: str) -> str:
+    """How the command line calls an option."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,9 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.grad_accum,
         learning_rate=config.lr or 0.0,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=config.scheduler,
         warmup_steps=config.warmup or 0,
-        weight_decay=0.1,
+        weight_decay=config.weight_decay,
         adam_beta2=0.95,
         max_grad_norm=1.0,
         seed=config.seed,
@@ -58,8 +58,9 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
         save_strategy="no",
         logging_steps=1,
         logging_nan_inf_filter=False,
-        report_to="none",
+        report_to=list(config.report_to) or "none",
         remove_unused_columns=False,
+        **({} if config.optim is None else {"optim": config.optim}),
     )
     made._n_gpu = min(made.n_gpu, 1)  # of several GPUs the Trainer would make an nn.DataParallel
     return made

@@ -47,7 +47,7 @@ def is_preset(model: str) -> bool:
     return model in PRESETS
 
 
-def inspect(model: str) -> Facts:
+def inspect(model: str, attn: str | None = None) -> Facts:
     """Build the model without weights and look. Raises ConfigError for a path that is no MoE language model."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -55,8 +55,10 @@ def inspect(model: str) -> Facts:
     config = PRESETS[model].build() if is_preset(model) else _read_config(model)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
+            skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
+    except (ValueError, ImportError) as error:
+        if attn is not None:
+            raise ConfigError(f"--attn {attn}: {first_line(error)}") from error
         raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
     experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton).items()}
     name = type(skeleton).__name__
@@ -111,6 +113,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
         path,
         dtype=torch.float32,
         experts_implementation=IMPLEMENTATION,
+        attn_implementation=config.attn,
         local_files_only=True,
         output_loading_info=True,
         **options,
@@ -118,6 +121,8 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     # transformers fills these with random numbers, which would pass for a checkpoint that learns badly.
     if absent := sorted(report["missing_keys"]):
         raise ConfigError(f"--model {config.model}: the checkpoint lacks {len(absent)} weights, among them {absent[0]}")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 

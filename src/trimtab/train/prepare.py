@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import shutil
 import sys
 import uuid
@@ -50,7 +51,8 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     """Check the options against model, data and `world` ranks. Touches no file. Raises ConfigError or InputError."""
     preset = is_preset(config.model)
     config = config.resolved(preset=preset)
-    facts = inspect(config.model)
+    _check_names(config)
+    facts = inspect(config.model, config.attn)
     mesh = Mesh.of(config, world=world, num_experts=facts.num_experts)
     check_plans(facts, mesh, config.grad_accum)
     checkpoint = str(Path(config.out) / INIT) if preset else config.model
@@ -67,6 +69,18 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
         )
     found = find_files(config.data)
     return Plan(config, facts, mesh, checkpoint, tokenizer, found, TokenStream(found.files, tokenizer, config.seed))
+
+
+def _check_names(config: TrainConfig) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.training_args import OptimizerNames
+
+    known = [name.value for name in OptimizerNames]
+    if config.optim is not None and config.optim not in known:
+        raise ConfigError(f"--optim {config.optim}: the Trainer has no such optimizer, but {', '.join(known)}")
+    for name in config.report_to:
+        if name not in (found := get_available_reporting_integrations()):
+            raise ConfigError(f"--report-to {name}: not installed here; there is {', '.join(found) or 'none'}")
 
 
 def check_data(plan: Plan) -> None:
@@ -122,7 +136,7 @@ def claim(plan: Plan) -> TextIO:
                 raise
         check_kept(plan.config)  # what another run has left since
         mark.truncate(0)
-        mark.write(plan.config.to_json() + "\n")
+        mark.write(json.dumps({**plan.config.made_of(), "out": plan.config.out}, indent=1) + "\n")
         mark.flush()
         failed.pop_all()
     return mark

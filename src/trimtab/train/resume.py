@@ -9,7 +9,6 @@ torch.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,14 +19,12 @@ from typing import Any
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
-from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.config import FIXED, OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import FINAL, HEATMAP, METRICS
 from trimtab.train.sources import find_files
 
 CHECKPOINTS = "checkpoints"
-FIXED = ("model", "seq_len", "batch_size", "grad_accum", "max_steps", "lr", "warmup", "seed", "dtype")
-_PER_RUN = ("resume", "stop_after", "overwrite", "debug", "out")
 
 
 def resumed(given: dict[str, Any]) -> TrainConfig:
@@ -44,11 +41,13 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
     asked = Path(given["resume"])
     folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
     saved = _run_of(folder)["config"]
-    if unknown := sorted(saved.keys() - {field.name for field in dataclasses.fields(TrainConfig)}):
+    kept = {field.name: field.default for field in OPTIONS if not field.metadata["per_run"]}
+    if unknown := sorted(saved.keys() - {field.name for field in OPTIONS} - {"debug"}):
         raise ConfigError(
             f"{folder}: its run has options that this trimtab lacks: {', '.join(unknown)}; go on with the trimtab that "
             "wrote it"
         )
+    saved = kept | {name: value for name, value in saved.items() if name in kept}
     for name in FIXED:
         if name in given and _plain(name, given[name]) != saved[name]:
             hint = "; --stop-after ends a run early" if name == "max_steps" else ""
@@ -57,15 +56,15 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
                     continue
                 hint = f": {other} is not what the checkpoint holds"
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
+                f"{flag_of(name)} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
                 f"change it{hint}"
             )
-    fields = {name: value for name, value in saved.items() if name not in _PER_RUN} | given
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()} | given
     if "out" not in given:
         if folder.parent.name != CHECKPOINTS:
             raise ConfigError(f"--resume {asked}: {folder} lies in no run's folder; say with --out where to write")
         fields["out"] = str(folder.parent.parent)
-    return TrainConfig(**{**fields, "data": tuple(fields["data"]), "resume": str(folder)})
+    return TrainConfig(**{**fields, "resume": str(folder)})
 
 
 def check_resume(config: TrainConfig, world: int) -> None:
@@ -105,7 +104,7 @@ def describe_data(files: Sequence[Path]) -> dict[str, Any]:
 
 def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict[str, Any]:
     """What a checkpoint keeps of its run, JSON, for `resumed` and `check_resume`."""
-    fields = dataclasses.asdict(config)
+    fields = config.made_of()
     fields["data"] = [str(Path(path).resolve()) for path in config.data]
     fields["model"] = _plain("model", config.model)
     return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(files)}
