@@ -1,17 +1,15 @@
-"""How a run ends: a signal ends it as such, whatever fails because of it; ranks get some seconds."""
+"""How a run ends: a signal ends it as such, whatever fails because of it."""
 
 from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from trimtab.interrupted import Interrupted, signals_raise
-from trimtab.train.launch import _grace
 
 
 class Stopper:
@@ -49,20 +47,3 @@ def test_a_file_that_is_cut_off_while_it_is_written(tmp_path: Path) -> None:
 def test_a_failure_without_a_signal_is_that_failure() -> None:
     with pytest.raises(RuntimeError, match="on its own"), signals_raise():
         raise RuntimeError("on its own")
-
-
-@dataclass
-class Older:
-    """As torch 2.11's `LaunchConfig`."""
-
-    max_restarts: int = 3
-
-
-@dataclass
-class Newer(Older):
-    shutdown_timeout: int | None = None
-
-
-def test_ranks_get_the_seconds_that_torch_lets_one_name() -> None:
-    assert Newer(**_grace(Newer)) == Newer(shutdown_timeout=5)
-    assert Older(**_grace(Older)) == Older()

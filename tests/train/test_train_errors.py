@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch.distributed as dist
 from transformers import TrainingArguments
 
 from helpers.commands import run_cli, run_python
@@ -26,8 +24,6 @@ from trimtab.train.loop import arguments
 from trimtab.train.prepare import check_data, plan_run
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import closing_words, draw_loads
-from trimtab.train.session import _prepare_everywhere
-from trimtab.verify.ranks import run_ranks
 
 
 def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
@@ -238,28 +234,3 @@ def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(report, "_draw_loads", broken)
     assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"
-
-
-def on_a_host(config: TrainConfig, folders: list[str]) -> str:
-    os.chdir(folders[dist.get_rank()])
-    os.environ["LOCAL_RANK"] = "0"
-    with contextlib.ExitStack() as held:
-        try:
-            _prepare_everywhere(plan_run(config, 2), dist.get_rank(), held)
-        except ConfigError as error:
-            return str(error)
-    return "shared"
-
-
-def test_hosts_that_share_no_folder_are_refused_before_the_first_step(
-    checkpoint: Path, text: Path, tmp_path: Path
-) -> None:
-    config = TrainConfig(model=str(checkpoint), data=(str(text),), seq_len=32, max_steps=2, out="run")
-    one, two = (tmp_path / name for name in ("one", "two"))
-    one.mkdir()
-    two.mkdir()
-    for said in run_ranks(on_a_host, 2, config, [str(one), str(two)], deadline=120.0):
-        assert said.startswith("--out run: the host of rank(s) 1 has another folder there than that of rank 0")
-    assert list(two.iterdir()) == []
-    assert run_ranks(on_a_host, 2, config, [str(one), str(one)], deadline=120.0) == ["shared", "shared"]
-    assert sorted(path.name for path in (one / "run").iterdir()) == ["logs", "run.json"]

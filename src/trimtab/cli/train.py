@@ -37,16 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     groups: dict[str, Any] = {}
     for field in OPTIONS:
-        about = field.metadata
-        group = groups.get(about["group"]) or groups.setdefault(
-            about["group"], parser.add_argument_group(about["group"])
-        )
-        kind = str(field.type).split(" ")[0]
+        about, kind = field.metadata, str(field.type).split(" ")[0]
+        name = about["group"]
+        group = groups[name] = groups.get(name) or parser.add_argument_group(name)
         how: dict[str, Any] = {"metavar": about["shown"], "type": {"int": int, "float": float}.get(kind, str)}
-        if isinstance(field.default, tuple):
-            how["nargs"] = "+"
+        how |= {"nargs": "+"} if isinstance(field.default, tuple) else {}
         group.add_argument(
-            flag_of(field.name), **({"action": "store_true"} if kind == "bool" else how), help=about["help"]
+            flag_of(field.name), help=about["help"], **({"action": "store_true"} if kind == "bool" else how)
         )
 
 

@@ -39,30 +39,19 @@ def check_kept(config: TrainConfig) -> None:
         return
     out, resume = Path(config.out), None if config.resume is None else Path(config.resume)
     held, finished = latest(out / CHECKPOINTS), (out / FINAL).exists()
-    if held is not None and (resume is None or resume.parent.resolve() != held.parent.resolve()):
-        go_on, model = ("", " and the model") if finished else (f"go on with it by --resume {out}, ", "")
-        raise ConfigError(
-            f"--out {out}: holds checkpoints of a {'finished ' if finished else ''}run, up to {held.name}; {go_on}give "
-            f"a new folder, or have --overwrite remove them{model}"
-        )
-    if held is not None and resume is not None and step_of(held) > step_of(resume):
-        go_on = "" if finished else f"go on from that by --resume {out}, "
-        raise ConfigError(
-            f"--resume {resume}: there are later checkpoints, up to {held.name}; {go_on}"
-            f"write to a new folder with --out, or have --overwrite remove what came after step {step_of(resume)}"
-        )
     begun = 0 if resume is None else step_of(resume)
-    for half in unfinished_checkpoints(out / CHECKPOINTS):
-        if not half.name.endswith(UNFINISHED) and step_of(half) > begun:
-            raise ConfigError(
-                f"--out {out}: {half} is not whole, half of a copy perhaps, and in the way of a checkpoint of that "
-                "step; copy it again, or have --overwrite remove it"
-            )
-    if finished:
-        raise ConfigError(
-            f"--out {out}: holds the model of a finished run, {out / FINAL}; give a new folder, or have --overwrite "
-            "remove it"
-        )
+    ours = resume is not None and held is not None and resume.parent.resolve() == held.parent.resolve()
+    half = [path for path in unfinished_checkpoints(out / CHECKPOINTS) if not path.name.endswith(UNFINISHED)]
+    if held is not None and not (ours and step_of(held) <= begun):
+        what = f"{'later ' if ours else ''}checkpoints of a {'finished ' if finished else ''}run, up to {held.name}"
+        remedy = "" if finished else f"go on from there by --resume {out}, "
+    elif late := [path.name for path in half if step_of(path) > begun]:
+        what, remedy = f"{late[0]}, which is not whole, half of a copy perhaps", "copy it again, "
+    elif finished:
+        what, remedy = f"the model of a finished run, {out / FINAL}", ""
+    else:
+        return
+    raise ConfigError(f"--out {out}: holds {what}; {remedy}give a new folder, or have --overwrite remove it")
 
 
 def _check_out(out: Path, model: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from trimtab.interrupted import Interrupted, signals_raise
 from trimtab.launched import cores, group_size, module_arguments
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.rank import log_file, make_run_id, run_rank
+from trimtab.train.rank import log_file, run_rank
 from trimtab.train.resume import advice
 
 
@@ -64,38 +63,32 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     plan = plan_run(config, nproc)
     check_data(plan)
-    with (
-        contextlib.closing(make_room(plan)),
-        tempfile.TemporaryDirectory(prefix="trimtab-") as scratch,
-        _rank_environment(nproc, config.debug),
-    ):
+    inherited = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))} | (
+        {} if config.debug else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    )
+    os.environ.update({name: value for name, value in inherited.items() if name not in os.environ})
+    with contextlib.closing(make_room(plan)), tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
-            run_id=make_run_id(),
+            run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            **_grace(LaunchConfig),
             signals_to_handle="SIGQUIT",  # ours raise, and ranks then get SIGTERM: silent even while they import
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.rank"), plan.config.to_json())
+            program = *module_arguments("trimtab.train.rank"), plan.config.to_json(), str(os.getpid())
+            elastic_launch(elastic, sys.executable)(*program)
         except ChildFailedError as error:
             hint = advice(plan.out, nproc)
             cause = _root_cause(error.failures, plan.out)
             raise TrimtabError(f"{cause}; {hint}" if hint else cause) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
-
-
-def _grace(config: type) -> dict[str, Any]:
-    """Seconds that ranks have to end before they are killed. torch 2.11 gives them 30, whatever one asks for."""
-    known = {field.name for field in dataclasses.fields(config)}
-    return {"shutdown_timeout": 5} if "shutdown_timeout" in known else {}
 
 
 def _log_places(out: Path, scratch: Path) -> Any:
@@ -118,20 +111,14 @@ def _log_places(out: Path, scratch: Path) -> Any:
 
 
 def _root_cause(failures: dict[int, Any], out: Path) -> str:
-    """One message for the failure that the others followed from.
+    """One message for the failure that the others followed from: what a rank said on purpose; else a rank that was
+    killed, for its peers only report that it is gone; else whatever came first. SIGTERM is the launcher's own."""
 
-    What a rank said on purpose comes first; then a rank that was killed, for its peers then only report that it is
-    gone; then whatever was raised, the first before what followed from it. SIGTERM is what the launcher itself sends.
-    """
-
-    def order(rank: int) -> tuple[int, float, bool]:
+    def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
-        follows = bool(failure.error_file_data.get("follows"))
-        if failure.error_file_data.get("expected") and not follows:
-            return 0, failure.timestamp, follows
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return 1, failure.timestamp, follows
-        return (3 if failure.exitcode < 0 else 2), failure.timestamp, follows
+        said = failure.error_file_data.get("expected") and not failure.error_file_data.get("follows")
+        killed = failure.exitcode < 0
+        return 0 if said else 2 if not killed else 1 if failure.exitcode != -signal.SIGTERM else 3, failure.timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -140,23 +127,6 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
     if failure.exitcode < 0:
         hint = "; SIGKILL often means that memory ran out" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks have been stopped"
+    said = failure.error_file_data.get("message", f"exit code {failure.exitcode}")
     log = log_file(out, rank)
-    where = f"details in {log}" if log.exists() else "what it said is above"
-    if "message" not in failure.error_file_data or failure.error_file_data["message"] == "<NONE>":
-        return f"rank {rank} ended with exit code {failure.exitcode}; {where}"
-    return f"rank {rank} failed: {failure.message}; {where}"
-
-
-@contextlib.contextmanager
-def _rank_environment(nproc: int, debug: bool) -> Iterator[None]:
-    """What the ranks inherit: their share of the cores, and silence from the C++ side."""
-    added = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))}
-    if not debug:
-        added["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    added = {name: value for name, value in added.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+    return f"rank {rank} failed: {said}; {f'details in {log}' if log.exists() else 'what it said is above'}"

@@ -21,11 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from trimtab.errors import TrimtabError
-from trimtab.train.balance import balance_loss
 from trimtab.train.chat import IGNORED
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.loads import LoadCounter, load_metrics
+from trimtab.train.loads import LoadCounter, balance_loss, load_metrics
 from trimtab.train.packing import RankBlocks
 
 
@@ -186,20 +185,26 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """This rank's part of the objective; averaged over the data-parallel ranks it is the global mean."""
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
-        logits = outputs.logits[:, :-1].float()
-        nll = F.cross_entropy(
-            logits.flatten(0, 1), inputs["labels"][:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        outputs, nll = self._forward(model, inputs)
         self._nll += nll.detach()
         loss = nll * (self.mesh.data_size / self._targets).float()
+        counts = self.counter.end_batch()
         router_logits = getattr(outputs, "router_logits", None)
-        settings = self.model.config.get_text_config()
-        coefficient = getattr(settings, "router_aux_loss_coef", None)  # some families have no such loss
+        # Some families have no such loss.
+        coefficient = getattr(self.model.config.get_text_config(), "router_aux_loss_coef", None)
         if router_logits and coefficient:
-            balance = balance_loss(router_logits, settings.num_experts_per_tok, all_sum)
+            balance = balance_loss(router_logits, self.counter, counts, all_sum)
             loss = loss + balance * (coefficient / self.args.gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
+
+    def _forward(self, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        """What the model gives for a batch, and the sum of its targets' losses."""
+        mask = inputs.get("attention_mask")
+        self.counter.real = None if mask is None else mask.flatten().bool()
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
+        logits, targets = outputs.logits[:, :-1].float(), inputs["labels"][:, 1:]
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return outputs, nll
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Replace the Trainer's numbers of a step by the global ones and write them to the metrics file."""

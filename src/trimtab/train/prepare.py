@@ -7,7 +7,6 @@ import fcntl
 import json
 import shutil
 import sys
-import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,13 +139,6 @@ def claim(plan: Plan) -> TextIO:
         mark.flush()
         failed.pop_all()
     return mark
-
-
-def leave_token(out: Path) -> Path:
-    """A new file in the output folder, of a name that was nowhere before: who sees it shares the folder."""
-    token = out / f"{uuid.uuid4().hex}.shared"
-    token.touch()
-    return token
 
 
 def write_init(plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """The entry of one rank among several: die quietly when told to, and leave word of what went wrong.
 
-`python -m trimtab.train.rank CONFIG_JSON` is what the launcher starts; under torchrun the command line joins here.
+`python -m trimtab.train.rank CONFIG_JSON LAUNCHER` is what the launcher starts; under torchrun the command joins here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,46 +21,31 @@ from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.report import LOGS
 
-RUN_ID_PREFIX = "trimtab-"
-"""A run id of our own launcher is this, its process id, and a unique part: its ranks know who speaks for them."""
-
-
-def make_run_id() -> str:
-    """A run id for ranks that this process launches."""
-    return f"{RUN_ID_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
-
-
-def _launcher() -> int | None:
-    """The process id of our own launcher, if it started this rank."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return int(run_id.split("-")[1]) if run_id.startswith(RUN_ID_PREFIX) else None
-
 
 def log_file(out: Path, rank: int) -> Path:
     """Where a rank's output and traceback go."""
     return out / LOGS / f"rank-{rank}.log"
 
 
-def run_rank(config: TrainConfig) -> None:
-    """Run this process's rank of a group that torchrun or the launcher started; never returns after a failure."""
+def run_rank(config: TrainConfig, launcher: int | None = None) -> None:
+    """Run this process's rank of a group that torchrun, or the launcher of that process id, started; never returns
+    after a failure."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
-    launcher = _launcher()
-    if launcher is not None:
-        _die_with(launcher)
-    launched = launcher is not None
     try:
-        if not launched:
+        if launcher is None:
             check_options(config, int(os.environ["WORLD_SIZE"]))
             import_transformers("trimtab train")
+        else:
+            _die_with(launcher)
         from trimtab.train.session import run_session
 
-        run_session(config, prepared=launched)
+        run_session(config, prepared=launcher is not None)
     except Exception as error:
-        _fail(error, config, launched)
+        _fail(error, config, launched=launcher is not None)
 
 
-def _fail(error: Exception, config: TrainConfig, launched: bool) -> NoReturn:
+def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     expected = isinstance(error, TrimtabError)
     message = str(error) if expected else first_line(error, typed=True)
@@ -94,4 +78,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(TrainConfig.from_json(sys.argv[1]))
+    run_rank(TrainConfig.from_json(sys.argv[1]), int(sys.argv[2]))

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,7 @@ def check_resume(config: TrainConfig, world: int) -> None:
     last = min(config.stop_after or steps, steps)
     if step >= last and not step == last == steps:  # all taken: what is left is to write the model
         raise ConfigError(f"--resume {folder}: step {step} is taken already, and the run would end after step {last}")
-    for _ in read_metrics_until(folder, step):
-        pass
+    read_metrics_until(folder, step)
 
 
 def describe_data(files: Sequence[Path]) -> dict[str, Any]:
@@ -110,32 +109,27 @@ def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict
     return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(files)}
 
 
-def read_metrics_until(folder: Path, step: int) -> Iterator[str]:
+def read_metrics_until(folder: Path, step: int) -> list[str]:
     """The lines of the metrics of the run that wrote the checkpoint, up to its step; none where no such file is.
 
-    Raises InputError where a step is missing or doubled.
+    Raises InputError where the record of that step, or of one before it, cannot be read.
     """
     path = folder.parent.parent / METRICS
     if folder.parent.name != CHECKPOINTS or not path.exists():
-        return
-    place, half, last = 0, None, None
+        return []
+    lines, last = [], 0
     with path.open(encoding="utf-8", errors="replace") as written:
-        for place, line in enumerate(written, 1):
-            if half is not None:
-                raise InputError(f"{path}: line {half} is not the record of a step")
+        for line in written:
             number = _step_in(line)
-            if number is None:  # the last line of a run that was killed may be half a line
-                half = place
-                continue
-            if number > step:
+            if number is None or number > step:  # of a run that was killed, or after the checkpoint
                 break
-            if last is not None and number != last + 1:
-                raise InputError(f"{path}: after step {last} comes step {number}")
+            lines.append(line)
             last = number
-            yield line
-    if place and last != step:
-        end = "holds no step before it" if last is None else f"ends with step {last}"
-        raise InputError(f"{path}: {end}, the checkpoint {folder} is of step {step}")
+    if last != step:
+        raise InputError(
+            f"{path}: ends with step {last} or is damaged there; the checkpoint {folder} is of step {step}"
+        )
+    return lines
 
 
 def rewind(folder: Path, step: int, out: Path) -> None:
@@ -144,14 +138,8 @@ def rewind(folder: Path, step: int, out: Path) -> None:
     Checkpoints of another run go too. `trimtab.train.checks` refuses before where nobody asked for that.
     """
     fresh = out / f"{METRICS}.unfinished"
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.writelines(read_metrics_until(folder, step))
-            file.flush()
-            os.fsync(file.fileno())
-    except InputError:
-        fresh.unlink()
-        raise
+    fresh.write_text("".join(read_metrics_until(folder, step)), encoding="utf-8")
+    on_disk.sync(fresh)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
         if on_disk.step_of(later) > step or later.parent.resolve() != folder.parent.resolve():
             on_disk.remove(later)

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
-from trimtab.checkpoint.agree import on_every_rank, on_first_rank
 from trimtab.convert.safetensors_files import writing
-from trimtab.errors import ConfigError
 from trimtab.launched import leave_group
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
@@ -23,7 +21,7 @@ from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import is_preset, load_model
 from trimtab.train.packing import RankBlocks
-from trimtab.train.prepare import Plan, check_data, leave_token, make_room, plan_run
+from trimtab.train.prepare import Plan, check_data, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
 
 LONGEST = timedelta(hours=2)
@@ -47,7 +45,10 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
     with contextlib.ExitStack() as held:  # the output folder, until the last word on it is said
         try:
             if not prepared:
-                _prepare_everywhere(plan, rank, held)
+                if rank == 0:
+                    check_data(plan)
+                    held.enter_context(make_room(plan))
+                _barrier()
             trainer = _build(plan, rank)
             done = _take_steps(trainer, plan)
             missing = None
@@ -81,25 +82,6 @@ def _join_world() -> None:
         dist.init_process_group(backend=backend, device_id=device, timeout=LONGEST)
     else:
         dist.init_process_group(backend=backend)
-
-
-def _prepare_everywhere(plan: Plan, rank: int, held: contextlib.ExitStack) -> None:
-    """Rank 0 makes the output folder. Raises ConfigError on every rank where a host has another folder of that name.
-
-    `held` has, on rank 0, what marks the folder as this run's.
-    """
-    if rank == 0:
-        check_data(plan)
-        held.enter_context(make_room(plan))
-    _barrier()
-    token = on_first_rank(lambda: leave_token(plan.out), None)
-    sees = on_every_rank(lambda: int(os.environ.get("LOCAL_RANK", 0)) > 0 or token.is_file(), None)
-    on_first_rank(token.unlink, None)
-    if away := [str(other) for other, found in enumerate(sees) if not found]:
-        raise ConfigError(
-            f"--out {plan.out}: the host of rank(s) {', '.join(away)} has another folder there than that of rank 0; "
-            "give one that all hosts share"
-        )
 
 
 def _barrier() -> None:
