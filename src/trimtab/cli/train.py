@@ -32,19 +32,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options: those of `TrainConfig`, and two about how it is started."""
     parser.set_defaults(parser=parser)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of these options, as run.json of a run is one")
-    parser.add_argument(
-        "--nproc", type=int, metavar="N", help="start N local ranks (default: one process; not under torchrun)"
-    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N local ranks (default: one; not under torchrun)")
     groups: dict[str, Any] = {}
     for field in OPTIONS:
         about, kind = field.metadata, str(field.type).split(" ")[0]
         name = about["group"]
-        group = groups[name] = groups.get(name) or parser.add_argument_group(name)
+        groups[name] = groups.get(name) or parser.add_argument_group(name)
         how: dict[str, Any] = {"metavar": about["shown"], "type": {"int": int, "float": float}.get(kind, str)}
         how |= {"nargs": "+"} if isinstance(field.default, tuple) else {}
-        group.add_argument(
-            flag_of(field.name), help=about["help"], **({"action": "store_true"} if kind == "bool" else how)
-        )
+        how = {"action": "store_true"} if kind == "bool" else how
+        groups[name].add_argument(flag_of(field.name), help=about["help"], **how)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,8 +78,8 @@ def _from_file(path: Path) -> list[str]:
     arguments: list[str] = []
     for name, value in given.items():
         if value is not None and value is not False:
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            arguments += [flag_of(str(name)), *map(str, values)] if values or value is True else []
+            values = value if isinstance(value, list) else [value]
+            arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)] if values else []
     return arguments
 
 
