@@ -39,9 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         name = about["group"]
         groups[name] = groups.get(name) or parser.add_argument_group(name)
         how: dict[str, Any] = {"metavar": about["shown"], "type": {"int": int, "float": float}.get(kind, str)}
-        how |= {"nargs": "+"} if isinstance(field.default, tuple) else {}
         how = {"action": "store_true"} if kind == "bool" else how
-        groups[name].add_argument(flag_of(field.name), help=about["help"], **how)
+        how |= {"nargs": "+"} if isinstance(field.default, tuple) else {}
+        groups[name].add_argument(flag_of(field.name), help=about["help"], default=argparse.SUPPRESS, **how)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
         own = options.arguments[options.arguments.index("train") + 1 :]
         options = options.parser.parse_args([*_from_file(Path(options.config)), *own])
     names = {field.name for field in OPTIONS} | {"debug"}
-    given = {k: v for k, v in vars(options).items() if k in names and v is not None and v is not False}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(options).items() if k in names}
     config = resumed(given) if "resume" in given else TrainConfig(**given)
     out = Path(config.out)
     before = _stamp(out / METRICS)
@@ -85,10 +84,8 @@ def _from_file(path: Path) -> list[str]:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Tells a file from a later one of that name, and from itself with more in it; None where there is none."""
-    if not path.exists():
-        return None
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    found = path.stat() if path.exists() else None
+    return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def _unbegun(out: Path) -> str:
