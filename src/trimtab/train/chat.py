@@ -1,66 +1,47 @@
-"""Chat fine-tuning: only what the assistant says is learnt.
-
-The tokenizer's own chat template is rendered up to each assistant turn and past it; what the second adds to the
-first is that turn's answer. Tokens are compared the same way, so no `{% generation %}` marker is needed and the
-prompt is tokenised as it will be when the model is used. A template that rewrites earlier turns (as those that
-drop old reasoning do) gives one document per assistant turn instead of one per conversation.
-"""
+"""Chat fine-tuning: what the assistant is to say is learnt, in the context that it will have then, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.train.answers import Answer, Conversation
 
 IGNORED = -100
 """The label of a token that carries no loss."""
 
-ANSWER = "<<answer>>"
-"""Stands where an answer does, in a conversation that is rendered to see where that is."""
+FLAGS = ("weight", "loss_mask", "train", "trainable")
+"""Keys of a message that say whether it is learnt (1, true) or not (0, false)."""
 
 Piece = tuple[list[int], list[int]]
-"""Token ids and labels of equal length; a label is the id itself or IGNORED."""
+"""Token ids and labels of equal length. A label is IGNORED or what is to be said there: the id that stands there, or
+the token that ends a turn, where the template has something else between an earlier answer and what follows."""
 
 
 def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) -> Iterator[Piece]:
-    """Tokenise one conversation and label the assistant's tokens.
+    """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: a list of `{"role": …, "content": …}`.
+        messages: a list of `{"role": …, "content": …}`, with one of FLAGS where an answer is not to be learnt.
         place: where the conversation lies, for messages.
         tools: a list of the tools that the assistant may call, for the template, or None.
 
-    Yields one piece, or one per assistant turn if the template rewrites earlier turns; none without an assistant
-    turn. Raises InputError for malformed messages, a tokenizer without a template, and a template whose rendering
-    up to an assistant turn does not begin its rendering past that turn.
+    Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
+
+    Raises:
+        InputError: malformed messages, no template, one that refuses the messages or renders one of them as nothing.
     """
     check_chat(tokenizer, messages, tools, place)
-
-    def render(some: list[Any], *, prompt: bool) -> str:
-        return _render(tokenizer, some, tools, place, prompt=prompt)
-
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = []
-    for turn in turns:
-        answered = render(messages[: turn + 1], prompt=False)
-        prompt = render(messages[:turn], prompt=True) if turn else _before_all(answered, render)
-        if not answered.startswith(prompt):
-            raise InputError(
-                f"{place}: the chat template is not prefix-stable: the prompt of turn {turn + 1} is not the "
-                "beginning of the answered conversation, so the assistant's tokens cannot be told apart"
-            )
-        spans.append((prompt, answered))
-    if not spans:
+    turns = [i for i, message in enumerate(messages) if _is_learnt(message, f"{place}: message {i + 1}")]
+    if not turns:
         return
-    whole = render(messages, prompt=False)
-    texts = [text for span in spans for text in span] + [whole]
-    if all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False)):
-        yield _label(tokenizer, whole, spans)
-    else:
-        for prompt, answered in spans:
-            yield _label(tokenizer, answered, [(prompt, answered)])
+    plain = [{k: v for k, v in message.items() if k not in FLAGS and v is not None} for message in messages]
+    conversation = Conversation(tokenizer, plain, tools, place)
+    for chain in conversation.chains(turns):
+        yield _label(conversation, chain)
 
 
 def check_chat(tokenizer: Any, messages: Any, tools: Any, place: str) -> None:
@@ -77,39 +58,60 @@ def check_chat(tokenizer: Any, messages: Any, tools: Any, place: str) -> None:
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
 
 
-def _label(tokenizer: Any, whole: str, spans: list[tuple[str, str]]) -> Piece:
-    """Ids of `whole`, labelled where a span's answered text goes beyond its prompt; both are prefixes of it."""
-    ids = _ids(tokenizer, whole)
+def _is_learnt(message: dict[str, Any], place: str) -> bool:
+    flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    if wrong := {key: value for key, value in flags.items() if value not in (0, 1)}:
+        raise InputError(f"{place}: {json.dumps(wrong)}: a message is learnt (1, true) or not (0, false)")
+    return message["role"] == "assistant" and all(flags.values())
+
+
+def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
+    """Ids of the last answer's text, up to the end of that answer, labelled where one of the chain lies."""
+    text, tokenizer = chain[-1].text, conversation.tokenizer
+    spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learnt there in the place of what follows
+    for answer in chain:
+        after = conversation.special.match(text, answer.end)
+        if after and (after[1] == answer.stop or (not answer.stop and not conversation.is_answered(answer.turn))):
+            spans.append((answer.start, after.end(), ""))  # what opens the next turn may be what ends this one
+        else:
+            spans.append((answer.start, answer.end, answer.stop or _end_of_text(conversation)))
+    ids, begins, ends = _tokens(tokenizer, text[: spans[-1][1]], [border for span in spans for border in span[:2]])
     labels = [IGNORED] * len(ids)
-    for prompt, answered in spans:
-        # A token that straddles the border differs from the prompt's own last token: it counts as the answer's.
-        start = _common(_ids(tokenizer, prompt), ids)
-        end = len(ids) if answered == whole else _common(_ids(tokenizer, answered), ids)
-        labels[start:end] = ids[start:end]
+    at = 0
+    for start, end, stop in spans:
+        while at < len(ids) and ends[at] <= start:
+            at += 1
+        while at < len(ids) and begins[at] < end:  # a token across the beginning is the answer's
+            labels[at] = ids[at]
+            at += 1
+        if stop and at < len(ids):
+            labels[at] = tokenizer.convert_tokens_to_ids(stop)
+        elif stop:
+            ids.append(tokenizer.convert_tokens_to_ids(stop))
+            labels.append(ids[-1])
     return ids, labels
 
 
-def _before_all(answered: str, render: Callable[..., str]) -> str:
-    """What the template writes before an assistant who speaks first; many refuse to prompt for an answer to nothing."""
-    other = render([{"role": "assistant", "content": ANSWER}], prompt=False)
-    return answered[: _common(other.partition(ANSWER)[0], answered)] if ANSWER in other else ""
+def _end_of_text(conversation: Conversation) -> str:
+    if conversation.tokenizer.eos_token is None:
+        raise InputError(
+            f"{conversation.place}: the chat template ends no answer, and the model's tokenizer has no EOS token for it"
+        )
+    return str(conversation.tokenizer.eos_token)
 
 
-def _render(tokenizer: Any, messages: list[Any], tools: Any, place: str, *, prompt: bool) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # the template is the user's program: whatever it raises is about their data
-        raise InputError(f"{place}: the chat template refused the messages: {error}") from error
-    return str(text).encode("utf-8", "replace").decode()
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _common(prefix: Sequence[Any], ids: Sequence[Any]) -> int:
-    """Length of the longest common beginning."""
-    for i, (a, b) in enumerate(zip(prefix, ids, strict=False)):
-        if a != b:
-            return i
-    return min(len(prefix), len(ids))
+def _tokens(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Ids of `text`, and where each begins and ends in it, at least between which of the borders."""
+    if tokenizer.is_fast:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins, ends = zip(*made["offset_mapping"], strict=True)
+        return list(made["input_ids"]), list(begins), list(ends)
+    ids: list[int] = []
+    begun: list[int] = []
+    ended: list[int] = []
+    for start, end in zip([0, *borders], borders, strict=False):
+        some = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+        ids += some
+        begun += [start] * len(some)
+        ended += [end] * len(some)
+    return ids, begun, ended
