@@ -22,11 +22,11 @@ FLOORS = (
 ROOMS = {
     "(root)": (1195, 16), "checkpoint": (1180, 8), "cli": (540, 7), "convert": (1280, 8), "dispatch": (2095, 15),
     "doctor": (965, 8), "experts": (4180, 31), "guard": (830, 6), "integrations": (785, 10), "kernels": (5140, 43),
-    "parallel": (1550, 10), "routing": (1610, 14), "train": (2350, 19), "verify": (1955, 15),
+    "parallel": (1550, 10), "routing": (1610, 14), "train": (2600, 20), "verify": (1955, 15),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (25595, 210)
+PACKAGE = (25860, 211)
 """Lines and files of all rooms together."""
 LAYER = (4815, 39)
 """Lines and files that `import trimtab.moe` loads."""
@@ -54,7 +54,7 @@ ASKS = 16
 """Calls of is_compiling() and is_exporting()."""
 UPWARD, CIRCLES, LONG = 0, 0, 1
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 26120
+TESTS = 26320
 """Lines of tests and helpers."""
 
 
