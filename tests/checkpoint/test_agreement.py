@@ -116,5 +116,5 @@ def test_files_on_another_hosts_disk_make_no_checkpoint(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     for said, whole in run_ranks(on_a_host_of_its_own, 2, str(tmp_path), deadline=90.0):
-        assert "rank(s) 1 wrote elsewhere: __1_0.distcp is not there; save to a folder that all hosts share" in said
+        assert "rank(s) 1 wrote elsewhere: rank-00001.pt is not there; save to a folder that all hosts share" in said
         assert whole == []

@@ -23,7 +23,6 @@ from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints
 from trimtab.checkpoint.state import expert_shapes, model_tensors
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.recipes.fp8_delayed import AmaxHistory, FP8Delayed
 from trimtab.verify.ranks import run_ranks
 
 
@@ -204,16 +203,6 @@ def test_random_numbers_of_every_kind_come_back(tmp_path: Path) -> None:
     assert str(draw(other)) == str(drawn)
     loaded.restore_random()
     assert torch.rand(2).tolist() == drawn[3]
-
-
-def test_buffers_that_take_their_width_from_a_checkpoint(tmp_path: Path) -> None:
-    used, fresh = (AmaxHistory(FP8Delayed(backend="emulated", history=2)) for _ in range(2))
-    used.step(torch.tensor([1.0, 2.0, 3.0]))
-    folder = save(tmp_path, used, step=1)
-    load(folder, fresh)
-    assert fresh.history_He.tolist() == used.history_He.tolist()
-    load(save(tmp_path, AmaxHistory(FP8Delayed(backend="emulated", history=2)), step=2), fresh)
-    assert fresh.history_He.shape == (2, 0)
 
 
 def test_whole_tensors_without_a_model(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
 from trimtab.verify.ranks import forkserver, preload
 
-preload("trimtab.checkpoint.saving", "torch._dynamo")
+preload("trimtab.checkpoint.save_load", "torch._dynamo")
 
 PLACES: dict[str, Callable[[str, tuple[Any, ...]], bool]] = {
     "before the folder": lambda event, args: event == "os.mkdir" and "step-00000003" in str(args[0]),

@@ -52,9 +52,6 @@ LARGE = (4, 32)
 UNEVEN = ((2, 12), (3, 7), (1, 5), (2, 9))
 """(batch, length) of each data-parallel rank."""
 
-# The tensor-parallel plans of these families fail in transformers 5.23 with any experts.
-NO_TENSOR_PARALLEL = {"muse_spark"}
-
 PATTERNS = ("natural", "uneven", "balanced", "cold", "hot", "own")
 """natural: where the router sends them      uneven: the same, no two ranks' batches alike
 balanced: as many to each expert         cold: nothing to one rank

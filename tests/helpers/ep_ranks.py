@@ -182,31 +182,36 @@ class Refusal:
     seconds: float
 
 
-def run_broken(case: Case, fault: str, folder: str) -> Refusal:
-    """A forward in which the last rank hands its experts something else than its peers do."""
+def run_broken(case: Case, faults: Sequence[str], folder: str) -> list[Refusal]:
+    """For each fault, a forward in which the last rank hands its experts something else than its peers do."""
     quiet()
     trimtab.integrations.transformers.register()
     model = load(case, folder)
     guilty = dist.get_rank() == dist.get_world_size() - 1
+    found = []
+    for fault in faults:
 
-    def spoil(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, ids, weights = (a.clone() for a in args)
-        if fault == "id too large":
-            ids[0, 0] = 10_000
-        elif fault == "id negative":
-            ids[-1, -1] = -2
-        elif fault == "weight not a number":
-            weights[0, 0] = torch.nan
-        elif fault == "another top-k":
-            ids, weights = ids[:, :1], weights[:, :1]
-        return hidden, ids, weights
+        def spoil(_: nn.Module, args: tuple[Any, ...], fault: str = fault) -> tuple[Any, ...]:
+            hidden, ids, weights = (a.clone() for a in args)
+            if fault == "id too large":
+                ids[0, 0] = 10_000
+            elif fault == "id negative":
+                ids[-1, -1] = -2
+            elif fault == "weight not a number":
+                weights[0, 0] = torch.nan
+            elif fault == "another top-k":
+                ids, weights = ids[:, :1], weights[:, :1]
+            return hidden, ids, weights
 
-    if guilty:
-        next(iter(experts_modules(model).values())).register_forward_pre_hook(spoil)
-    batch = batches(case, model, "natural", dist.get_rank())[0]
-    begin = time.monotonic()
-    try:
-        forward(model, batch)
-    except TrimtabError as error:
-        return Refusal(kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begin)
-    return Refusal(kind="", message="nothing was raised", seconds=time.monotonic() - begin)
+        module = next(iter(experts_modules(model).values()))
+        hook = module.register_forward_pre_hook(spoil) if guilty else None
+        batch = batches(case, model, "natural", dist.get_rank())[0]
+        begin, refusal = time.monotonic(), Refusal(kind="", message="nothing was raised", seconds=0.0)
+        try:
+            forward(model, batch)
+        except TrimtabError as error:
+            refusal = Refusal(kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begin)
+        found.append(refusal)
+        if hook is not None:
+            hook.remove()
+    return found

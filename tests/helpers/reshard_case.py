@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from helpers.full_value import full_value
 from trimtab.checkpoint import load, save
-from trimtab.checkpoint.loading import Loaded
+from trimtab.checkpoint.save_load import Loaded
 from trimtab.errors import ConfigError
 from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.folder import Index as Index
     from trimtab.checkpoint.folder import latest as latest
     from trimtab.checkpoint.folder import resolve as resolve
-    from trimtab.checkpoint.loading import load as load
-    from trimtab.checkpoint.saving import save as save
+    from trimtab.checkpoint.save_load import load as load
+    from trimtab.checkpoint.save_load import save as save
     from trimtab.checkpoint.tensors import read_tensors as read_tensors
     from trimtab.checkpoint.tensors import write_tensors as write_tensors
 
 _HOMES = {
     "Index": "trimtab.checkpoint.folder",
     "latest": "trimtab.checkpoint.folder",
-    "load": "trimtab.checkpoint.loading",
+    "load": "trimtab.checkpoint.save_load",
     "read_tensors": "trimtab.checkpoint.tensors",
     "resolve": "trimtab.checkpoint.folder",
-    "save": "trimtab.checkpoint.saving",
+    "save": "trimtab.checkpoint.save_load",
     "write_tensors": "trimtab.checkpoint.tensors",
 }
 

@@ -138,10 +138,7 @@ def read_index(folder: Path | str) -> Index:
             f"{folder}: format {version}, written by trimtab {fields.get('trimtab')}; this trimtab reads format "
             f"{FORMAT}: {do}"
         )
-    names = {f.name for f in dataclasses.fields(Index)}
-    if missing := sorted(names - set(fields)):
-        raise InputError(f"{folder / INDEX}: lacks {', '.join(missing)}")
-    index = Index(**{name: fields[name] for name in names})
+    index = Index(**fields)
     for name, size in index.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if found != size:

@@ -73,19 +73,6 @@ def expert_shapes(model: nn.Module) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def give_new_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Hand tensors that could not be filled in place to the modules, by torch's own way of loading."""
-    if tensors:
-        inner: Any = unwrapped(model)
-        own = {plain_name(name): name for name in inner.state_dict()}
-        inner.load_state_dict({own[key.removeprefix(MODEL)]: t for key, t in tensors.items()}, strict=False)
-
-
-def fits_another_width(tensor: Tensor, size: torch.Size) -> bool:
-    """Whether a buffer takes its width from what is loaded: those that are empty until their module is first used."""
-    return not isinstance(tensor, nn.Parameter) and tensor.dim() == len(size) and 0 in (tensor.numel(), size.numel())
-
-
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Groups]:
     """(tensors by key, groups for `Index.optimizer`).
 
@@ -125,29 +112,18 @@ def optimizer_targets(
         ConfigError: parameters that only one of both has, an optimizer of another class, a group of parameters that
             had different options, or state that has no place yet and not its parameter's shape.
     """
-    names = _names(model, optimizer)
-    saved = {name for group in groups for name in group["params"]}
-    here = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    names, options, kind = _names(model, optimizer), _options(groups), _kind(optimizer)
+    saved, here = set(options), {names[p] for group in optimizer.param_groups for p in group["params"]}
     if saved != here:
         raise ConfigError(
-            f"the optimizer has other parameters: {_some(saved - here)} only in the checkpoint, {_some(here - saved)} "
+            f"the optimizer has other parameters: {some(saved - here)} only in the checkpoint, {some(here - saved)} "
             "only here"
         )
-    kinds = {group["kind"] for group in groups}
-    if kinds != {kind := _kind(optimizer)}:
+    if kinds := {group["kind"] for group in groups} - {kind}:
         raise ConfigError(
             f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimizer here is {kind}: make one "
             "of that class, or load the model without an optimizer"
         )
-    options = _options(groups)
-    for group in optimizer.param_groups:
-        own = [names[param] for param in group["params"]]
-        for name in own:
-            if options[name] != options[own[0]]:
-                raise ConfigError(
-                    f"one group of the optimizer holds {own[0]} and {name}, which had other options in the checkpoint: "
-                    f"{options[own[0]]} and {options[name]}"
-                )
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, metadata in stored.items():
         if key.startswith(OPTIM):
@@ -156,8 +132,14 @@ def optimizer_targets(
     tensors: dict[str, Tensor] = {}
     slots: Slots = {name: dict(values) for group in groups for name, values in group["values"].items()}
     for group in optimizer.param_groups:
+        first = names[group["params"][0]] if group["params"] else ""
         for param in group["params"]:
             name = names[param]
+            if options[name] != options[first]:
+                raise ConfigError(
+                    f"one group of the optimizer holds {first} and {name}, which had other options in the checkpoint: "
+                    f"{options[first]} and {options[name]}"
+                )
             for slot, metadata in kept.get(name, {}).items():
                 held = optimizer.state.get(param, {}).get(slot)
                 tensor = _target(f"{name}.{slot}", param, held, metadata, group)
@@ -233,6 +215,7 @@ def _to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _some(names: set[str]) -> str:
+def some(names: set[str]) -> str:
+    """The first three names, and how many more there are."""
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

@@ -34,14 +34,13 @@ def write_dcp(
 
     alone: this process writes all of it, whether it is in a group or not.
     """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    no_dist = alone or not dist.is_initialized()
     with errors_of(folder):
         dcp_save(
-            dict(tensors),
-            storage_writer=FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=alone or not dist.is_initialized(),
-        )
+            dict(tensors), storage_writer=FileSystemWriter(folder), planner=planner, process_group=group,
+            no_dist=no_dist,
+        )  # fmt: skip
 
 
 def read_dcp(
@@ -51,13 +50,11 @@ def read_dcp(
 
     Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
     """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    no_dist = alone or not dist.is_initialized()
     with errors_of(folder, reading=True):
         dcp_load(
-            dict(into),
-            storage_reader=FileSystemReader(folder),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=alone or not dist.is_initialized(),
+            dict(into), storage_reader=FileSystemReader(folder), planner=planner, process_group=group, no_dist=no_dist
         )
 
 
@@ -68,11 +65,6 @@ def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
     """
     found = metadata_of(FileSystemReader(folder), Path(folder)).state_dict_metadata
     return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
-
-
-def files_of(folder: Path) -> set[str]:
-    """The names of the files that torch's index says hold the tensors. Raises InputError where it cannot be read."""
-    return {info.relative_path for info in metadata_of(FileSystemReader(folder), folder).storage_data.values()}
 
 
 def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:

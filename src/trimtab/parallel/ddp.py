@@ -1,7 +1,7 @@
 """DDP for models with MoE layers: dense parameters in DDP's buckets, experts over their own group.
 
     dense parameters    all-reduced over dp, mean               DDP
-    experts             all-reduced over edp, divided by dp     when autograd has added to their gradients
+    experts             all-reduced over edp, divided by dp     at the end of the backward
 
 An expert's gradient is scaled by edp / dp where it enters the layer, then averaged over edp. An average of averages is
 itself, so backwards may accumulate with or without `no_sync()`, as DDP's do.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +40,14 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     Experts are reduced in backwards outside of `no_sync()`, and in those of a forward outside of it. Without
     find_unused_parameters every rank must use the same layers; with it, experts that no rank used keep their gradients
     and others get zeros where they were not used. With `main_grad`, call `reduce_main_grads` before the optimizer's
-    step. With `delay_wgrad`, `backward_dw()` reduces, and no rank may leave these experts out.
+    step. With `delay_wgrad`, `backward_dw()` reduces, and no rank may leave these experts out. DDP's `join()` lets
+    ranks stay away, and their experts with them: feed a rank whose data has ended batches without tokens, [0, L, D].
     Experts' parameters are DTensors and others are not: optimizers with fused=True or foreach=True want them in groups
     of their own, and `ZeroRedundancyOptimizer` takes the dense ones alone.
 
     Raises:
         ConfigError: no parallel experts, meshes that do not fit together or have more dims, or nothing but experts to
-            train; from `join()`, as a rank whose data has ended still owns experts.
+            train.
     """
     check_meshes(dp_mesh=dp_mesh, edp_mesh=edp_mesh)
     if dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
@@ -69,18 +69,14 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     group = edp_mesh.get_group()
     for param in (param for module in experts for param in module.parameters()):
         dist.broadcast(local_part(param.detach()), group=group, group_src=0)
-    reducer = _ExpertReducer(group)
+    used, left_out, fused = [list[nn.Parameter]() for _ in range(3)]
     for module in experts:
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
-        at_end = wrapped.find_unused_parameters and not module.delay_wgrad
+        kind = left_out if wrapped.find_unused_parameters and not module.delay_wgrad else used
         for name, param in module.named_parameters():
-            kind = reducer.fused if name in module.fused else reducer.at_end if at_end else reducer.at_once
-            kind.append(param)
-    if wrapped.find_unused_parameters:
-        reducer.dense.extend(dense)
-    reducer.listen()
+            (fused if name in module.fused else kind).append(param)
+    reducer = _ExpertReducer(group, used, left_out, fused, dense if left_out else ())
     wrapped.register_forward_pre_hook(reducer.before_forward)
-    wrapped.join_hook = _no_join  # type: ignore[method-assign]
     return wrapped
 
 
@@ -112,75 +108,60 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
 
 
 class _ExpertReducer:
-    """Averages gradients of experts over `group` when autograd has added to them.
+    """Averages experts' gradients over `group` as a backward ends.
 
-    at_once: parameters whose gradients are averaged then and there: every rank adds to them in the same order.
-    at_end: those that a rank may leave out, averaged as the backward ends, whichever of them or of `dense` it reached.
-    fused: parameters whose gradients are in `main_grad`: what autograd delivers is dropped.
+    used: parameters that every rank uses in the same backwards. left_out: those that a rank may not use, whichever of
+    them or of `dense` its backward reached. fused: whose gradients are in `main_grad`: what autograd delivers is
+    dropped.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.at_once, self.at_end, self.dense, self.fused = [list[nn.Parameter]() for _ in range(4)]
+    def __init__(self, group: dist.ProcessGroup, *params: Sequence[nn.Parameter]) -> None:
+        self.group, self.params = group, params
+        self.used, self.left_out, fused, dense = params
+        self.reached: set[Tensor] = set()
         self.expected, self.queued = False, False
-        self.wrapped: Callable[[], nn.Module | None] = lambda: None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertReducer:
-        """For the copies of the parameters, over the same group."""
-        copied = _ExpertReducer(self.group)
-        params = copy.deepcopy((self.at_once, self.at_end, self.dense, self.fused), memo)
-        copied.at_once, copied.at_end, copied.dense, copied.fused = params
-        copied.listen()
-        return copied
-
-    def listen(self) -> None:
-        """Register the hooks, also of parameters that are frozen yet."""
-        hooks = ((self.at_once, self._reduce), (self.at_end, self._reduce_later), (self.dense, self._reduce_later))
-        for params, hook in (*hooks, (self.fused, self._drop)):
-            for param in params:
-                trained = param.requires_grad
+        self.wrapped: nn.Module | None = None
+        for hook, hooked in ((self._reached, (*self.used, *self.left_out, *dense)), (_drop, fused)):
+            for param in hooked:
+                trained = param.requires_grad  # one that is frozen may thaw
                 param.requires_grad_(True).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 param.requires_grad_(trained)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertReducer:
+        """For the copies of the parameters, over the same group."""
+        return _ExpertReducer(self.group, *copy.deepcopy(self.params, memo))
+
     def before_forward(self, wrapped: nn.Module, _: Any) -> None:
         """As DDP does, take from the forward whether its backward is to reduce."""
-        self.wrapped, self.queued = weakref.ref(wrapped), False
+        self.wrapped, self.queued = wrapped, False
         if torch.is_grad_enabled():
             self.expected = bool(wrapped.require_backward_grad_sync)
 
-    def _asked(self) -> bool:
+    def _reached(self, param: Tensor) -> None:
         """Also where the backward alone is outside of `no_sync()`, as the last one of a pipeline stage."""
-        wrapped = self.wrapped()
-        return self.expected or (wrapped is not None and bool(wrapped.require_backward_grad_sync))
+        if self.expected or (self.wrapped is not None and self.wrapped.require_backward_grad_sync):
+            self.reached.add(param)
+            if not self.queued:
+                self.queued = True
+                Variable._execution_engine.queue_callback(self._reduce)
 
-    def _reduce(self, param: Tensor) -> None:
-        if self._asked():
-            assert param.grad is not None
+    def _reduce(self) -> None:
+        found = [param for param in self.used if param in self.reached]
+        self.queued = False
+        self.reached.clear()
+        if trained := [param for param in self.left_out if param.requires_grad]:
+            flags = torch.tensor([param.grad is not None for param in trained], dtype=torch.int32)
+            anywhere = flags.to(local_part(trained[0]).device)
+            dist.all_reduce(anywhere, group=self.group)
+            everywhere = [1] * len(trained) if flags.all() else anywhere.tolist()  # without a wait for the device
+            found += [param for param, ranks in zip(trained, everywhere, strict=True) if ranks]
+        for param in found:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             _average(param.grad, self.group, self.group.size())
 
-    def _reduce_later(self, _: Tensor) -> None:
-        if self._asked() and not self.queued:
-            self.queued = True
-            Variable._execution_engine.queue_callback(self._reduce_used)
 
-    def _reduce_used(self) -> None:
-        self.queued = False
-        trained = [param for param in self.at_end if param.requires_grad]
-        if not trained:
-            return
-        used = torch.tensor([param.grad is not None for param in trained], dtype=torch.int32)
-        complete = bool(used.all())
-        ranks = used.to(local_part(trained[0]).device)
-        dist.all_reduce(ranks, group=self.group)
-        somewhere = [True] * len(trained) if complete else ranks.tolist()  # without a wait for the device
-        for param, by_any in zip(trained, somewhere, strict=True):
-            if by_any:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                _average(param.grad, self.group, self.group.size())
-
-    @staticmethod
-    def _drop(param: Tensor) -> None:
-        param.grad = None
+def _drop(param: Tensor) -> None:
+    param.grad = None
 
 
 @torch.no_grad()
@@ -188,10 +169,3 @@ def _average(tensor: Tensor, group: dist.ProcessGroup, divisor: int) -> None:
     local = local_part(tensor)
     dist.all_reduce(local, group=group)
     local.div_(divisor)
-
-
-def _no_join(**_: Any) -> NoReturn:
-    raise ConfigError(
-        "DDP's join() lets ranks whose data has ended stay away, and their experts with them: feed such a rank batches "
-        "without tokens, [0, L, D], as long as another has data"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -18,36 +17,15 @@ from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.guard.guard import Guard
 from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
-from trimtab.parallel.experts import ExpertMesh, ParallelExperts, check_split
-from trimtab.parallel.meshes import TokenMeshes, check_meshes
+from trimtab.parallel.experts import ParallelExperts, check_split
+from trimtab.parallel.meshes import ExpertMesh, TokenMeshes, check_meshes
 from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 
 TokenMode = Literal["own", "replicated", "sharded"]
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What the layers of one `parallelize` call share for each group. All ranks must ask in the same order."""
-
-    transports: dict[tuple[str, dist.ProcessGroup], Transport] = field(default_factory=dict)
-    guards: dict[dist.ProcessGroup, Guard] = field(default_factory=dict)
-
-    def transport(self, kind: str, group: dist.ProcessGroup) -> Transport | None:
-        """None for a group of one rank."""
-        if dist.get_world_size(group) == 1:
-            return None
-        if (kind, group) not in self.transports:
-            self.transports[kind, group] = TRANSPORTS[kind](group)
-        return self.transports[kind, group]
-
-    def guard(self, group: dist.ProcessGroup) -> Guard:
-        """Of exchanges that go through no transport."""
-        if group not in self.guards:
-            self.guards[group] = Guard().join(group)
-        return self.guards[group]
+Transports = dict[tuple[str, dist.ProcessGroup], Transport]
+"""What layers share, by kind and group. All ranks ask in the same order."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -69,8 +47,8 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: context parallel, one dim: the ranks that hold positions of the same sequences, any number each and in
             any order. For gradients they are data-parallel ranks, among those of `dp_mesh` later; the losses per
             sequence are taken over them and `tp_mesh`, whose ranks must have as many sequences for those.
-        etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows are
-            gathered over the group before the experts, and their outputs summed and given back after them.
+        etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows go to
+            all of the group before the experts, and the parts of their outputs come back to be summed.
         combine: as in `Dispatcher`; the layer's own if not given.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
@@ -97,44 +75,52 @@ class ExpertParallel(ParallelStyle):
         check_transport(transport)
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
-        check_meshes(**{name: mesh for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)) if mesh is not None})
-        if (tokens == "own") != (tp_mesh is None) or (tp_mesh is not None and tp_mesh.ndim != 1):
-            raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh of one dim, or tokens='own'")
+        for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)):
+            if mesh is not None:
+                check_meshes(**{name: mesh})
+            if mesh is not None and mesh.ndim != 1:
+                raise ConfigError(f"{name}={mesh}: hand in a mesh of one dim")
+        if (tokens == "own") != (tp_mesh is None):
+            raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh, or tokens='own'")
         if combine is not None:
             check_combine(combine)
-        if cp_mesh is not None and cp_mesh.ndim != 1:
-            raise ConfigError(f"cp_mesh={cp_mesh}: hand in a mesh of one dim")
         self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
         self.meshes = TokenMeshes(tp=tp_mesh, cp=cp_mesh)
-        self._wiring = Wiring()
+        self._transports: Transports = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self.apply_to(module, device_mesh, wiring=self._wiring, src_data_rank=self.src_data_rank)
+        return self.apply_to(module, device_mesh, self._transports, src_data_rank=self.src_data_rank)
 
     def apply_to(
         self,
         module: nn.Module,
         mesh: DeviceMesh,
+        transports: Transports,
         *,
-        wiring: Wiring,
         layer: str = "",
         src_data_rank: int | None = None,
     ) -> MoE:
         """Make `module` parallel, in place; one that does not fit stays as it was. layer: its name, if not its own."""
         moe = self.check(module, mesh, layer)
         place, old, name = ExpertMesh(mesh=mesh, etp=self.etp), moe.dispatcher, layer or moe.dispatcher.layer
-        split, fingerprint = place.etp_group, f"{moe.fingerprint}, tokens {self.tokens}"
-        etp = None if split is None else ExpertTensorGroup(split, wiring.guard(split), name or "experts")
-        transport = wiring.transport(self.transport, place.ep_group)
-        combine = self.combine or old.combine_mode
-        dispatcher = Dispatcher(old.num_experts, transport, combine=combine, layer=name, fingerprint=fingerprint)
+
+        def over(dim: int) -> Transport | None:
+            group = mesh.get_group(dim)
+            if mesh.size(dim) > 1 and (self.transport, group) not in transports:
+                transports[self.transport, group] = TRANSPORTS[self.transport](group)
+            return transports.get((self.transport, group))
+
+        split = None if self.etp is None else over(1 - place.ep_dim)
+        moe.dispatcher = Dispatcher(
+            old.num_experts, over(place.ep_dim), combine=self.combine or old.combine_mode, layer=name,
+            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}",
+        )  # fmt: skip
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)
-        moe.experts.shard(place, etp, src_data_rank)
-        moe.dispatcher = dispatcher
+        moe.experts.shard(place, None if split is None else ExpertTensorGroup(split, name), src_data_rank)
         moe.__class__ = ParallelMoE
         assert isinstance(moe, ParallelMoE)
-        moe.spread(self.meshes, name)
+        moe.spread(self.meshes)
         group = moe.tp_group
         moe.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
         return moe
@@ -153,10 +139,9 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel is for trimtab.MoE itself, not {type(module).__name__}: apply it to a MoE inside",
                 layer=layer,
             )
-        experts = module.experts
-        if type(experts) is not ExpertMLP:
-            raise ConfigError(f"experts are a {type(experts).__name__}, expected an ExpertMLP", layer=layer)
-        check_split(experts, ExpertMesh(mesh=mesh, etp=self.etp))
+        if type(module.experts) is not ExpertMLP:
+            raise ConfigError(f"experts are a {type(module.experts).__name__}, expected an ExpertMLP", layer=layer)
+        check_split(module.experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
 
 
@@ -166,30 +151,21 @@ Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
 def matches(name: str, pattern: str) -> bool:
     """Whether a dotted name fits a glob, part by part: "*" stays within its part, and is no name for the whole."""
     parts, globs = name.split("."), pattern.split(".")
-    return (
-        bool(name) == bool(pattern)
-        and len(parts) == len(globs)
-        and all(fnmatchcase(p, g) for p, g in zip(parts, globs, strict=True))
-    )
+    return bool(name) == bool(pattern) and len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
-def check_unshared(model: nn.Module, name: str, moe: MoE) -> None:
-    """Raises ConfigError where the experts of the layer called `name`, or one of their parameters, are in another."""
-    own = {id(param): f"experts.{key}" for key, param in moe.experts.named_parameters()}
-    inside = set(moe.experts.modules())
-    for other_name, other in model.named_modules():
-        if other is not moe and any(child is moe.experts for child in other.children()):
-            raise ConfigError(f"the experts are those of {other_name} too: {_UNSHARED}", layer=name)
-        for key, param in other.named_parameters(recurse=False):
-            if id(param) in own and other not in inside:
-                where = f"{other_name}.{key}".lstrip(".")
-                raise ConfigError(f"{own[id(param)]} is {where} too: {_UNSHARED}", layer=name)
-
-
-_UNSHARED = (
-    "layers may not share experts or parameters of experts that are spread over ranks. Put one MoE in both places, or "
-    "give each its own"
-)
+def check_unshared(model: nn.Module, moe: MoE, layer: str) -> None:
+    """Raises ConfigError where another module has parameters of the layer's experts too."""
+    own = {id(param) for param in moe.experts.parameters()}
+    places = [name for name, module in model.named_modules(remove_duplicate=False) if module is moe]
+    homes = tuple(f"{place}.experts.".lstrip(".") for place in places)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in own and not name.startswith(homes):
+            raise ConfigError(
+                f"{name} is a parameter of these experts too: layers may not share those that are spread over ranks. "
+                "Put one MoE in both places, or give each its own",
+                layer=layer,
+            )
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank: int | None = None) -> nn.Module:
@@ -227,16 +203,17 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, src_data_rank
             if name in chosen:
                 raise ConfigError(f"module {name!r} is matched twice, by {chosen[name]!r} and by {pattern!r}")
             chosen[name] = pattern
-    wiring, steps = Wiring(), []
+    transports: Transports = {}
+    steps = []
     for name, pattern in chosen.items():
         entry = plan[pattern]
         style, on = entry if isinstance(entry, tuple) else (entry, mesh)
         steps.append((name, model.get_submodule(name), style, on))
         if isinstance(style, ExpertParallel):
-            check_unshared(model, name, style.check(model.get_submodule(name), on, name))
+            check_unshared(model, style.check(model.get_submodule(name), on, name), name)
     for name, module, style, on in steps:
         if isinstance(style, ExpertParallel):
-            style.apply_to(module, on, wiring=wiring, layer=name, src_data_rank=src_data_rank)
+            style.apply_to(module, on, transports, layer=name, src_data_rank=src_data_rank)
         else:
             parallelize_module(module, on, style, src_data_rank=src_data_rank)
     return model

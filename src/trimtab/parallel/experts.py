@@ -12,71 +12,27 @@ Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
-from torch.nn.utils.parametrize import is_parametrized
 
 from trimtab.backward import once_differentiable
 from trimtab.dispatch.route import Combine, Dispatch, wants_gradient, with_others
 from trimtab.errors import ConfigError
+from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.products import lower
-from trimtab.experts.stand_in import standing_in
-from trimtab.guard.guard import SharedByCopies
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias
-from trimtab.parallel.meshes import check_ascending, check_meshes, local_part
+from trimtab.parallel.meshes import ExpertMesh, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertMesh(SharedByCopies):
-    """Where experts are: a mesh slice of one dim (ep), or of two with `etp` naming the one that splits F."""
-
-    mesh: DeviceMesh
-    etp: str | None = None
-
-    def __post_init__(self) -> None:
-        check_meshes(mesh=self.mesh)
-        names = self.mesh.mesh_dim_names or ()
-        if self.mesh.ndim != (1 if self.etp is None else 2) or (self.etp is not None and self.etp not in names):
-            raise ConfigError(
-                f"expert mesh {names or self.mesh.ndim} with etp={self.etp!r}: hand in one dim (ep), or two "
-                "with etp naming the one that splits F, such as mesh['etp', 'ep'] and etp='etp'"
-            )
-        check_ascending(self.mesh, "expert mesh")
-
-    @property
-    def _etp_dim(self) -> int | None:
-        return None if self.etp is None else (self.mesh.mesh_dim_names or ()).index(self.etp)
-
-    @property
-    def ep_dim(self) -> int:
-        return 0 if self._etp_dim is None else 1 - self._etp_dim
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(self.ep_dim)
-
-    @property
-    def etp_group(self) -> dist.ProcessGroup | None:
-        """None where F is whole."""
-        dim = self._etp_dim
-        return None if dim is None or self.mesh.size(dim) == 1 else self.mesh.get_group(dim)
-
-    def placements(self, etp: Placement) -> list[Placement]:
-        """Shard(0) over ep, `etp` over the other dim if there is one."""
-        return [Shard(0) if dim == self.ep_dim else etp for dim in range(self.mesh.ndim)]
+OF_EXPERTS = "_He"
+"""How the names of buffers end that have a column for each expert."""
 
 
 def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
@@ -86,12 +42,11 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
         ConfigError: F or the experts do not divide.
         BackendError: their recipe cannot work on a rank's share.
     """
-    ranks = 1 if place.etp_group is None else dist.get_world_size(place.etp_group)
-    if experts.hidden % ranks:
-        raise ConfigError(f"F = {experts.hidden} does not divide over {ranks} expert-tensor-parallel ranks")
+    if experts.hidden % place.etp_size:
+        raise ConfigError(f"F = {experts.hidden} does not divide over {place.etp_size} expert-tensor-parallel ranks")
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
     if experts.recipe is not None:
-        lower(experts.recipe, experts.down.device, _widths(experts, ranks))
+        lower(experts.recipe, experts.down.device, _widths(experts, place.etp_size))
 
 
 def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
@@ -118,19 +73,21 @@ class ParallelExperts(ExpertMLP):
 
     def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
-        names = self.parameter_names
-        if other := [name for name in names if is_parametrized(self, name)]:
-            raise ConfigError(f"experts.{other[0]} is parametrized: parameters that are spread over ranks cannot be")
-        with standing_in([(self, name) for name in names], [self._local(name) for name in names]):
-            if self.etp is None:
-                return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
-            wanted = wants_gradient(x_MD, w_MK)
-            every = self.etp.meet(x_MD, num_slots, grad=wanted)
-            w_MK = with_others(w_MK, every.grad, wanted)
-            x, w, ids, sent = Dispatch.apply(every, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
-            y = super().forward(x, ids, w, num_slots=every.num_slots)
-            out: Tensor = Combine.apply(every, y, sent)  # type: ignore[no-untyped-call]
-            return out
+        if self.etp is None:
+            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
+        own = wants_gradient(x_MD, w_MK)
+        route, slots, wanted = self.etp.meet(x_MD, ids_MK, num_slots, grad=own)
+        w_MK = with_others(w_MK, wanted, own)
+        x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+        y = super().forward(x, ids, w, num_slots=slots)
+        out: Tensor = Combine.apply(route, y, sent)  # type: ignore[no-untyped-call]
+        return out
+
+    def expert_weights(self) -> ExpertWeights:
+        """This rank's part of the parameters as they are now, differentiable."""
+        up, down, *biases = map(self._local, self.parameter_names)
+        up_bias, down_bias = biases or (None, None)
+        return ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
 
     def backward_dw(self) -> None:
         """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
@@ -148,17 +105,18 @@ class ParallelExperts(ExpertMLP):
         """Cut the whole parameters over `place`, which `check_split` has passed. No communication with
         `src_data_rank=None`; else from that rank.
 
-        A recipe's state begins anew; see `share_state_dicts`.
+        A recipe's state begins anew, and state dicts hold that of all experts.
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         for name in self.parameter_names:
             param = self.get_parameter(name)
-            cut = place.placements(SPLIT.get(name, Replicate()))
+            cut = place.placements(Shard(0), SPLIT.get(name, Replicate()))
             whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
             setattr(self, name, nn.Parameter(whole, requires_grad=param.requires_grad))
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
-        share_state_dicts(self, place.mesh, place.ep_dim)
+        self.register_state_dict_post_hook(_show_all_experts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -189,7 +147,7 @@ class ParallelExperts(ExpertMLP):
         elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if name == "down_bias" and self.etp is not None:
-            local = FirstRankBias.apply(local, self.etp)  # type: ignore[no-untyped-call]
+            local = FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]
         return local
 
 
@@ -223,30 +181,24 @@ class _Scaled(Function):
         return d * ctx.factor, None
 
 
-OF_EXPERTS = "_He"
-"""How the names of such buffers end."""
+def _show_all_experts(module: ParallelExperts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Buffers of this rank's experts, as a state dict has them: of all experts."""
+    cut = module.place.placements(Shard(1), Replicate())
+    for key in _of_experts(module, state, prefix):
+        state[key] = DTensor.from_local(state[key], module.place.mesh, cut, run_check=False)
 
 
-def share_state_dicts(module: nn.Module, mesh: DeviceMesh, ep_dim: int) -> None:
-    """Have the state dicts of `module` hold its buffers of all experts. No communication."""
-    cut: list[Placement] = [Shard(1) if dim == ep_dim else Replicate() for dim in range(mesh.ndim)]
+def _take_own_experts(module: ParallelExperts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The way back."""
+    mesh, dim = module.place.mesh, module.place.ep_dim
+    for key in _of_experts(module, state, prefix):
+        whole: Tensor = state[key]
+        if isinstance(whole, DTensor):
+            state[key] = whole.redistribute(mesh, module.place.placements(Shard(1), Replicate())).to_local()
+        else:
+            state[key] = whole.chunk(mesh.size(dim), 1)[mesh.get_local_rank(dim)]
 
-    def ours(of: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
-        own = [prefix + name for name, _ in of.named_buffers() if name.endswith(OF_EXPERTS)]
-        return [key for key in own if key in state]
 
-    def show(of: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in ours(of, state, prefix):
-            state[key] = DTensor.from_local(state[key], mesh, cut, run_check=False)
-
-    def take(of: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for key in ours(of, state, prefix):
-            whole: Tensor = state[key]
-            state[key] = (
-                whole.redistribute(mesh, cut).to_local()
-                if isinstance(whole, DTensor)
-                else whole.chunk(mesh.size(ep_dim), 1)[mesh.get_local_rank(ep_dim)]
-            )
-
-    module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
+def _of_experts(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
+    own = [prefix + name for name, _ in module.named_buffers() if name.endswith(OF_EXPERTS)]
+    return [key for key in own if key in state]

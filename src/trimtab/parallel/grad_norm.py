@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.parallel.meshes import check_meshes, local_part
+from trimtab.parallel.meshes import check_meshes, groups_of, local_part
 from trimtab.validation import check_flags
 
 
@@ -46,38 +46,32 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type={norm_type!r} must be a number above 0")
     if pp_mesh is not None:
         check_meshes(pp_mesh=pp_mesh)
-    params: list[Tensor]
     if isinstance(parameters, nn.Module):
-        params = list(parameters.parameters())
-    else:
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    powers: dict[DeviceMesh | None, list[Tensor]] = {}
-    device = next((local_part(p).device for p in params), torch.device("cpu"))
+        parameters = parameters.parameters()
+    params: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    largest, device = math.isinf(norm_type), next((local_part(p).device for p in params), torch.device("cpu"))
+    powers: dict[DeviceMesh | None, list[Tensor]] = {None: []}
     for param in params:
         grad = _gradient(param)
         found = powers.setdefault(param.device_mesh if isinstance(param, DTensor) else None, [])
         if grad is not None and _counts_here(grad, param):
             found.append(_power(local_part(grad), norm_type))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for mesh, found in powers.items():
-        zero = total.new_zeros(1)
-        part = torch.stack([*found, zero[0]])
-        part = part.max() if math.isinf(norm_type) else part.sum()
-        if mesh is not None:
-            for dim in range(mesh.ndim):
-                if mesh.size(dim) > 1:
-                    _join(part, norm_type, mesh.get_group(dim))
-        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    if pp_mesh is not None:
-        _join(total, norm_type, pp_mesh.get_group())
-    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+    def joined(parts: list[Tensor], *meshes: DeviceMesh | None) -> Tensor:
+        each = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *parts])
+        whole = each.max() if largest else each.sum()
+        for group in (group for mesh in meshes for group in groups_of(mesh)):
+            dist.all_reduce(whole, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        return whole
+
+    total = joined([joined(found, mesh) for mesh, found in powers.items()], pp_mesh)
+    norm = total if largest else total ** (1 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise InputError(f"the gradients' norm is {float(norm)}: look for the first layer whose output is not finite")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for param in params:
-        found_grad = _gradient(param)
-        if found_grad is not None:
-            _scale(local_part(found_grad), factor)
+    for grad in map(_gradient, params):
+        if grad is not None:
+            _scale(local_part(grad), factor)
     return norm.float()
 
 
@@ -102,10 +96,6 @@ def _scale(t: Tensor, factor: Tensor) -> None:
     wide = factor.to(torch.promote_types(t.dtype, torch.float32))
     # By another tensor the CPU takes 30 times as long where t is bfloat16.
     t.mul_(wide if t.device.type == "cpu" else wide.expand_as(t))
-
-
-def _join(part: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
 
 
 def _counts_here(grad: Tensor, param: Tensor) -> bool:

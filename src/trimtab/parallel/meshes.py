@@ -1,4 +1,4 @@
-"""Who has which tokens: the meshes that a layer is handed, what follows for its balance losses, and whether they fit.
+"""The meshes that a layer is handed: where its experts are, who has which tokens, and whether they fit together.
 
     tp      ranks with positions of one batch, whose gradients are summed in the layer       (TP, sequence parallel)
     cp      ranks with positions of the same sequences, whose gradients are averaged         (context parallel)
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.errors import ConfigError
 from trimtab.guard.guard import SharedByCopies
@@ -28,27 +29,59 @@ def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(d) for d in dims if mesh is not None and mesh.size(d) > 1)
 
 
+def ranks_of(mesh: DeviceMesh | None) -> set[int]:
+    """The global ranks of a mesh."""
+    return set() if mesh is None else set(mesh.mesh.flatten().tolist())
+
+
 def check_meshes(**meshes: object) -> None:
-    """Raises ConfigError: one of them is no mesh."""
+    """Raises ConfigError: one of them is no mesh, or its ranks do not ascend along each dim. torch sorts the ranks of a
+    group: what is cut by place in the mesh would be looked for by rank."""
     for name, mesh in meshes.items():
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(f"{name}={mesh!r} is no DeviceMesh: make one, as init_device_mesh('cuda', (8,)) does")
+        place = mesh.get_coordinate() or ()
+        for dim in range(len(place)):
+            line = mesh.mesh[tuple(slice(None) if d == dim else at for d, at in enumerate(place))].tolist()
+            ranks = dist.get_process_group_ranks(mesh.get_group(dim))
+            if line != ranks:
+                raise ConfigError(
+                    f"{name}: along dim {dim} of {mesh.mesh.tolist()} the ranks are {line}, but their group is "
+                    f"{ranks}: torch sorts it, so let ranks ascend along each dim"
+                )
 
 
-def check_ascending(mesh: DeviceMesh | None, name: str) -> None:
-    """Raises ConfigError, on all ranks of a line of the mesh, where the line's order is not that of its group, which
-    torch sorts: what is cut by the one would be looked for, and put together again, by the other."""
-    place = None if mesh is None else mesh.get_coordinate()
-    if mesh is None or place is None:
-        return
-    for dim in range(mesh.ndim):
-        line = mesh.mesh[tuple(slice(None) if d == dim else at for d, at in enumerate(place))].tolist()
-        ranks = dist.get_process_group_ranks(mesh.get_group(dim))
-        if line != ranks:
+@dataclass(frozen=True, kw_only=True)
+class ExpertMesh(SharedByCopies):
+    """Where experts are: a mesh slice of one dim (ep), or of two with `etp` naming the one that splits F."""
+
+    mesh: DeviceMesh
+    etp: str | None = None
+
+    def __post_init__(self) -> None:
+        check_meshes(**{"expert mesh": self.mesh})
+        names = self.mesh.mesh_dim_names or ()
+        if self.mesh.ndim != (1 if self.etp is None else 2) or (self.etp is not None and self.etp not in names):
             raise ConfigError(
-                f"{name}: along dim {dim} of {mesh.mesh.tolist()} the ranks are {line}, but their group is {ranks}: "
-                "torch sorts it, so let ranks ascend along each dim"
+                f"expert mesh {names or self.mesh.ndim} with etp={self.etp!r}: hand in one dim (ep), or two "
+                "with etp naming the one that splits F, such as mesh['etp', 'ep'] and etp='etp'"
             )
+
+    @property
+    def ep_dim(self) -> int:
+        return 1 if self.etp is not None and (self.mesh.mesh_dim_names or ())[0] == self.etp else 0
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.ep_dim)
+
+    @property
+    def etp_size(self) -> int:
+        return self.mesh.size() // self.mesh.size(self.ep_dim)
+
+    def placements(self, experts: Placement, etp: Placement) -> list[Placement]:
+        """`experts` over ep, `etp` over the other dim if there is one."""
+        return [experts if dim == self.ep_dim else etp for dim in range(self.mesh.ndim)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +91,6 @@ class TokenMeshes(SharedByCopies):
     tp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
     data: DeviceMesh | None = None
-
-    def __post_init__(self) -> None:
-        for mesh, name in ((self.tp, "tp_mesh"), (self.cp, "cp_mesh"), (self.data, "dp_mesh")):
-            check_ascending(mesh, name)
 
     def loss_groups(self) -> LossGroups:
         """Who shares the balance losses. No group is made: sums are taken along one mesh dim after another."""
@@ -78,13 +107,11 @@ class TokenMeshes(SharedByCopies):
         Raises:
             ConfigError: cp is not within data, tp is, or not every rank with tokens is among those of the experts.
         """
-        assert self.data is not None
-        tp, cp = (set() if m is None else set(m.mesh.flatten().tolist()) for m in (self.tp, self.cp))
-        data, me = set(self.data.mesh.flatten().tolist()), dist.get_rank()
+        tp, cp, data = map(ranks_of, (self.tp, self.cp, self.data))
         problems = []
         if not cp <= data:
             problems.append(f"ranks {sorted(cp)} of cp_mesh must be in it: gradients are averaged over DP x CP")
-        if tp & data - {me}:
+        if tp & data - {dist.get_rank()}:
             problems.append(f"ranks {sorted(tp)} of tp_mesh must not: the layer has summed their gradients")
         tokens = len(data) * max(len(tp), 1)
         if tokens != experts:

@@ -1,4 +1,4 @@
-"""A MoE layer whose tokens or experts are spread over ranks: the layer itself, with other parameters standing in.
+"""A MoE layer whose tokens or experts are spread over ranks, and how the data-parallel ranks are told to it.
 
 Legend: B batch, L positions, l positions of this rank, D model dim.
 """
@@ -6,7 +6,8 @@ Legend: B batch, L positions, l positions of this rank, D model dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,55 +21,44 @@ from trimtab.backward import not_a_view, once_differentiable
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
-from trimtab.experts.stand_in import Place, standing_in
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.meshes import TokenMeshes, check_ascending, check_meshes
+from trimtab.parallel.meshes import TokenMeshes, check_meshes
+from trimtab.routing.bias import routers
 from trimtab.routing.losses import LossGroups
-from trimtab.routing.router import Router
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
 
 
 class ParallelMoE(MoE):
     """What `ExpertParallel` makes of a `MoE`: the same module, of this class.
 
-    `tp_group`: ranks that hold the same router, shared experts and projections, and route different tokens of one
-    batch; None where there are no others. Gradients of those parameters are summed over it.
     `token_meshes`: who has which tokens. `own_groups`: what this class last set as `router.groups`. `lines`: the first
     rank of this one's line of tp and of cp, -1 where there are no others.
     """
 
-    token_meshes: TokenMeshes
-    own_groups: LossGroups
-    lines: tuple[int, int]
+    token_meshes = TokenMeshes()
+    own_groups = LossGroups()
+    lines = (-1, -1)
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """Looked up: a copy of the layer cannot hold a group of its own."""
+        """The ranks that hold the same router, shared experts and projections, and route different tokens of one batch:
+        gradients of those parameters are summed over it. None where there are no others."""
         tp = self.token_meshes.tp
         return None if tp is None or tp.size() == 1 else tp.get_group()
 
-    def spread(self, meshes: TokenMeshes, layer: str) -> None:
-        """Take the tokens as `meshes` has them. layer: this one's name, which routers that have none take."""
-        self.token_meshes, self.own_groups = meshes, LossGroups()
+    def spread(self, meshes: TokenMeshes) -> None:
+        """Take the tokens, and so the balance losses, as `meshes` have them; a `router.groups` set by hand stays."""
+        before, self.own_groups, self.token_meshes = self.own_groups, meshes.loss_groups(), meshes
         first = [-1 if mesh is None or mesh.size() == 1 else int(mesh.mesh.min()) for mesh in (meshes.tp, meshes.cp)]
         self.lines = first[0], first[1]
-        for router in self._routers():
-            router.layer = router.layer or layer
-            if router.groups == LossGroups():  # not set by hand
+        for router in routers(self.router).values():
+            router.layer = router.layer or self.dispatcher.layer
+            if router.groups == before:
                 router.groups = self.own_groups
-        self.share_losses(meshes)
-
-    def share_losses(self, meshes: TokenMeshes) -> None:
-        """The balance losses are those over all ranks of `meshes`, unless `router.groups` was set by hand."""
-        before, self.own_groups = self.own_groups, meshes.loss_groups()
-        for router in self._routers():
-            if router.groups is before:
-                router.groups = self.own_groups
-
-    def _routers(self) -> list[Router]:
-        """The router, or those inside of one's own."""
-        return [module for module in self.router.modules() if isinstance(module, Router)]
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
         """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""
@@ -78,15 +68,15 @@ class ParallelMoE(MoE):
         self._refuse_transforms()
         places = self._replicated()
         params = [module.get_parameter(name) for module, name in places]
-        summed = sum_gradients(params, group) if params else ()
-        with standing_in(places, summed):
+        summed: tuple[Tensor, ...] = _SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
+        with _standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
     def _shared(self, x: Tensor) -> Shared:
         (tp, cp), whole = self.lines, isinstance(self.tokens, ReplicatedTokens)
         if max(tp, cp) < 0:
             return NOTHING
-        by_sequence = any(router.config.sequence_aux_loss for router in self._routers())
+        by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
         sequences = x.shape[:-2].numel()
         return Shared(
             tp=tp if whole or by_sequence else -1, cp=cp if by_sequence else -1, sequences=sequences,
@@ -103,6 +93,20 @@ class ParallelMoE(MoE):
             for name, param in module.named_parameters(recurse=False)
             if param.requires_grad
         ]
+
+
+@contextmanager
+def _standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within, `module.name` is the tensor; after, whatever was raised, the parameter again (FSDP2's unsharded one)."""
+    slots = [(module._parameters, name) for module, name in places]
+    kept = [of[name] for of, name in slots]
+    try:
+        for (of, name), tensor in zip(slots, tensors, strict=True):
+            of[name] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for (of, name), parameter in zip(slots, kept, strict=True):
+            of[name] = parameter
 
 
 class ReplicatedTokens:
@@ -130,6 +134,9 @@ class ReplicatedTokens:
 
 
 class _SumGradients(Function):
+    """The same tensors; their gradients are summed over `group` in one all-reduce, in float32 at least. Every rank of
+    the group must call, and run the backward, with the same parameters."""
+
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -138,22 +145,11 @@ class _SumGradients(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = torch.float32
-        for grad in grads:
-            dtype = torch.promote_types(dtype, grad.dtype)
+        dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         dist.all_reduce(flat, group=ctx.group)
         parts = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(part.view(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))
-
-
-def sum_gradients(params: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """The same tensors; their gradients are summed over `group` in one all-reduce, in float32 at least.
-
-    Every rank of the group must call, and run the backward, with the same parameters.
-    """
-    out: tuple[Tensor, ...] = _SumGradients.apply(group, *params)  # type: ignore[no-untyped-call]
-    return out
 
 
 def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> list[ParallelExperts]:
@@ -174,12 +170,10 @@ def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMe
     experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
     if not experts:
         raise ConfigError(f"no experts under ExpertParallel in {type(model).__name__}: call parallelize first")
-    check_ascending(edp_mesh, "edp_mesh")
     joined = [(layer, replace(layer.token_meshes, data=dp_mesh)) for layer in layers]
     for layer, meshes in joined:
         assert isinstance(layer.experts, ParallelExperts)
         meshes.check(layer.experts.place.mesh.size() * edp_mesh.size(), layer.dispatcher.layer)
     for layer, meshes in joined:
-        layer.token_meshes = meshes
-        layer.share_losses(meshes)
+        layer.spread(meshes)
     return experts

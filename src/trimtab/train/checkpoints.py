@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.agree import on_first_rank
 from trimtab.checkpoint.folder import CONFIG, carried_files, latest, step_of
-from trimtab.checkpoint.loading import Loaded, load
-from trimtab.checkpoint.saving import save
+from trimtab.checkpoint.ranks import on_first_rank
+from trimtab.checkpoint.save_load import Loaded, load, save
 from trimtab.train.prepare import Plan
 from trimtab.train.report import METRICS
 from trimtab.train.resume import CHECKPOINTS, describe_run, rewind

@@ -1,5 +1,6 @@
 """What is one rank's own: the states of its random number generators, loads that `update_bias` has yet to see, and
-the states of recipes, which have seen the tokens of this rank."""
+the states of recipes, which have seen the tokens of this rank. And how ranks act as one: all go on, or all raise alike.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +8,20 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trimtab.checkpoint.state import plain_name, unwrapped
-from trimtab.errors import InputError
+from trimtab.errors import InputError, TrimtabError
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.bias import routers
 
+T = TypeVar("T")
 State = dict[str, Any]
 
 
@@ -123,3 +126,38 @@ def _device_module() -> Any:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return torch.get_device_module(device)
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `action` returns on the group's first rank; every rank must call, and raises what it raised there."""
+    if not dist.is_initialized():
+        return action()
+    answer: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        answer[0], answer[1] = _caught(action)
+    dist.broadcast_object_list(answer, group=group, group_src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    result: T = answer[0]
+    return result
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """What `action` returns on each rank, by rank; raises the first rank's error on all of them."""
+    if not dist.is_initialized():
+        return [action()]
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, _caught(action), group=group)
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise error if len(answers) == 1 else type(error)(f"rank {rank}: {error}")
+    return [value for value, _ in answers]
+
+
+def _caught(action: Callable[[], T]) -> tuple[T | None, TrimtabError | None]:
+    try:
+        return action(), None
+    except TrimtabError as error:
+        return None, type(error)(str(error))
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        return None, InputError(f"{type(error).__name__}: {error}")
