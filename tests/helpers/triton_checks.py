@@ -15,10 +15,10 @@ from torch import Tensor
 from helpers.comparing import assert_close
 from trimtab import oracle
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.triton.moves import place_slots
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 TRITON = KernelChoice("triton")
@@ -80,7 +80,7 @@ def plan_is_true(case: Case, device: str, alignment: int) -> None:
     """The plan of three launches against that of two sorts, in every integer."""
     ids = ids_of(case)
     wanted = plan_experts(ids, case.experts, alignment=alignment, static=True)
-    got = plan_on_device(ids.to(device), case.experts, alignment=alignment)
+    got = place_slots(ids.to(device), case.experts, alignment=alignment)
     kept = int(wanted.row_csr.indptr[-1])
     for field in ("slot_R", "row_R", "counts_e", "offsets_e"):
         assert torch.equal(getattr(got, field).cpu(), getattr(wanted, field)), (case, field)

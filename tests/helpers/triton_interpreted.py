@@ -14,15 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.comparing import assert_close
 from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, module_of, plan_is_true
-from trimtab.experts.on_triton import plan_on_device
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
-from trimtab.kernels.triton import check
+from trimtab.kernels.triton import swiglu
 from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
-from trimtab.kernels.triton.moves import combine, gather
+from trimtab.kernels.triton.moves import combine, gather, place_slots
 
 SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
 LAUNCH = Launch(
@@ -36,7 +35,7 @@ CHOICE = KernelChoice(TritonBackend(LAUNCH))
 def promised_too_few() -> None:
     """No write lies outside of what was promised."""
     ids = torch.zeros(8, 1, dtype=torch.int64)
-    got = plan_on_device(ids, 2, num_slots=5)
+    got = place_slots(ids, 2, num_slots=5)
     assert got.slot_R.tolist() == [0, 1, 2, 3, 4]
     assert got.row_csr.indices.tolist() == [0, 1, 2, 3, 4]
 
@@ -47,7 +46,7 @@ def ids_in_any_integers() -> None:
         (torch.tensor([[255], [3]], dtype=torch.uint8), 256), (torch.tensor([[127], [-1]], dtype=torch.int8), 128),
         (torch.tensor([[2**32], [1], [2 - 2**40]]), 4),
     ):  # fmt: skip
-        wanted, got = plan_experts(ids.long(), experts, static=True), plan_on_device(ids, experts)
+        wanted, got = plan_experts(ids.long(), experts, static=True), place_slots(ids, experts)
         assert torch.equal(got.slot_R, wanted.slot_R), (ids, got.slot_R)
         assert torch.equal(got.counts_e, wanted.counts_e), (ids, got.counts_e)
 
@@ -93,10 +92,10 @@ def batched(items: range, count: int) -> list[range]:
 
 def a_wrong_kernel_is_found() -> None:
     """The self-test of the fused kernels sees a gradient that is off by a factor."""
-    right = check.hidden_grad
-    check.hidden_grad = lambda *args: (2 * right(*args)[0], *right(*args)[1:])
+    right = swiglu.hidden_grad
+    swiglu.hidden_grad = lambda *args: (2 * right(*args)[0], *right(*args)[1:])
     fault = self_test(TritonBackend(LAUNCH), torch.device("cpu"), torch.float32).fault
-    check.hidden_grad = right
+    swiglu.hidden_grad = right
     assert fault is not None
     assert "d_up is wrong" in fault or "dx is wrong" in fault
 

@@ -20,7 +20,7 @@ from trimtab.kernels import compiled, compiler
 from trimtab.kernels.bf16 import PRODUCTS, Bf16Products
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import SOURCES, CompiledKernels
-from trimtab.kernels.fused_check import first_fused_fault
+from trimtab.kernels.expert_check import first_cpu_fault
 from trimtab.kernels.selftest import self_test
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
@@ -90,7 +90,7 @@ def test_wrong_products_are_found_and_the_next_ones_taken(
     assert set(kernels.bf16.refused) == set(wrong)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert first_fused_fault(kernels) is None  # said once
+        assert first_cpu_fault(kernels) is None  # said once
 
 
 def test_a_fault_that_all_products_have_is_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from trimtab.kernels import selftest
 from trimtab.kernels.api import Backend, Block
 from trimtab.kernels.choose import OLD, KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.expert_check import swiglu_experts, wave
 from trimtab.kernels.grouped_mm import GroupedMMBackend
-from trimtab.kernels.reference import swiglu_experts, wave
 from trimtab.kernels.selftest import self_test
 from trimtab.kernels.torch_mm import TorchBackend
 from trimtab.oracle import moe
@@ -133,7 +133,7 @@ def test_kernels_that_layers_share_are_tested_once(
         seen.append((kernels is one, dtype))
         return fault if dtype == at else None
 
-    monkeypatch.setattr(selftest, "first_fused_fault", found)
+    monkeypatch.setattr(selftest, "first_cpu_fault", found)
     monkeypatch.setattr(selftest, "_first_fault", found)
     for kernels, dtype in ((one, torch.bfloat16), (one, torch.bfloat16), (one, torch.float32), (other, torch.float32)):
         assert self_test(kernels, CPU, dtype).fault == (fault if at in (None, dtype) else None)

@@ -29,7 +29,7 @@ def test_ranks_inherit_tested_kernels() -> None:
         compiled.compiled_kernels()  # the server compiles none
     except BackendError as error:
         pytest.skip(str(error))
-    asked = ("fused", torch.float32, torch.bfloat16, torch.float64)
+    asked = ("experts", torch.float32, torch.bfloat16, torch.float64)
     assert run_ranks(inherited, 2) == [dict.fromkeys(asked)] * 2
 
 

@@ -21,28 +21,17 @@ from torch import Tensor
 
 from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets
-from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
+from trimtab.experts.plan import slot_grads, slot_weights
 from trimtab.kernels.api import put
 from trimtab.kernels.triton.backend import TritonBackend
-from trimtab.kernels.triton.gate_up import gate_up
-from trimtab.kernels.triton.hidden_grad import hidden_grad
-from trimtab.kernels.triton.metadata import place_slots
 from trimtab.kernels.triton.moves import combine
-from trimtab.kernels.triton.rows_gemm import grouped_rows
-from trimtab.kernels.triton.weight_grad import weight_grad
-from trimtab.validation import wide_ids
+from trimtab.kernels.triton.products import grouped_rows, weight_grad
+from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
 
 
 def covers(o: Operands) -> bool:
     """Whether the fused kernels compute this call: SwiGLU without biases."""
     return isinstance(o.kernels, TritonBackend) and o.word == "swiglu" and o.up_bias is None and o.down_bias is None
-
-
-def plan_on_device(
-    ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None
-) -> ExpertPlan:  # fmt: skip
-    """`plan_experts` in three launches; see `trimtab.kernels.triton.metadata`."""
-    return place_slots(wide_ids(ids_MK).contiguous(), num_experts, alignment=alignment, num_slots=num_slots)
 
 
 def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:

@@ -138,9 +138,9 @@ def _plan(
     ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str
 ) -> ExpertPlan:  # fmt: skip
     if getattr(kernels, "name", "") == "triton":
-        from trimtab.experts.on_triton import plan_on_device
+        from trimtab.kernels.triton.moves import place_slots
 
-        plan = plan_on_device(ids_MK, num_experts, num_slots=num_slots)
+        plan = place_slots(ids_MK, num_experts, num_slots=num_slots)
     else:
         plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
     if whole and not no_values(ids_MK.device):

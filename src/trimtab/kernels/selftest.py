@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.fused_check import first_fused_fault
+from trimtab.kernels.expert_check import first_cpu_fault, first_triton_fault
 from trimtab.kernels.memory import apart, modes
 
 NAN = float("nan")
@@ -53,10 +53,9 @@ def _self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> Se
         fault = compiled_fault(kernels, dtype)
     else:
         fault = _first_fault(kernels, device, dtype)
-    if fault is None and kernels.name == "triton":  # there is Triton then
-        from trimtab.kernels.triton.check import first_fault
-
-        fault = first_fault(kernels, device, dtype)
+    launch = getattr(kernels, "launch", None)
+    if fault is None and launch is not None:  # these are Triton's
+        fault = first_triton_fault(launch, device, dtype)
     seconds = time.perf_counter() - start
     return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
 
@@ -89,7 +88,7 @@ class _Problem:
 def compiled_fault(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     """What is wrong with them, None if nothing is. Each question is asked once, whatever the number of layers."""
     # First: where products of bfloat16 are wrong it gives them up, and others make what is tested next.
-    fault = kernels.fault_by(first_fused_fault, "fused")
+    fault = kernels.fault_by(first_cpu_fault, "experts")
     return fault or kernels.fault_by(lambda ours: _first_fault(ours, torch.device("cpu"), dtype), dtype)
 
 

@@ -20,10 +20,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from trimtab.kernels import fp8_blockwise
 from trimtab.kernels.rows import Csr
-from trimtab.kernels.triton import gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad
+from trimtab.kernels.triton import moves, products, swiglu
 from trimtab.kernels.triton.language import Launch
 
-MODULES = (gate_up, hidden_grad, metadata, moves, rows_gemm, weight_grad, fp8_blockwise)
+MODULES = (moves, products, swiglu, fp8_blockwise)
 KERNELS = [(m, name) for m in MODULES for name in vars(m) if name.endswith("_kernel")]
 LAUNCH = Launch(programs=3)
 EXPERTS, DIM, HIDDEN = 3, 128, 256
@@ -95,15 +95,15 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
     x, pre, h = some(rows, DIM), some(rows, 2 * HIDDEN), some(rows, HIDDEN)
     up, down, weight = some(EXPERTS, 2 * HIDDEN, DIM), some(EXPERTS, DIM, HIDDEN), some(rows, dtype=torch.float32)
     index, offsets = integers(rows), integers(EXPERTS + 1)
-    gate_up.gate_up(x, index, up, offsets, pre, h, LAUNCH)
-    hidden_grad.hidden_grad(x, index, down, weight, offsets, pre, LAUNCH)
-    rows_gemm.grouped_rows(x, up.transpose(1, 2), offsets, pre, LAUNCH)
-    weight_grad.weight_grad(x, h, offsets, down, LAUNCH)
-    weight_grad.weight_grad(h, x, offsets, down.transpose(1, 2), LAUNCH, b_index_R=index)
-    weight_grad.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
+    swiglu.gate_up(x, index, up, offsets, pre, h, LAUNCH)
+    swiglu.hidden_grad(x, index, down, weight, offsets, pre, LAUNCH)
+    products.grouped_rows(x, up.transpose(1, 2), offsets, pre, LAUNCH)
+    products.weight_grad(x, h, offsets, down, LAUNCH)
+    products.weight_grad(h, x, offsets, down.transpose(1, 2), LAUNCH, b_index_R=index)
+    products.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
     moves.gather(x, index)
     moves.combine(x, Csr(indices=index, indptr=integers(rows + 1)))
-    metadata.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
+    moves.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
     x, columns = some(128 * rows, DIM), some(DIM, 128 * rows)
     fp8_blockwise.blockwise_rows(x, weight, up, weight, offsets)
     fp8_blockwise.blockwise_groups(columns, weight, columns, weight, offsets)

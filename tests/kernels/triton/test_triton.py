@@ -17,13 +17,19 @@ import triton
 
 from helpers.ahead import Built, build
 from helpers.triton_checks import FALLS
-from trimtab.kernels.triton.gate_up import gate_up_kernel
-from trimtab.kernels.triton.hidden_grad import hidden_grad_kernel
 from trimtab.kernels.triton.language import FUSED, Launch, Tiles
-from trimtab.kernels.triton.metadata import CHUNK, STEP, count_kernel, place_kernel, scan_kernel
-from trimtab.kernels.triton.moves import BLOCK, combine_kernel, gather_kernel
-from trimtab.kernels.triton.rows_gemm import rows_kernel
-from trimtab.kernels.triton.weight_grad import weight_grad_kernel
+from trimtab.kernels.triton.moves import (
+    BLOCK,
+    CHUNK,
+    STEP,
+    combine_kernel,
+    count_kernel,
+    gather_kernel,
+    place_kernel,
+    scan_kernel,
+)
+from trimtab.kernels.triton.products import rows_kernel, weight_grad_kernel
+from trimtab.kernels.triton.swiglu import gate_up_kernel, hidden_grad_kernel
 
 BF16, F16, F32, I64 = "*bf16", "*fp16", "*fp32", "*i64"
 GEMM = {"EVEN": True, "WIDE": False, "EXPERTS": 256}

@@ -1,7 +1,6 @@
-"""The backend "triton".
+"""The backend "triton": all experts at once, sizes on the device.
 
-All experts at once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels beside these, see
-`trimtab.experts.on_triton`; any other activation, biases and a norm behind the experts run on these.
+Expert MLPs with SwiGLU take the fused kernels of `trimtab.experts.on_triton`, all else these.
 
 Never run on a GPU: run in Triton's interpreter against float64, and compiled for compute capability 9.0.
 
@@ -18,8 +17,7 @@ from trimtab.kernels.api import Block
 from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.kernels.triton.language import Launch
 from trimtab.kernels.triton.moves import gather
-from trimtab.kernels.triton.rows_gemm import grouped_rows
-from trimtab.kernels.triton.weight_grad import weight_grad
+from trimtab.kernels.triton.products import grouped_rows, weight_grad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,6 +1,13 @@
-"""Moving rows: a gather, and a sum over bags in the bag's order, in float32. No atomics, so the same bits each time.
+"""Where slots and rows go. No atomics and nothing read back, so the same bits each time, also in a CUDA graph.
 
-Legend: n rows of the source, R rows out of the gather, M bags, D row width.
+    place_slots   in three launches: `count`, each chunk's slots for each expert; `scan`, one program, running sums over
+                  the chunks and the experts' offsets, aligned; `place`, slot -> its expert's offset + that expert's
+                  slots in the chunks before + those before it in its own. Scratch: an int32 per chunk and expert
+    gather        x[index]
+    combine       sums over bags in the bag's order, in float32
+
+Legend: M rows, K slots per row, N = M * K slots, R expert rows (with padding), e experts, C chunks, n rows of a source,
+D row width.
 """
 
 from __future__ import annotations
@@ -8,10 +15,122 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.kernels.rows import Csr
-from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
+from trimtab.kernels.rows import Csr, ExpertPlan
+from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, segments_power, tl, triton
+from trimtab.validation import wide_ids
 
 BLOCK = 1024
+CHUNK = 128
+STEP = 32
+
+
+def _count(ids, counts, slots, experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero."""
+    chunk = tl.program_id(0)
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
+    kept = (expert >= 0) & (expert < experts)  # before it is narrowed: a wild id must not wrap around to a good one
+    column = tl.arange(0, EXPERTS)
+    found = tl.histogram(tl.where(kept, expert, experts).to(tl.int32), EXPERTS)
+    found = tl.where(column < experts, found, tl.where(column == experts, tl.sum(kept.to(tl.int32), axis=0), 0))
+    tl.store(counts + chunk * EXPERTS + column, found)
+
+
+def _scan(  # type: ignore[no-untyped-def]
+    counts,  # [C, EXPERTS] int32: becomes what lies before each chunk
+    counts_e,  # [e] int64
+    offsets_e,  # [e + 1] int64
+    chunks,
+    experts,
+    alignment,
+    EXPERTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    column = tl.arange(0, EXPERTS)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, chunks, STEP):
+        chunk = first + tl.arange(0, STEP)
+        at = counts + chunk[:, None] * EXPERTS + column[None, :]
+        found = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(found, axis=0) - found, mask=(chunk < chunks)[:, None])
+        before += tl.sum(found, axis=0)
+    each = tl.where(column < experts, before, 0).to(tl.int64)
+    tl.store(counts_e + column, each, mask=column < experts)
+    each = (each + alignment - 1) // alignment * alignment
+    tl.store(offsets_e + column, tl.cumsum(each, axis=0) - each, mask=column <= experts)
+
+
+def _place(  # type: ignore[no-untyped-def]
+    ids,  # [N] int32 or int64
+    before,  # [C, EXPERTS] int32
+    offsets_e,  # [e + 1] int64
+    slot_R,  # [R] int64, -1 before
+    row_R,  # [R] int64, -1 before
+    bag_index,  # int64, a place for each kept slot, in slot order
+    bag_offsets,  # [M + 1] int64
+    slots,
+    experts,
+    top_k,
+    total,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    slot = chunk * CHUNK + lane
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
+    kept = (expert >= 0) & (expert < experts)
+    key = tl.where(kept, expert, experts).to(tl.int32)
+    earlier = (key[:, None] == key[None, :]) & (lane[None, :] < lane[:, None])
+    place = tl.load(offsets_e + key, mask=kept, other=0) + tl.load(before + chunk * EXPERTS + key, mask=kept, other=0)
+    place += tl.sum(earlier.to(tl.int32), axis=1)
+    fits = kept & (place < total)  # a caller who promised fewer slots than there are gets no wild write
+    tl.store(slot_R + place, slot.to(tl.int64), mask=fits)
+    tl.store(row_R + place, (slot // top_k).to(tl.int64), mask=fits)
+    one = kept.to(tl.int32)
+    through = (tl.load(before + chunk * EXPERTS + experts) + tl.cumsum(one, axis=0)).to(tl.int64)
+    tl.store(bag_index + through - 1, place.to(tl.int64), mask=fits & (through <= total))
+    tl.store(bag_offsets + (slot + 1) // top_k, through, mask=(slot < slots) & ((slot + 1) % top_k == 0))
+    tl.store(bag_offsets + lane, tl.zeros((CHUNK,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
+
+
+count_kernel = kernel(_count, "slots", "experts")
+scan_kernel = kernel(_scan, "chunks", "experts", "alignment")
+place_kernel = kernel(_place, "slots", "experts", "top_k", "total")
+
+
+def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
+    """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
+
+    Args:
+        ids_MK: integers, K >= 1.
+        num_slots: how many are kept, or how many at most, where it is known; else R is the bound N (+ padding).
+    """
+    ids_MK = wide_ids(ids_MK).contiguous()
+    (rows, top_k), power = ids_MK.shape, segments_power(num_experts)
+    slots = rows * top_k
+    total = (slots if num_slots is None else num_slots) + num_experts * (alignment - 1)
+    chunks = max(1, triton.cdiv(slots, CHUNK))
+
+    def made(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
+
+    places = ExpertPlan(
+        slot_R=made(total).fill_(-1), row_R=made(total).fill_(-1), bag_index=made(total).fill_(0),
+        bag_offsets=made(rows + 1), counts_e=made(num_experts), offsets_e=made(num_experts + 1),
+    )  # fmt: skip
+    counts = torch.empty(chunks, power, dtype=torch.int32, device=ids_MK.device)
+    with on_device_of(ids_MK):
+        count_kernel[(chunks,)](ids_MK, counts, slots, num_experts, EXPERTS=power, CHUNK=CHUNK, num_warps=4, **FUSED)
+        scan_kernel[(1,)](
+            counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, EXPERTS=power, STEP=STEP,
+            num_warps=8, **FUSED,
+        )  # fmt: skip
+        place_kernel[(chunks,)](
+            ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,
+            num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, num_warps=8, **FUSED,
+        )  # fmt: skip
+    return places
 
 
 def _gather(x, index, out, rows, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -1,0 +1,167 @@
+"""A small SwiGLU expert MLP through a backend that has kernels for whole experts, against the same in float64.
+
+Without autograd, so that hooks and modes of the caller see nothing of it.
+
+Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.kernels.compiled import TYPES, CompiledKernels
+
+if TYPE_CHECKING:
+    from trimtab.kernels.triton.language import Launch
+
+K, E = 2, 4
+SMALL = (9, 40, 21)
+"""M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
+FEW = (13, 448, 32)
+SOME = (97, 160, 32)
+"""For weights that are read where they lie: a handful of rows and a panel that is not full, both over more values than
+are added up in one go, and two panels."""
+DEEP = (70, 530, 23)
+MANY = (1303, 285, 9)
+"""For instructions of their own: more rows than two tiles have; more values or rows than are brought at once, and on
+one thread pieces of so many rows that the sums of some are done with before those of the others."""
+TILED = (20, 256, 128)
+"""Widths that tiles of Triton divide."""
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TRITON_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+class _Problem:
+    """Operands on the CPU, and the true y and gradients by name. Some slots are dropped."""
+
+    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
+        M, D, F = sizes
+        self.x, self.dy = wave(M, D, step=0.7, dtype=dtype), wave(M, D, step=1.3, dtype=dtype)
+        self.up, self.down = wave(E, 2 * F, D, step=2.1, dtype=stored), wave(E, D, F, step=3.3, dtype=stored)
+        self.w = wave(M, K, step=0.9, dtype=torch.float32)
+        ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
+        ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
+        self.ids = torch.where(ids == 2, E, ids)
+        low = self.up.to(dtype).double(), self.down.to(dtype).double()
+        self.truth = swiglu_experts(self.x.double(), self.dy.double(), self.w.double(), *low, self.ids)
+
+    def fault_in(self, got: dict[str, Tensor], bound: float) -> str | None:
+        for name, value in got.items():
+            true = self.truth[name]
+            if not bool(((value.double().cpu() - true).abs() <= bound * true.abs().max()).all()):
+                return f"{name} is wrong"
+        return None
+
+
+def first_triton_fault(launch: Launch, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the Triton kernels on `device`, None if nothing is. Compiles them: some seconds, once."""
+    for sizes in (SMALL, TILED):
+        p = _Problem(sizes, dtype, dtype)
+        if fault := p.fault_in(_by_triton(launch, p, device), TRITON_BOUNDS[dtype]):
+            return f"fused experts {sizes} in {dtype}: {fault}"
+    return None
+
+
+def _by_triton(launch: Launch, p: _Problem, device: torch.device) -> dict[str, Tensor]:
+    from trimtab.kernels.triton.moves import combine, place_slots
+    from trimtab.kernels.triton.products import grouped_rows, weight_grad
+    from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
+
+    x, up, down, w, dy = (t.to(device) for t in (p.x, p.up, p.down, p.w, p.dy))
+    plan = place_slots(p.ids.to(device), E)
+    row_R, offsets, (R, F) = plan.row_R, plan.offsets_e, (plan.row_R.shape[0], down.shape[2])
+    weight_R = torch.where(plan.slot_R < 0, 0, w.reshape(-1)[plan.slot_R.clamp(min=0)])
+    pre, h = x.new_empty(R, 2 * F), x.new_empty(R, F)
+    gate_up(x, row_R, up, offsets, pre, h, launch)
+    out = grouped_rows(h, down.transpose(1, 2), offsets, x.new_empty(R, x.shape[1]), launch, scale_R=weight_R)
+    d_pre, hw, _ = hidden_grad(dy, row_R, down, weight_R, offsets, pre, launch)
+    d_up, d_down = torch.full_like(up, torch.nan), torch.full_like(down, torch.nan)
+    weight_grad(hw, dy, offsets, d_down.transpose(1, 2), launch, b_index_R=row_R)
+    weight_grad(x, d_pre, offsets, d_up.transpose(1, 2), launch, a_index_R=row_R)
+    dx = grouped_rows(d_pre, up, offsets, x.new_empty(R, x.shape[1]), launch)
+    return {"y": combine(out, plan.row_csr), "dx": combine(dx, plan.row_csr), "d_up": d_up, "d_down": d_down}
+
+
+def first_cpu_fault(kernels: CompiledKernels) -> str | None:
+    """What is wrong with the C++ kernels, None if nothing is. Takes some tenths of a second."""
+    with torch.no_grad():
+        for dtype in BOUNDS:
+            fault = _fault_in(kernels, dtype)
+            while fault is not None and dtype == torch.bfloat16 and kernels.bf16.give_up(fault):
+                fault = _fault_in(kernels, dtype)
+            if fault is not None:
+                return fault
+        return _places_fault(kernels)
+
+
+def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
+    own = dtype == torch.bfloat16 and kernels.bf16.number
+    for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
+        for stored in dict.fromkeys((dtype, torch.float32) if sizes in (SMALL, FEW, SOME) else (dtype,)):
+            p = _Problem(sizes, dtype, stored)
+            for transposed, later in ((False, False), (True, True)):
+                threads = 1 if sizes == MANY and not later else torch.get_num_threads()
+                if fault := p.fault_in(_by_cpu(kernels, p, transposed, later, threads), BOUNDS[dtype]):
+                    how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
+                    how += f", weights in {stored}" * (stored != dtype)
+                    return f"fused experts in {dtype}{how}: {fault}"
+    return None
+
+
+def _by_cpu(kernels: CompiledKernels, p: _Problem, transposed: bool, later: bool, threads: int) -> dict[str, Tensor]:
+    (M, D), F, dtype, stored = p.x.shape, p.down.shape[2], TYPES[p.x.dtype], TYPES[p.up.dtype]
+    rows = int((p.ids < E).sum())
+    slot_R = p.ids.flatten().sort(stable=True).indices[:rows].contiguous()
+    offsets = torch.nn.functional.pad(torch.bincount(p.ids.flatten(), minlength=E + 1)[:E].cumsum(0), (1, 0))
+    up, down = (t.transpose(1, 2).contiguous() if transposed else t for t in (p.up, p.down))
+    made = {name: p.x.new_full((rows, 2 * F), torch.nan) for name in ("pre", "d_pre")[: 1 + later]}
+    results = {"y": torch.full_like(p.x, torch.nan), "dx": torch.full_like(p.x, torch.nan), "dw": torch.zeros_like(p.w)}
+    results |= {"d_up": torch.full_like(up, torch.nan), "d_down": torch.full_like(down, torch.nan)}
+    fields: dict[str, Any] = {
+        "type": dtype, "type_weights": stored, "type_up": stored, "type_down": stored, "act": 0, "folded": 1,
+        "transposed": int(transposed), "threads": threads, "M": M, "R": rows, "E": E, "D": D, "F": F,
+        "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "w": p.w, "x": p.x, "dy": p.dy, "up": up,
+        "down": down, **made, **results,
+    }  # fmt: skip
+    for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
+        run(fields)
+    if transposed:
+        results |= {name: results[name].transpose(1, 2) for name in ("d_up", "d_down")}
+    return results
+
+
+def _places_fault(kernels: CompiledKernels) -> str | None:
+    p = kernels.place_slots(torch.tensor([[2, 0], [-1, 2], [E, 2]]), E, 2)
+    true = {
+        "slot_R": [1, -1, 0, 3, 5, -1], "row_R": [0, -1, 0, 1, 2, -1], "bag_index": [2, 0, 3, 4],
+        "bag_offsets": [0, 2, 3, 4], "counts_e": [1, 0, 3, 0], "offsets_e": [0, 2, 2, 6, 6],
+    }  # fmt: skip
+    wrong = [name for name, values in true.items() if getattr(p, name).tolist() != values]
+    return f"the plan: {wrong[0]} is wrong" if wrong else None
+
+
+def swiglu_experts(x: Tensor, dy: Tensor, w: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """y and all gradients of experts up [E, 2F, D], down [E, D, F]: every expert over all rows x, dy [M, D], weighted 0
+    where a row is not its own by ids, w [M, K]."""
+    y, dx, dw, d_up, d_down = (torch.zeros_like(t) for t in (x, x, w, up, down))
+    for e in range(len(up)):
+        own, weight = ids == e, torch.where(ids == e, w, 0).sum(1, keepdim=True)
+        gate, value = (x @ up[e].t()).chunk(2, dim=1)
+        slope = gate.sigmoid()
+        h, dh = gate * slope * value, dy @ down[e]
+        y += weight * (h @ down[e].t())
+        dw += own * (h * dh).sum(1, keepdim=True)
+        d_gate = weight * dh * value * slope * (1 + gate * (1 - slope))
+        d_pre = torch.cat((d_gate, weight * dh * gate * slope), dim=1)
+        dx += d_pre @ up[e]
+        d_up[e], d_down[e] = d_pre.t() @ x, dy.t() @ (h * weight)
+    return {"y": y, "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
+
+
+def wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:
+    """Values that need no random numbers and do not cancel in sums, as `dtype` holds them."""
+    place = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
+    return (place * place * step).sin().view(shape).to(dtype)
