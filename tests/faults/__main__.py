@@ -7,8 +7,8 @@ import sys
 
 from faults.cases import FaultResult, fault_cases
 from faults.run import run_faults
+from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
-from trimtab.cli.progress import Progress
 
 
 def faults() -> int:

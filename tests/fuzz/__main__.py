@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from fuzz.run import parse_case, run_case, run_fuzz
+from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
-from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from mutants import MUTANTS
 from mutants.score import MutantScore, score_mutants
+from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
-from trimtab.cli.progress import Progress
 from trimtab.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trimtab.cli.progress import Progress
+from trimtab.cli import Progress
 from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,12 +8,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.progress import Progress
+from trimtab.cli import Progress
 from trimtab.errors import ConfigError
 from trimtab.launched import group_size
 
@@ -66,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = group_size()
     if cluster and options.nproc is not None:
         raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
+    program = "torchrun … -m trimtab" if cluster else "trimtab"
     level = "quick" if options.quick else "full" if options.full else "default"
     if ":" in options.impl:
         sys.path.insert(0, os.getcwd())  # where `python -m` finds modules as well; the ranks inherit it
@@ -74,14 +73,14 @@ def run(options: argparse.Namespace) -> int:
     cases = plan_cases(level, world, only=options.only, seed=options.seed)
     out = Path(options.out)
     first = not cluster or os.environ["RANK"] == "0"
-    if first:
-        with _writing(out):  # before hours are spent on what goes into it
+    if first:  # before hours are spent on what goes into it
+        try:
             out.mkdir(parents=True, exist_ok=True)
-    launcher = "torchrun …" if cluster else ""
-    command = f"{launcher} -m trimtab" if cluster else "trimtab"
-    command += f" {shlex.join(options.arguments)}"
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+    command = f"{program} {shlex.join(options.arguments)}"
     ledger = Ledger(
-        implementation=options.impl, command=command, seed=options.seed, repeat=options.repeat, launcher=launcher
+        implementation=options.impl, program=program, command=command, seed=options.seed, repeat=options.repeat
     )
     start = time.perf_counter()
     progress = Progress(len(cases), shown=first)
@@ -96,8 +95,7 @@ def run(options: argparse.Namespace) -> int:
         progress.close()
         ledger.seconds = time.perf_counter() - start
         print(ledger.table(), "", ledger.summary(), sep="\n", flush=True)
-        with _writing(out):
-            ledger.write(out)
+        ledger.write(out)
         if (more := len(ledger.failures) - SHOWN) > 0:
             print(f"{more} further failures are in the ledger")
         print(f"ledger: {out / 'ledger.md'}, {out / 'ledger.json'}", flush=True)
@@ -109,11 +107,3 @@ def run(options: argparse.Namespace) -> int:
     for verdict in run_local(cases, options.impl, **how):
         report(verdict)
     return finish()
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error

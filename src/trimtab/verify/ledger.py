@@ -29,14 +29,14 @@ MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "mismatch": "X", "error":
 class Ledger:
     """What was asked, of whom, and what came of it.
 
-    repeat: how often each case ran. launcher: what started the ranks, where they are not local.
+    program: "trimtab", or what starts it on a cluster. repeat: how often each case ran.
     """
 
     implementation: str
     command: str
     seed: int
+    program: str = "trimtab"
     repeat: int = 1
-    launcher: str = ""
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -91,11 +91,10 @@ class Ledger:
 
     def again(self, case: Case) -> str:
         """The command that runs one case again."""
-        words = [f"--impl {self.implementation} --only {case.name} --seed {case.seed}"]
+        words = [self.program, f"verify --impl {self.implementation} --only {case.name} --seed {case.seed}"]
         words += [f"--repeat {self.repeat}"] if self.repeat > 1 else []
-        if not self.launcher:
-            words += [f"--nproc {case.topology.ranks}"] if case.topology.ranks > MOST_LOCAL else []
-        return " ".join([f"{self.launcher} -m trimtab" if self.launcher else "trimtab", "verify", *words])
+        local = self.program == "trimtab" and case.topology.ranks > MOST_LOCAL
+        return " ".join([*words, f"--nproc {case.topology.ranks}"] if local else words)
 
     def write(self, folder: Path) -> None:
         """`ledger.json` and `ledger.md` in `folder`."""
