@@ -13,7 +13,7 @@ from benchmarks.page import campaign_page, record_page
 from benchmarks.result import Entry, Race, Record, middle_half
 from benchmarks.table import as_markdown, as_text, contestants_table, duration, memory_table, size
 from benchmarks.task import read_record, write, write_record
-from helpers.records import BOTH, MACHINE, record
+from helpers.fakes import BOTH, MACHINE, record
 from trimtab.errors import ConfigError, InputError
 
 WRONG = "wrong numbers, not raced: y is off by 0.25"

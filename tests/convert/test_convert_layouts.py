@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from helpers import convert_ranks
-from helpers.convert_case import assert_same, build, logits, state_of
-from helpers.convert_ranks import swapped
+from helpers.convert_case import assert_same, build, logits, state_of, swapped
+from helpers.convert_case import run as train_on_ranks
 from trimtab.checkpoint import load, read_tensors, save
 from trimtab.convert.convert import convert
 from trimtab.convert.layouts import LAYOUTS, BlockLayout, Part, blocks_of, prove
@@ -139,7 +138,7 @@ def test_a_checkpoint_of_our_layers_needs_its_layout_named(tmp_path: Path) -> No
 
 def test_two_expert_parallel_ranks_to_plain_transformers(tmp_path: Path) -> None:
     """Trained and saved at ep=2, converted, opened without trimtab: the same weights to the bit, the same logits."""
-    every = run_ranks(convert_ranks.run, 2, str(tmp_path), deadline=240)
+    every = run_ranks(train_on_ranks, 2, str(tmp_path), deadline=240)
     for case, (state, wanted) in every[0].items():
         named = None if case == "transformers" else case
         done = convert(tmp_path / case, tmp_path / f"{case}-hf", to="safetensors", layout=named)

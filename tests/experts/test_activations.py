@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experts.test_expert_module import TRUTH
-from helpers.cut import cut
+from helpers.comparing import cut
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import ACTIVATIONS, Activation, activation_of, clamped
 from trimtab.experts.module import ExpertMLP

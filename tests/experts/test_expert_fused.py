@@ -11,8 +11,7 @@ import test_expert_mlp as grid
 import torch
 from torch import Tensor
 
-from helpers.comparing import assert_close
-from helpers.cut import cut
+from helpers.comparing import assert_close, cut
 from helpers.threads import torch_threads
 from trimtab import oracle
 from trimtab.errors import InputError

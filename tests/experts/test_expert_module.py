@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.comparing import assert_close
-from helpers.cut import cut
+from helpers.comparing import assert_close, cut
 from trimtab import oracle
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.module import ExpertMLP

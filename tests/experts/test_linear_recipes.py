@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.comparing import relative_error
-from helpers.linear_cases import KERNELS, A, B, check, recipe_cases
-from helpers.linear_truth import true_results
+from helpers.linear_cases import KERNELS, A, B, check, recipe_cases, true_results
 from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise, Recipe, RecipeState

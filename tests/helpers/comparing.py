@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def relative_error(ours: Tensor, truth: Tensor) -> float:
@@ -25,3 +29,30 @@ def assert_close(ours: Tensor, truth: Tensor, bound: float, name: str) -> None:
             f"{name}{list(place)}: got {ours[place].item():.9g}, expected {truth[place].item():.9g} "
             f"(relative error {error:.2e} > {bound:.0e})"
         )
+
+
+def cut(x: Tensor, high: float, low: float = -math.inf) -> Tensor:
+    """As `clamp`; what lies at a limit has a slope, which that of torch 2.15 and newer no longer gives it."""
+    return x.masked_fill(x > high, high).masked_fill(x < low, low)
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """As `full_tensor`. Every rank of the tensor's mesh calls.
+
+    torch 2.11 refuses a gate and an up half that are cut alike, before it sends anything. There each placement is
+    undone by itself, the last mesh dim's first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    try:
+        return tensor.full_tensor()
+    except ValueError as error:
+        if "unable to be interpreted into a corresponding shard_order" not in str(error):
+            raise
+    mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
+    for dim in reversed(range(mesh.ndim)):
+        if not placements[dim].is_replicate():
+            before = [*placements[:dim], *[Replicate()] * (mesh.ndim - dim)]
+            shape, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, before)
+            local = placements[dim]._to_replicate_tensor(local, mesh, dim, list(shape))  # type: ignore[attr-defined]
+    return local

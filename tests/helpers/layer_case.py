@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.comparing import assert_close
-from helpers.cut import cut
+from helpers.comparing import assert_close, cut
 from helpers.router_truth import truth_losses, truth_weights
 from trimtab import oracle
 from trimtab.moe import MoE, MoEConfig, MoEOutput

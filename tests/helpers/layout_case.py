@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from helpers.comparing import relative_error
-from helpers.full_value import full_value
+from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
 from trimtab.layout import SequenceLayout, shard_cuts
 from trimtab.parallel.ddp import ddp, reduce_main_grads

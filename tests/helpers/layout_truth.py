@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.cut import cut
+from helpers.comparing import cut
 from trimtab import oracle
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig

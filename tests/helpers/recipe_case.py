@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.comparing import relative_error
-from helpers.full_value import full_value
+from helpers.comparing import full_value, relative_error
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Current, FP8Delayed, FP8Rowwise
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from helpers.full_value import full_value
+from helpers.comparing import full_value
 from trimtab.checkpoint import load, save
 from trimtab.checkpoint.save_load import Loaded
 from trimtab.errors import ConfigError

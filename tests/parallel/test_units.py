@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from helpers.comparing import relative_error
-from helpers.full_value import full_value
+from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import D
 from parallel.test_selective import selecting
 from trimtab.errors import ConfigError
