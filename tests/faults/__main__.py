@@ -11,9 +11,9 @@ from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
 
 
-def faults() -> int:
-    """Break ranks on purpose."""
-
+def main() -> int:
+    """Break ranks on purpose; the exit code."""
+    argparse.ArgumentParser(prog="python -m faults", description=__doc__).parse_args()
     cases = fault_cases()
     progress = Progress(len(cases), unit="fault")
 
@@ -27,14 +27,6 @@ def faults() -> int:
     slowest = max((r.seconds for r in results if r.fault.kind == "kill"), default=0.0)
     print(f"{len(results)} faults, {len(bad)} not as they should be; slowest answer to a killed rank {slowest:.2f} s")
     return int(bool(bad))
-
-
-def main() -> int:
-    """Parse, run; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-
-    parser.parse_args()
-    return faults()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 from fuzz.run import parse_case, run_case, run_fuzz
 from trimtab.cli import Progress
@@ -13,18 +14,16 @@ from trimtab.errors import ConfigError
 
 def fuzz(cases: int, seed: int) -> int:
     """Random cases over simulated ranks."""
-
     if cases < 1:
         raise ConfigError(f"{cases} cases: must be at least 1")
-    progress = Progress(cases)
+    progress, start = Progress(cases), time.perf_counter()
     result = run_fuzz(
         cases, seed, report=lambda done, failures: progress.step(f"{failures} failed", done - progress.done)
     )
     progress.close()
-    speed = result.cases / max(result.seconds, 1e-9)
     print(
-        f"seed {result.seed}: {result.cases} cases in {result.worlds} worlds, {len(result.failures)} failure(s), "
-        f"{result.seconds:.1f} s, {speed:.0f} cases/s"
+        f"seed {seed}: {result.cases} cases in {result.worlds} worlds, {len(result.failures)} failure(s), "
+        f"{time.perf_counter() - start:.1f} s"
     )
     for failure in result.failures:
         print(failure)
@@ -33,7 +32,6 @@ def fuzz(cases: int, seed: int) -> int:
 
 def fuzz_case(text: str) -> int:
     """One case of a fuzz run."""
-
     failure = run_case(*parse_case(text))
     print(f"case {text}: no failure" if failure is None else failure)
     return int(failure is not None)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,19 +61,12 @@ class FuzzFailure:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FuzzResult:
-    """What a run did. cases: run to the end; worlds: how many worlds they ran in.
+class FuzzResult(NamedTuple):
+    """cases: run to the end; worlds: how many worlds they ran in."""
 
-    seconds: wall clock; cpu_seconds: of all workers, without their start.
-    """
-
-    seed: int
     cases: int
     worlds: int
-    seconds: float
-    cpu_seconds: float
-    failures: tuple[FuzzFailure, ...]
+    failures: list[FuzzFailure]
 
 
 def run_fuzz(
@@ -91,43 +84,23 @@ def run_fuzz(
         report: called with (cases done, failures) from time to time.
         within: a module-level function that makes a context which every case runs in, such as one with a fault
             planted: the fuzz must find it.
-
-    Raises:
-        InputError: a negative number of cases or workers.
     """
     workers = (os.cpu_count() or 1) if workers is None else workers
-    if cases < 0 or workers < 0:
-        raise InputError(f"{cases} cases on {workers} workers: neither may be negative")
-    start = time.perf_counter()
     blocks = range(-(-cases // BLOCK))
     chunks = [blocks[i : i + CHUNK] for i in range(0, len(blocks), CHUNK)]
-    done = worlds = 0
-    cpu_seconds = 0.0
-    failures: list[FuzzFailure] = []
+    result = FuzzResult(0, 0, [])
     with closing(_parts(chunks, cases, seed, workers, within)) as parts:
         for part in parts:
-            done, worlds, cpu_seconds = done + part.cases, worlds + part.worlds, cpu_seconds + part.cpu_seconds
-            failures += part.failures
+            result = FuzzResult(*(whole + more for whole, more in zip(result, part, strict=True)))
             if report is not None:
-                report(done, len(failures))
-            if failures:
+                report(result.cases, len(result.failures))
+            if result.failures:
                 break
-    return FuzzResult(
-        seed=seed,
-        cases=done,
-        worlds=worlds,
-        seconds=time.perf_counter() - start,
-        cpu_seconds=cpu_seconds,
-        failures=tuple(failures),
-    )
+    return result
 
 
 def parse_case(text: str) -> tuple[int, int]:
-    """The seed and the number of a case, written SEED:INDEX.
-
-    Raises:
-        InputError: written otherwise.
-    """
+    """The seed and the number of a case, written SEED:INDEX. Raises InputError where it is written otherwise."""
     found = re.fullmatch(r"(-?\d+):(\d+)", text.strip())
     if found is None:
         raise InputError(f"{text!r} is no fuzz case: write SEED:INDEX, two whole numbers, as the failure shows them")
@@ -136,23 +109,15 @@ def parse_case(text: str) -> tuple[int, int]:
 
 def run_case(seed: int, index: int) -> FuzzFailure | None:
     """Case `index` of `seed` alone, then beside the others of its block; the failure, if there is one."""
-    if index < 0:
-        raise InputError(f"case {index}: cases are numbered from 0")
     case = case_of(seed, index)
     worlds = [(case,), *(tuple(world) for world in worlds_of(seed, index // BLOCK) if case in world)]
     return next((found for world in worlds for found in _failures(seed, index, world)), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    cases: int
-    worlds: int
-    cpu_seconds: float
-    failures: tuple[FuzzFailure, ...]
-
-
-def _parts(chunks: list[range], cases: int, seed: int, workers: int, within: Within) -> Generator[_Part, None, None]:
-    """The chunks' parts, in order, so that the first failure does not depend on timing."""
+def _parts(
+    chunks: list[range], cases: int, seed: int, workers: int, within: Within
+) -> Generator[FuzzResult, None, None]:
+    """The chunks' results, in order, so that the first failure does not depend on timing."""
     if workers == 0:
         for chunk in chunks:
             yield _run_chunk(chunk, cases, seed, within)
@@ -166,23 +131,19 @@ def _parts(chunks: list[range], cases: int, seed: int, workers: int, within: Wit
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _run_chunk(blocks: range, cases: int, seed: int, within: Within) -> _Part:
+def _run_chunk(blocks: range, cases: int, seed: int, within: Within) -> FuzzResult:
     """The blocks up to the first world that fails."""
     done = worlds = 0
-    start = time.process_time()
+    failures: list[FuzzFailure] = []
     with within():
-        for block in blocks:
-            index = block * BLOCK
-            for world in worlds_of(seed, block):
-                world = world[: max(cases - index, 0)]
-                if not world:
-                    continue
-                done, worlds = done + len(world), worlds + 1
-                failures = tuple(_failures(seed, index, world))
-                if failures:
-                    return _Part(cases=done, worlds=worlds, cpu_seconds=time.process_time() - start, failures=failures)
-                index += len(world)
-    return _Part(cases=done, worlds=worlds, cpu_seconds=time.process_time() - start, failures=())
+        for world in (world for block in blocks for world in worlds_of(seed, block)):
+            index = blocks.start * BLOCK + done
+            world = world[: max(cases - index, 0)]
+            if not world or failures:
+                break
+            failures += _failures(seed, index, world)
+            done, worlds = done + len(world), worlds + 1
+    return FuzzResult(done, worlds, failures)
 
 
 def _failures(seed: int, first: int, world: Sequence[Case]) -> Iterator[FuzzFailure]:

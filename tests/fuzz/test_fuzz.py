@@ -28,9 +28,7 @@ from trimtab.layout import SequenceLayout
 def test_what_ships_has_no_failure_and_every_case_is_run() -> None:
     seen: list[tuple[int, int]] = []
     result = run_fuzz(5 * BLOCK + 5, seed=3, workers=0, report=lambda done, failures: seen.append((done, failures)))
-    times = {"seconds": result.seconds, "cpu_seconds": result.cpu_seconds}
-    assert result == FuzzResult(seed=3, cases=5 * BLOCK + 5, worlds=12, failures=(), **times)
-    assert result.cpu_seconds > 0
+    assert result == FuzzResult(cases=5 * BLOCK + 5, worlds=12, failures=[])
     assert seen[-1] == (5 * BLOCK + 5, 0)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
@@ -211,11 +209,7 @@ def test_ranks_out_of_step_and_ranks_that_fail_end_the_world() -> None:
     assert threading.active_count() == before
 
 
-def test_negative_numbers_are_refused() -> None:
-    with pytest.raises(InputError, match="neither may be negative"):
-        run_fuzz(-1)
-    with pytest.raises(InputError, match="numbered from 0"):
-        run_case(0, -1)
+def test_a_case_is_named_by_two_numbers() -> None:
     assert parse_case("7:123") == (7, 123)
     for text in ("7", "7:", "a:1", "7:-1", "7:1:2"):
         with pytest.raises(InputError, match="SEED:INDEX"):

@@ -6,8 +6,7 @@ Each mutant is a real bug that users of MoE training met, injected into the code
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from mutants import (
     compiled_bugs,
@@ -28,26 +27,13 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def mutant_named(name: str) -> Mutant:
-    """The mutant of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The mutant of that name. Raises ConfigError where there is none."""
     for mutant in MUTANTS:
         if mutant.name == name:
             return mutant
     raise ConfigError(f"no mutant {name!r}: choose one of {', '.join(m.name for m in MUTANTS)}")
 
 
-@contextlib.contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    """Run with one bug put in, or with none. In this process alone.
-
-    Raises:
-        ConfigError: no mutant of that name.
-    """
-    if name is None:
-        yield
-        return
-    with mutant_named(name).applied():
-        yield
+def mutated(name: str) -> AbstractContextManager[None]:
+    """Run with one bug put in, in this process alone."""
+    return mutant_named(name).applied()

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from mutants import MUTANTS
 from mutants.score import MutantScore, score_mutants
 from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
-from trimtab.errors import ConfigError
-
-
-def mutants(names: Sequence[str], seed: int) -> int:
-    """Put known bugs in, one at a time."""
-
-    known = [mutant.name for mutant in MUTANTS]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"{' '.join(unknown)}: no such mutant; there are {', '.join(known)}")
-    progress = Progress(len(names or known), unit="mutant")
-
-    def report(score: MutantScore) -> None:
-        mark = "killed" if score.killed else "ALIVE "
-        progress.say(f"{mark} {score.name:28} {score.by}  {score.how} ({score.seconds:.1f} s)")
-        progress.step()
-
-    scores = score_mutants(report, names=list(names) or None, seed=seed)
-    progress.close()
-    killed = sum(score.killed for score in scores)
-    print(f"{killed} of {len(scores)} mutants killed")
-    return int(killed < len(scores))
 
 
 def main() -> int:
@@ -40,7 +17,18 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="all if not given")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all data (default 0)")
     options = parser.parse_args()
-    return mutants(options.names, options.seed)
+    progress = Progress(len(options.names or MUTANTS), unit="mutant")
+
+    def report(score: MutantScore) -> None:
+        mark = "killed" if score.killed else "ALIVE "
+        progress.say(f"{mark} {score.name:28} {score.by}  {score.how} ({score.seconds:.1f} s)")
+        progress.step()
+
+    scores = score_mutants(report, names=options.names or None, seed=options.seed)
+    progress.close()
+    killed = sum(score.killed for score in scores)
+    print(f"{killed} of {len(scores)} mutants killed")
+    return int(killed < len(scores))
 
 
 if __name__ == "__main__":
