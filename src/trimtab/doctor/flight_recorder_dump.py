@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from trimtab.errors import BackendError
+from trimtab.whole_files import whole
 
 
 def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
@@ -31,14 +31,8 @@ def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
     record = _recorder()
     path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as half:  # no name of a dump's
-        try:
-            half.write(record())
-            half.flush()
-            os.replace(half.name, path)
-        except BaseException:
-            os.unlink(half.name)
-            raise
+    with whole(path) as unfinished:
+        unfinished.write_bytes(record())
     return path
 
 

@@ -140,6 +140,20 @@ def get_implementation(name: str) -> Implementation:
     return made
 
 
+def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern) -> str | None:
+    """Why a peer can't be asked: the first of its own reasons that holds, or of those that peers share; or None."""
+    shared = {
+        f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
+        "it has no ordered combine": t.combine == "ordered",
+        "it does not split experts over etp as well as over ep": t.etp > 1,
+        "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
+        "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
+        "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
+        "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
+    }
+    return next((said for said, holds in {**lacking, **shared}.items() if holds), None)
+
+
 def averaged(grad: Tensor, place: Place, of_experts: bool) -> Tensor:
     """A gradient of this rank's own loss, or its part of a DTensor, made the mean loss's, in place. Collective."""
     local = local_part(grad)

@@ -26,7 +26,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from trimtab.layout import shard_cuts
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, over_all_ranks, residual
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, over_all_ranks, reason, residual
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
@@ -43,23 +43,16 @@ class Impl:
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         t = topology
-        reasons = {
+        lacking = {
             "its tensor and sequence parallelism come with its trainer's meshes, which are not wired": t.tp > 1,
             "its FSDP and HSDP come with its trainer's meshes, which are not wired": t.data in ("fsdp", "hsdp"),
             "its data parallelism is FSDP2 and HSDP, it has no DDP": t.data == "ddp",
-            f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
             "its losses per sequence come with its trainer, which is not wired": t.cp > 1,
-            "it has no ordered combine": t.combine == "ordered",
-            "it does not split experts over etp as well as over ep": t.etp > 1,
-            "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
-            "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
-            "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
             "its ids come from its own top-k, so no token chooses an expert twice": (
                 pattern.name in ("duplicates", "one_rank", "lone_rank")
             ),
-            "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
         }
-        return next((reason for reason, lacking in reasons.items() if lacking), None)
+        return reason(lacking, t, pattern)
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         return Layers(place, sizes, weights)

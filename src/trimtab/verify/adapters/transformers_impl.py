@@ -22,7 +22,7 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, residual
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, reason, residual
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
@@ -38,25 +38,18 @@ class Impl:
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         t = topology
-        reasons = {
+        lacking = {
             "its expert parallelism has no sequence-sharded tokens: each rank of a tp group holds them all": (
                 t.tokens == "sharded"
             ),
-            f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
             "it has no loss per sequence, and so nothing over context-parallel ranks": t.cp > 1,
-            "it has no ordered combine": t.combine == "ordered",
-            "it does not split experts over etp as well as over ep": t.etp > 1,
             "with tp, its ep_size must be a multiple of tp_size": t.ep % t.tp > 0,
             "its expert parallelism goes with FSDP2, not with DDP": t.data == "ddp" and t.ep > 1,
             "its HSDP wants a (dp_replicate, efsdp) mesh of experts, which the ledger's meshes do not hold": (
                 t.data == "hsdp"
             ),
-            "its MoE block takes no token mask: padding is routed as any token is": pattern.masked > 0,
-            "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
-            "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
-            "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
         }
-        return next((reason for reason, lacking in reasons.items() if lacking), None)
+        return reason(lacking, t, pattern)
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         return Layers(place, sizes, weights)
