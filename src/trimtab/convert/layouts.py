@@ -1,11 +1,8 @@
-"""`trimtab.MoE` and MoE blocks of transformers: which tensor is which, axis by axis. A family is a row of `LAYOUTS`.
+"""`trimtab.MoE` and MoE blocks of transformers: which tensor is which. A family is a row of `LAYOUTS`.
 
 A `BlockLayout` is held against the model's own classes before it is used: the names in the block, and, because shapes
 say nothing where D = F or D = 2F, the outputs of a block of transformers and of our layer on the same random weights at
 such sizes.
-
-Legend: E experts, D model dim, F expert hidden dim, I = 2F (gate, then up), S hidden dim of the shared experts,
-J = 2S (gate, then up).
 """
 
 from __future__ import annotations
@@ -26,52 +23,43 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 
-Axes = tuple[str, ...]
 Dtypes = Mapping[str, torch.dtype]
 """What tensors are to be, by name; those not in it are what they are made of, wide where they must."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One tensor of `trimtab.MoE`: its name and axes, the block's tensors that it is made of, and their axes.
+    """One tensor of `trimtab.MoE`, and the block's tensors that it is made of, joined along the first dim.
 
-    Several of theirs are joined, in this order, along our first axis. wide: ours is float32 at least, which holds
-    what theirs holds. split: the axis that is two in ours, gate and up apart: [E, 2, F, D] of [E, I, D].
+    wide: ours is float32 at least, which holds what theirs holds. split: gate and up are apart in ours, [E, 2, F, D] of
+    [E, 2F, D].
     """
 
     ours: str
-    axes: Axes
     theirs: tuple[str, ...]
-    their_axes: Axes
     wide: bool = False
-    split: str | None = None
+    split: bool = False
 
     def to_ours(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of the block's tensors; all under their full names, as below."""
         named = [prefix + name for name in self.theirs]
         if len({tensors[name].dtype for name in named}) > 1:
             raise InputError(f"{prefix}{self.ours}: its parts are of different dtypes: {', '.join(named)}")
-        order = [self.their_axes.index(axis) for axis in self.axes]
-        turned = [tensors[name].permute(order) for name in named]
-        made = turned[0] if len(turned) == 1 else torch.cat(turned, 0)
-        if self.split is not None:
-            first = self.axes.index(self.split)
-            made = made.reshape(*made.shape[:first], 2, -1, *made.shape[first + 1 :])
+        made = tensors[named[0]] if len(named) == 1 else torch.cat([tensors[name] for name in named])
+        if self.split:
+            made = made.reshape(made.shape[0], 2, -1, made.shape[2])
         wide = torch.promote_types(made.dtype, torch.float32) if self.wide else made.dtype
         return {prefix + self.ours: made.to(dtypes.get(prefix + self.ours, wide))}
 
     def to_theirs(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block's tensors."""
         tensor = tensors[prefix + self.ours]
-        if tensor.dim() != len(self.axes) + (self.split is not None):
-            raise InputError(f"{prefix}{self.ours} is {list(tensor.shape)}, expected [{', '.join(self.axes)}]")
-        if self.split is not None:
-            first = self.axes.index(self.split)
-            tensor = tensor.flatten(first, first + 1)
-        order = [self.axes.index(axis) for axis in self.their_axes]
-        pieces = tensor.chunk(len(self.theirs), 0)
-        named = {prefix + name: piece.permute(order) for name, piece in zip(self.theirs, pieces, strict=True)}
-        return {name: piece.to(dtypes.get(name, piece.dtype)) for name, piece in named.items()}
+        if self.split:
+            if tensor.dim() != 4:
+                raise InputError(f"{prefix}{self.ours} is {list(tensor.shape)}, expected [E, 2, F, D]")
+            tensor = tensor.flatten(1, 2)
+        named = zip((prefix + name for name in self.theirs), tensor.chunk(len(self.theirs)), strict=True)
+        return {name: piece.to(dtypes.get(name, piece.dtype)) for name, piece in named}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,27 +193,19 @@ class Blocks:
 
 
 ROUTED = (
-    Part(ours="router.weight", axes=("E", "D"), theirs=("gate.weight",), their_axes=("E", "D"), wide=True),
-    Part(
-        ours="experts.gate_up",
-        axes=("E", "I", "D"),
-        theirs=("experts.gate_up_proj",),
-        their_axes=("E", "I", "D"),
-        split="I",
-    ),
-    Part(ours="experts.down", axes=("E", "D", "F"), theirs=("experts.down_proj",), their_axes=("E", "D", "F")),
+    Part(ours="router.weight", theirs=("gate.weight",), wide=True),
+    Part(ours="experts.gate_up", theirs=("experts.gate_up_proj",), split=True),
+    Part(ours="experts.down", theirs=("experts.down_proj",)),
 )
-BIAS = Part(
-    ours="router.expert_bias", axes=("E",), theirs=("gate.e_score_correction_bias",), their_axes=("E",), wide=True
-)
+BIAS = Part(ours="router.expert_bias", theirs=("gate.e_score_correction_bias",), wide=True)
+GATE = Part(ours="shared.gate.weight", theirs=("shared_expert_gate.weight",))
 
 
 def shared(name: str) -> tuple[Part, Part]:
     """Shared experts that transformers holds as three linear layers below `name`."""
     halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
-    return (
-        Part(ours="shared.up.weight", axes=("J", "D"), theirs=halves, their_axes=("J", "D")),
-        Part(ours="shared.down.weight", axes=("D", "S"), theirs=(f"{name}.down_proj.weight",), their_axes=("D", "S")),
+    return Part(ours="shared.up.weight", theirs=halves), Part(
+        ours="shared.down.weight", theirs=(f"{name}.down_proj.weight",)
     )
 
 
@@ -248,11 +228,10 @@ def _sigmoid(c: Any) -> RouterConfig:
     )  # fmt: skip
 
 
-_GATE = Part(ours="shared.gate.weight", axes=("1", "D"), theirs=("shared_expert_gate.weight",), their_axes=("1", "D"))
 _ROWS = (
     BlockLayout(name="qwen3_moe", parts=ROUTED, hidden="moe_intermediate_size", router=_softmax),
     BlockLayout(
-        name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), _GATE), hidden="moe_intermediate_size",
+        name="qwen2_moe", parts=(*ROUTED, *shared("shared_expert"), GATE), hidden="moe_intermediate_size",
         router=_softmax, shared_hidden=lambda c: c.shared_expert_intermediate_size, shared_gate=True,
     ),
     BlockLayout(name="mixtral", parts=ROUTED, hidden="intermediate_size", router=_softmax),
