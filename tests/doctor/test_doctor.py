@@ -26,12 +26,14 @@ import trimtab as package
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor import backends, loopback, machine
+from trimtab.doctor import backends, machine
 from trimtab.doctor.findings import Finding, as_text
 from trimtab.guard.record import Place
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import BACKENDS
 from trimtab.kernels.torch_mm import TorchBackend
+from trimtab.verify.cases import plan_cases
+from trimtab.verify.collect import Verdict
 from trimtab.verify.ranks import run_ranks
 
 
@@ -136,28 +138,19 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     assert all(one.fault for one in backends.try_kernels("wrong", cpu))
 
 
-def test_loopback() -> None:
-    def judged(**measured: float) -> list[Finding]:
-        good = loopback.Loopback(**{"error": 1e-16, "latency_us": 200.0, "gigabytes_per_s": 1.0} | measured)  # type: ignore[arg-type]
-        return loopback.judge(loopback.Loopback(error=1e-16, latency_us=200, gigabytes_per_s=1.0), good)
+def test_a_layer_over_two_processes() -> None:
+    (case,) = plan_cases("full", 2, only=["2r-ep2/random/float64"])
 
-    assert [finding.severity for finding in judged()] == ["ok", "ok"]
-    wrong, slow = judged(error=1e-3, latency_us=20000)
-    assert (wrong.severity, slow.severity) == ("broken", "warn")
-    for error in (float("nan"), float("inf")):
-        assert judged(error=error)[0].severity == "broken"
-    net = loopback.judge_failure("rank 0: no answer within 60 s")
-    assert "GLOO_SOCKET_IFNAME=lo" in net.do
-    own = loopback.judge_failure("TypeError: forward() missing an argument")
+    def judged(status: Any, *details: str) -> Finding:
+        return backends.judge_layer(Verdict(case=case, status=status, errors={"y": 1e-16}, details=list(details)))
+
+    assert judged("ok").severity == "ok"
+    assert judged("mismatch", "rank 0: y[0]").severity == "broken"
+    assert judged("lacking", "no shared memory").severity == "note"
+    assert "GLOO_SOCKET_IFNAME=lo" in judged("hang", "rank(s) 0: no answer within 60 s").do
+    own = judged("error", "rank 0: TypeError: forward() missing an argument")
     assert own.severity == "broken"
     assert "GLOO_SOCKET_IFNAME" not in own.do
-
-
-def test_loopback_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "run_ranks", lambda *_, **__: [["no shared memory"]] * 2)
-    (note,) = loopback.look()
-    assert (note.severity, note.where) == ("note", "2 ranks, shared_memory")
-    assert "no shared memory" in note.what
 
 
 def test_text_is_aligned_and_narrow() -> None:
@@ -186,11 +179,12 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["ok"] is True
     assert {finding["part"] for finding in told["findings"]} == {
-        "versions", "machine and environment", "process groups and transports", "kernels, self-tested", "loopback",
+        "versions", "machine and environment", "process groups and transports", "kernels, self-tested",
+        "a layer over two processes",
     }  # fmt: skip
-    said = [(finding["where"], finding["what"]) for finding in told["findings"] if finding["part"] == "loopback"]
-    assert [where for where, _ in said] == ["2 ranks, gloo"] * 2 + ["2 ranks, shared_memory"] * 2
-    assert all("from the truth" in oracle and "GB/s" in speed for (_, oracle), (_, speed) in (said[:2], said[2:]))
+    said = {f["where"]: f["what"] for f in told["findings"] if f["part"] == "a layer over two processes"}
+    assert list(said) == ["2 ranks, gloo", "2 ranks, shared_memory"]
+    assert all("from the truth" in what for what in said.values())
 
 
 def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:

@@ -60,7 +60,7 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
         traces = read_traces([Path(path) for path in options.trace])
         yield f"Flight Recorder, rank {', '.join(str(trace.rank) for trace in traces)}", diagnose(traces)
         return
-    from trimtab.doctor import backends, loopback, machine
+    from trimtab.doctor import backends, machine
     from trimtab.guard.record import places_here
 
     if options.places:
@@ -70,4 +70,4 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
     yield "machine and environment", machine.environment()
     yield "process groups and transports", backends.transports()
     yield "kernels, self-tested", backends.kernels()
-    yield "loopback", loopback.look()
+    yield "a layer over two processes", list(backends.layer())

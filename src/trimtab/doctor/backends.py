@@ -1,8 +1,9 @@
-"""Which process groups, transports and kernels can run here, why the others cannot, and the kernels' self-test."""
+"""Which process groups, transports and kernels can run here, why the others cannot; and a layer over two processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.compiler import blames_cxx
 from trimtab.kernels.selftest import self_test
 from trimtab.validation import DTYPES
+from trimtab.verify.cases import plan_cases
+from trimtab.verify.collect import Verdict
+from trimtab.verify.run import run_local
 
 NEEDED = ("float32", "bfloat16")
 """Dtypes without which the kernels that "auto" takes are of no use."""
@@ -23,6 +27,12 @@ WRONG = (
     "do not train on these kernels: name others (`kernels=`), or another torch or driver; a layer refuses them too, at "
     "its first call"
 )
+LAYER = ("2r-ep2/random/float64", "2r-ep2-sharedmemory/random/float64")
+NETWORK = (
+    "a host name or interface that Gloo cannot use is the usual cause: set GLOO_SOCKET_IFNAME=lo and run this again; a "
+    "firewall on the host's own address is another"
+)
+OWN = "the layer itself failed: install trimtab and torch afresh; if it stays, report it with what stands above"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +121,29 @@ def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> T
     if isinstance(kernels, CompiledKernels):
         about = (f"compiled for {kernels.instructions}", f"bfloat16 products: {kernels.bf16}")
     return Tried(dtype=short, chosen=chosen, passed=passed, about=about, fault=test.fault)
+
+
+def layer() -> Iterator[Finding]:
+    """Findings about a layer over two processes, which it starts, through Gloo and through shared memory."""
+    for verdict in run_local(plan_cases("full", 2, only=LAYER), "trimtab", deadline=60.0):
+        finding = judge_layer(verdict)
+        yield finding
+        if finding.severity == "broken":
+            return
+
+
+def judge_layer(verdict: Verdict) -> Finding:
+    """The finding about a case of the ledger on two ranks."""
+    said = "; ".join(verdict.details)
+    carrier = verdict.case.topology.transport.replace("alltoall", "gloo")
+    where = f"2 ranks, {carrier}"
+    if verdict.status == "ok":
+        error = max(verdict.errors.values())
+        return Finding("ok", where, f"one layer forward and backward: {error:.1e} from the truth")
+    if verdict.status == "lacking" or "BackendError" in said:
+        return Finding("note", where, f"cannot run here, so 'auto' is alltoall: {said}")
+    if verdict.status == "mismatch":
+        do = "run `trimtab verify`: it names the first wrong value; do not train on this machine"
+        return Finding("broken", where, f"one layer forward and backward: {said}", do)
+    do = NETWORK if re.search(r"no answer|onnect|gloo|socket|address|interface", said) else OWN
+    return Finding("broken", where, f"two ranks on this host did not come through: {said}", do)
