@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from helpers.compile_case import assert_same, inputs, results
 from helpers.layer_case import BOUNDS, E, build
+from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import expert_call
@@ -22,7 +23,6 @@ from trimtab.experts.expert_call import cast
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise
-from trimtab.verify.ranks import preload, run_ranks
 
 preload("helpers.compile_case")
 D, F, ROWS = 32, 48, 600

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 
 from helpers.compile_case import assert_same, inputs, results
 from helpers.layer_case import BOUNDS, E, build
+from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
-from trimtab.verify.ranks import preload, run_ranks
 
 preload("helpers.compile_case")
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))

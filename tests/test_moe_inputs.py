@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
 from helpers.layer_case import D, E, K, build
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
@@ -33,7 +34,6 @@ from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing
 from trimtab.routing.scores import SCORES
-from trimtab.verify.ranks import run_ranks
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.ranks import run_ranks
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
 from trimtab.errors import InputError
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
@@ -25,7 +26,6 @@ from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.verify.ranks import run_ranks
 
 D, HIDDEN, E, K = 64, 32, 8, 2
 WAYS = ("meta", "fake")

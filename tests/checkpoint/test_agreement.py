@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from helpers.ranks import run_ranks
 from trimtab.checkpoint import load, save
 from trimtab.checkpoint.folder import whole_checkpoints
 from trimtab.errors import ConfigError, InputError
-from trimtab.verify.ranks import run_ranks
 
 
 def on_rank(root: str) -> tuple[str, str]:

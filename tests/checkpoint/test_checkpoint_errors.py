@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from helpers.ranks import run_ranks
 from helpers.reshard_case import D, Model
 from trimtab import MoEConfig, RouterConfig, errors
 from trimtab.checkpoint import load, read_tensors, save, write_tensors
 from trimtab.checkpoint.folder import INDEX, read_index, whole_checkpoints
 from trimtab.checkpoint.state import expert_shapes, model_tensors
 from trimtab.errors import ConfigError, InputError
-from trimtab.verify.ranks import run_ranks
 
 
 @pytest.fixture

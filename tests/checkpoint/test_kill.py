@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.ranks import forkserver, preload
 from helpers.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
-from trimtab.verify.ranks import forkserver, preload
 
 preload("trimtab.checkpoint.save_load", "torch._dynamo")
 

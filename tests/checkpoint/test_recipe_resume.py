@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from helpers.ranks import run_ranks
 from trimtab.checkpoint import load, save
 from trimtab.experts.recipes import NVFP4, FP8Delayed
 from trimtab.experts.recipes.base import Recipe
@@ -19,7 +20,6 @@ from trimtab.moe import MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.ranks import run_ranks
 
 D, F, E = 32, 64, 4
 RECIPES: dict[str, Recipe] = {

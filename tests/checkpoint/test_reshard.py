@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.ranks import preload, run_ranks
 from helpers.reshard_case import Layout, load_all, refuse_together, save_all
-from trimtab.verify.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel")
 preload("trimtab.parallel.fsdp", "trimtab.parallel.ddp", "trimtab.checkpoint.save_load", "trimtab.checkpoint.save_load")

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from dispatch.test_schedule import recorded
 from helpers.cases import case
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.handshake import COLUMNS, MOVEMENT, MOVEMENTS, CallId, fill
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import DesyncError, InputError, TrimtabError
-from trimtab.verify.ranks import run_ranks
 
 E, K, D, RANKS = 6, 2, 8, 3
 

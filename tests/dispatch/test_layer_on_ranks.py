@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
+from helpers.ranks import run_ranks
 from trimtab import oracle
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.choose import get_backend
-from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 12
 

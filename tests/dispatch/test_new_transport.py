@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import trimtab
 from dispatch.test_layer_on_ranks import layer_on_rank
+from helpers.ranks import run_ranks
 from trimtab.dispatch.over_group import OverGroup, pack, unpack
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.verify.ranks import run_ranks
 
 BOUND = 1e-12
 

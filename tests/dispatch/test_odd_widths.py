@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
+from helpers.ranks import run_ranks
 from trimtab.dispatch import all_to_all
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.verify.ranks import run_ranks
 
 E = 4
 WIDTHS = ((torch.float32, 4), (torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 6), (torch.bfloat16, 3))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import trimtab
 from helpers.cases import PATTERNS, case
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.checks import _checked_on_device, name_bytes
@@ -29,7 +30,6 @@ from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels import rows as rows_module
 from trimtab.kernels.choose import get_backend
-from trimtab.verify.ranks import run_ranks
 
 E, K, D, F = 8, 3, 16, 16
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.ranks import run_ranks
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout
-from trimtab.verify.ranks import run_ranks
 
 LAYOUTS = [(b, length) for b in (0, 1, 3) for length in (0, 1, 3, 8, 17)]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.cases import PATTERNS, case
+from helpers.ranks import _rank_main, forkserver, run_ranks
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
@@ -31,7 +32,6 @@ from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard import peers
 from trimtab.guard.guard import Guard, wait_for
 from trimtab.guard.peers import Introductions
-from trimtab.verify.ranks import _rank_main, forkserver, run_ranks
 
 E, K, D = 8, 3, 16
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trimtab as package
+from helpers.ranks import run_ranks
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -34,7 +35,6 @@ from trimtab.kernels.choose import BACKENDS
 from trimtab.kernels.torch_mm import TorchBackend
 from trimtab.verify.cases import plan_cases
 from trimtab.verify.collect import Verdict
-from trimtab.verify.ranks import run_ranks
 
 
 def by_where(findings: list[Finding]) -> dict[str, Finding]:

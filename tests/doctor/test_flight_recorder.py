@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import flight_recorder_dump
@@ -24,7 +25,6 @@ from trimtab.doctor.flight_recorder import read_traces
 from trimtab.doctor.flight_recorder_diagnosis import diagnose
 from trimtab.doctor.flight_recorder_dump import dump, dump_on_signal
 from trimtab.errors import BackendError, InputError
-from trimtab.verify.ranks import run_ranks
 
 LATE = 1
 

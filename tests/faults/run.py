@@ -21,7 +21,7 @@ from typing import Any
 
 from faults.cases import Fault, FaultResult, Outcome, fault_cases, problems_of
 from faults.on_rank import fault_main
-from trimtab.verify.ranks import forkserver, preload
+from trimtab.verify.run import forkserver, preload
 
 LIMIT = 40.0
 """Seconds after which all processes of a case are killed."""

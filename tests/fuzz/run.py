@@ -25,7 +25,7 @@ from fuzz.cases import BLOCK, Case, case_of, worlds_of
 from fuzz.check import check
 from fuzz.shrink import shrink
 from trimtab.errors import InputError
-from trimtab.verify.ranks import forkserver, preload
+from trimtab.verify.run import forkserver, preload
 
 CHUNK = 4
 """Blocks that a worker takes at a time."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -20,7 +21,6 @@ from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard import peers
 from trimtab.guard.guard import Guard
-from trimtab.verify.ranks import run_ranks
 
 E, D = 4, 8
 

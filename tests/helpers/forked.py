@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from trimtab.train.config import TrainConfig
-from trimtab.verify.ranks import forkserver, preload
+from trimtab.verify.run import forkserver, preload
 
 preload(
     "torch._dynamo", "torch.distributed.fsdp", "trimtab.train.session",

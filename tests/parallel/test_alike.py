@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from helpers.ranks import run_ranks
 from trimtab import DesyncError, ExpertParallel, MoEConfig, RouterConfig, parallelize
-from trimtab.verify.ranks import run_ranks
 
 REPLICATED, SHARDED, CONTEXT = "replicated", "sharded", "context parallel"
 WRONG = (

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.comparing import relative_error
+from helpers.ranks import run_ranks
 from trimtab.experts.module import ExpertMLP
 from trimtab.moe import MoE, MoEConfig
 from trimtab.oracle import swiglu
 from trimtab.parallel.expert_parallel import ExpertParallel
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.ranks import run_ranks
 
 E, D, F, K, T, ENOUGH = 4, 64, 32, 3, 96, 32
 KINDS = ((torch.float32, "torch"), (torch.float32, "auto"), (torch.bfloat16, "auto"))

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import relative_error
 from helpers.layer_case import D, build
+from helpers.ranks import run_ranks
 from trimtab import update_bias
 from trimtab.errors import ConfigError
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.bias import routers
-from trimtab.verify.ranks import run_ranks
 
 
 class Block(nn.Module):

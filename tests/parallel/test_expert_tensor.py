@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from helpers.layout_truth import D, E, F, K
+from helpers.ranks import run_ranks
 from trimtab.dispatch import route
 from trimtab.errors import DesyncError, PhaseTimeout
 from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
-from trimtab.verify.ranks import run_ranks
 
 READS = ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__")
 """Ways to read a tensor on the host."""

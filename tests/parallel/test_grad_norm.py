@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from helpers.comparing import relative_error
 from helpers.expert_checks import clipped_by_one_factor
 from helpers.layout_truth import build
+from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.grad_norm import clip_grad_norm_
-from trimtab.verify.ranks import run_ranks
 
 
 def true_gradient(stage: int, name: str, shape: torch.Size) -> Tensor:

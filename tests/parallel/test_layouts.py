@@ -8,7 +8,7 @@ import pytest
 
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
-from trimtab.verify.ranks import preload, run_ranks
+from helpers.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 GRID = [Case(batch=batch, length=length) for batch in (1, 3) for length in (1, 3, 8, 17)]

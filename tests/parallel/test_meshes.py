@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from helpers.layout_truth import D as DIM
 from helpers.layout_truth import Model, build
+from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.losses import LossGroups
-from trimtab.verify.ranks import run_ranks
 
 
 def spread(mesh: DeviceMesh, **options: object) -> Model:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from helpers.layout_truth import Model
+from helpers.ranks import run_ranks
 from trimtab.dispatch import host_memory
 from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
@@ -24,7 +25,6 @@ from trimtab.routing.bias import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing
 from trimtab.routing.router import Router
-from trimtab.verify.ranks import run_ranks
 
 
 def refused(plan: dict[str, ExpertParallel]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.ranks import run_ranks
 from helpers.recipe_case import histories, run_all
-from trimtab.verify.ranks import run_ranks
 
 
 def test_recipes_on_two_ranks() -> None:

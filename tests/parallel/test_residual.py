@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from helpers.comparing import relative_error
 from helpers.layer_case import D, build
+from helpers.ranks import run_ranks
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import FP8Current
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
-from trimtab.verify.ranks import run_ranks
 
 
 class Block(nn.Module):

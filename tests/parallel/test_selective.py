@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from helpers.comparing import relative_error
 from helpers.layout_truth import D, Model, build
+from helpers.ranks import run_ranks
 from trimtab.dispatch.dispatcher import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
@@ -24,7 +25,6 @@ from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.verify.ranks import run_ranks
 
 KEPT = (
     ["mm"], ["cat", "clone"], ["allreduce_"], ["alltoall_base_"], ["_allgather_base_"], ["view", "lift_fresh"],

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.comparing import relative_error
+from helpers.ranks import run_ranks
 from trimtab import MoEConfig, RouterConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.verify.ranks import run_ranks
 
 D = 16
 TRAINED = {"the experts": ("experts.",), "nothing": (), "the router": ("router.",)}

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoEConfig
 from trimtab.routing.bias import max_vio, routers, set_totals, stepped_bias, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router
-from trimtab.verify.ranks import run_ranks
 
 D, E, K = 8, 4, 2
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from helpers.loss_ranks import on_ranks
+from helpers.ranks import run_ranks
 from helpers.router_truth import truth_losses
 from trimtab.routing import losses
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.routing.router import Router
-from trimtab.verify.ranks import run_ranks
 
 D, E, K = 8, 6, 2
 NAMES = ("aux", "sequence_aux", "global_aux", "z")

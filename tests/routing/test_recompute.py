@@ -13,13 +13,13 @@ from torch.autograd.function import Function
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from helpers.ranks import run_ranks
 from helpers.recompute_case import Block, D, E, T, compare, grads, micro_batches, on_ranks, perturbed, run, twins
 from trimtab.errors import InputError
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import _Tape, replay_in_recompute
 from trimtab.routing.record import record
-from trimtab.verify.ranks import run_ranks
 
 replaying = partial(checkpoint, use_reentrant=False, context_fn=replay_in_recompute)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.ranks import run_ranks
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled
-from trimtab.verify.ranks import run_ranks
 
 
 def inherited() -> dict[Hashable, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from multiprocessing.context import ForkServerContext
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import torch
@@ -21,8 +24,11 @@ from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
-from trimtab.verify.ranks import forkserver, preload
 
+LONGEST = 71
+"""Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
+_PRELOAD = ["torch.distributed.tensor", "trimtab.moe", "trimtab.verify.run", "trimtab.verify.tested_kernels"]
+"""What the server imports before it forks: ranks start in milliseconds."""
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 """Entered by each rank around its cases; picklable."""
 Report = Callable[[Verdict], None]
@@ -113,7 +119,7 @@ def _pool(
     ranks: int, cases: Sequence[tuple[int, Case]], implementation: str, repeat: int, around: Around
 ) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
     """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
-    preload("trimtab.verify.run", home_of(implementation)[0])
+    preload(home_of(implementation)[0])
     context = forkserver()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
@@ -139,6 +145,24 @@ def _pool(
                 if process.pid is not None:  # a signal may come before it was started
                     process.kill()
                     process.join()
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these, too, before it forks. Of no effect once anything has been forked."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+
+
+def forkserver() -> ForkServerContext:
+    """The context that forks from the server. Where TMPDIR is too long for its socket, as job managers' may be, the
+    socket alone is elsewhere: before 3.14, Python ends with "AF_UNIX path too long"."""
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+        tempfile.tempdir = "/tmp"
+    get_temp_dir()  # made once in a process, which removes it when it ends
+    tempfile.tempdir = before
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _last_words(code: int | None, log: Path) -> str:

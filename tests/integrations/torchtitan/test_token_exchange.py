@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import assert_close
+from helpers.ranks import run_ranks
 from helpers.routed import D, E, K, Share, run, truth
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.torchtitan import TokenExchange
 from trimtab.integrations.torchtitan.exchange import transport_over
 from trimtab.layout import SequenceLayout
-from trimtab.verify.ranks import run_ranks
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}

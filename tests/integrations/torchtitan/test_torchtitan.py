@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.cases import case
 from helpers.comparing import assert_close
+from helpers.ranks import run_ranks
 from helpers.routed import D, E, K, Share, run, truth
-from trimtab.verify.ranks import run_ranks
 
 pytest.importorskip(
     "torchtitan.models.common.token_dispatcher", reason="torchtitan is not a dependency and is not installed"

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import trimtab.integrations.transformers
 from helpers.parity import difference, scale
+from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.dispatcher import Dispatched
-from trimtab.verify.ranks import preload, run_ranks
 
 preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 D, E, K = 16, 4, 2

@@ -18,7 +18,7 @@ from helpers.ep_check import judge
 from helpers.ep_ranks import run_broken, run_cases, run_loading, run_shared
 from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
 from helpers.parity import FLOAT64_UNSHARDABLE
-from trimtab.verify.ranks import preload, run_ranks
+from helpers.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 

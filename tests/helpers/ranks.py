@@ -1,13 +1,8 @@
-"""Functions on real ranks over Gloo, with a deadline: a hang is a failure in seconds.
-
-Ranks are forked from a server that has imported torch, but never run a backward, and has tested the kernels: they start
-in milliseconds.
-"""
+"""Functions on real ranks over Gloo, with a deadline: a hang is a failure in seconds."""
 
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,36 +10,16 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trimtab.verify.run import forkserver as forkserver
+from trimtab.verify.run import preload as preload
+
 LEAVES = 5.0
 """Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
-LONGEST = 71
-"""Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
-_PRELOAD = ["torch.distributed.tensor", "trimtab.moe", "trimtab.verify.tested_kernels"]
-
-
-def preload(*modules: str) -> None:
-    """Have the server import these, too, before it forks. Of no effect once anything has been forked."""
-    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
-
-
-def forkserver() -> ForkServerContext:
-    """The context that forks from the server. Where TMPDIR is too long for its socket, as job managers' may be, the
-    socket alone is elsewhere: before 3.14, Python ends with "AF_UNIX path too long"."""
-    before = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
-        tempfile.tempdir = "/tmp"
-    get_temp_dir()  # made once in a process, which removes it when it ends
-    tempfile.tempdir = before
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 60.0) -> list[Any]:
