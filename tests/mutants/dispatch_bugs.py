@@ -25,15 +25,13 @@ from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
 def _one_choice_per_rank(p: Patches) -> None:
-    def dispatch(self: Dispatcher, *args: Any, **options: Any) -> Dispatched:
+    @p.around(Dispatcher, "dispatch")
+    def dispatch(original: Any, self: Dispatcher, *args: Any, **options: Any) -> Dispatched:
         rows: Dispatched = original(self, *args, **options)
         if self.transport is None or rows.slot_row_R is not None:
             return rows
         kept = rows.ids_MK >= 0
         return replace(rows, ids_MK=rows.ids_MK.masked_fill(kept & (kept.cumsum(1) > 1), -1), num_slots=None)
-
-    original = Dispatcher.dispatch
-    p.put(Dispatcher, "dispatch", dispatch)
 
 
 def _last_expert(p: Patches) -> None:
@@ -45,15 +43,13 @@ def _last_expert(p: Patches) -> None:
 
 
 def _ranks_reversed(p: Patches) -> None:
-    def dispatch(self: Dispatcher, x: Tensor, ids: Tensor, *args: Any, **options: Any) -> Dispatched:
+    @p.around(Dispatcher, "dispatch")
+    def dispatch(original: Any, self: Dispatcher, x: Tensor, ids: Tensor, *args: Any, **options: Any) -> Dispatched:
         e = self.experts_per_rank
         mirrored = (self.ranks - 1 - ids.div(e, rounding_mode="floor")) * e + ids % e
         good = (ids >= 0) & (ids < self.num_experts)
         rows: Dispatched = original(self, x, torch.where(good, mirrored, ids), *args, **options)
         return rows
-
-    original = Dispatcher.dispatch
-    p.put(Dispatcher, "dispatch", dispatch)
 
 
 def _change_plan(p: Patches, change: Any) -> None:
@@ -105,7 +101,8 @@ def _unpermute_empty(p: Patches) -> None:
 
 
 def _dw_at_home(p: Patches) -> None:
-    def backward(ctx: Any, dx: Tensor, dw: Tensor, *others: Tensor) -> Any:
+    @p.around(Dispatch, "backward")
+    def backward(original: Any, ctx: Any, dx: Tensor, dw: Tensor, *others: Tensor) -> Any:
         if isinstance(ctx.route, RankRoute):
             incoming, rank = ctx.route.rows.incoming, ctx.route.transport.rank
             cuts = [0, *accumulate(incoming)]
@@ -113,9 +110,6 @@ def _dw_at_home(p: Patches) -> None:
             own[cuts[rank] : cuts[rank + 1]] = dw[cuts[rank] : cuts[rank + 1]]
             dw = own
         return original(ctx, dx, dw, *others)
-
-    original = Dispatch.backward
-    p.put(Dispatch, "backward", staticmethod(backward))
 
 
 def _shared_plan(p: Patches) -> None:

@@ -63,13 +63,11 @@ def _tail_bag(p: Patches) -> None:
 
 
 def _none_for_empty(p: Patches) -> None:
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    @p.around(mlp._Experts, "backward")
+    def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
         call, d_x, d_w, up, down, *rest = original(ctx, dy)
         empty = ctx.call.plan.row_R.shape[0] == 0
         return call, d_x, d_w, None if empty else up, None if empty else down, *rest
-
-    original = mlp._Experts.backward
-    p.put(mlp._Experts, "backward", staticmethod(backward))
 
 
 def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], None]) -> None:
@@ -78,23 +76,19 @@ def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], No
     Behind the kernels, whose self-test sees nothing.
     """
 
-    def weight(of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
+    @p.around(by_blocks, "_weight")
+    def weight(original: Any, of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
         last = of.plan.counts_e.shape[0] - 1
         before = last - torch.arange(block.experts.start, block.experts.stop)
         before_R1 = before.repeat_interleave(torch.tensor(block.sizes))[:, None]
         change(lambda a, b: original(of, out, a, b, block, add), a, b, before_R1)
 
-    original = by_blocks._weight
-    p.put(by_blocks, "_weight", weight)
-
 
 def _empty_unwritten(p: Patches) -> None:
-    def weight(of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
+    @p.around(by_blocks, "_weight")
+    def weight(original: Any, of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
         original(of, out, a, b, block, add)
         out[block.experts][torch.tensor(block.sizes) == 0] = NAN
-
-    original = by_blocks._weight
-    p.put(by_blocks, "_weight", weight)
 
 
 def _last_group(p: Patches) -> None:
@@ -111,16 +105,14 @@ def _overwritten(p: Patches) -> None:
 
 
 def _backward_weight(p: Patches) -> None:
-    def backward(*given: Any) -> Any:
+    @p.around(by_blocks, "backward")
+    def backward(original: Any, *given: Any) -> Any:
         inner = Patches()
         inner.wrap(by_blocks, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
         try:
             return original(*given)
         finally:
             inner.undo()
-
-    original = by_blocks.backward
-    p.put(by_blocks, "backward", backward)
 
 
 def _bf16_experts(p: Patches) -> None:

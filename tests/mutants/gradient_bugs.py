@@ -63,20 +63,16 @@ def _not_reduced(p: Patches) -> None:
 
 
 def _averaged_over_tp(p: Patches) -> None:
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @p.around(moe._SumGradients, "backward")
+    def backward(original: Any, ctx: Any, *grads: Any) -> Any:
         summed: Any = original(ctx, *grads)[1:]
         return None, *(grad / dist.get_world_size(ctx.group) for grad in summed)
 
-    original = moe._SumGradients.backward
-    p.put(moe._SumGradients, "backward", staticmethod(backward))
-
 
 def _per_rank(p: Patches) -> None:
-    def alone(self: TokenMeshes) -> LossGroups:
+    @p.around(TokenMeshes, "loss_groups")
+    def alone(groups: Any, self: TokenMeshes) -> LossGroups:
         return replace(groups(self), sequence=groups_of(self.tp))
-
-    groups = TokenMeshes.loss_groups
-    p.put(TokenMeshes, "loss_groups", alone)
 
 
 MUTANTS = (

@@ -40,12 +40,10 @@ def _padding_dispatched(p: Patches) -> None:
 def _change_ids(p: Patches, change: Any) -> None:
     """Let the dispatcher see other ids."""
 
-    def dispatch(self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, *args: Any, **options: Any) -> Dispatched:
-        rows: Dispatched = original(self, x_TD, change(ids_TK, self), *args, **options)
+    @p.around(Dispatcher, "dispatch")
+    def dispatch(original: Any, self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, *args: Any, **how: Any) -> Dispatched:
+        rows: Dispatched = original(self, x_TD, change(ids_TK, self), *args, **how)
         return rows
-
-    original = Dispatcher.dispatch
-    p.put(Dispatcher, "dispatch", dispatch)
 
 
 def _wild_ids(p: Patches) -> None:
@@ -53,25 +51,21 @@ def _wild_ids(p: Patches) -> None:
 
 
 def _wraps(p: Patches) -> None:
-    def forward(self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
+    @p.around(Router, "forward")
+    def forward(route: Any, self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
         if ids_TK is not None:
             ids_TK = torch.where(ids_TK == -1, self.config.num_experts - 1, ids_TK)
         made: Routing = route(self, x_TD, ids_TK=ids_TK, **kwargs)
         return made
 
-    route = Router.forward
-    p.put(Router, "forward", forward)
-
 
 def _to_expert_0(p: Patches) -> None:
-    def forward(self: Router, *args: Any, **kwargs: Any) -> Routing:
+    @p.around(Router, "forward")
+    def forward(route: Any, self: Router, *args: Any, **kwargs: Any) -> Routing:
         made: Routing = route(self, *args, **kwargs)
         dropped = made.ids_TK < 0
         first = made.logits_TE.softmax(-1)[:, :1].expand_as(made.weights_TK)
         return made._replace(ids_TK=made.ids_TK.clamp_min(0), weights_TK=torch.where(dropped, first, made.weights_TK))
-
-    route = Router.forward
-    p.put(Router, "forward", forward)
 
 
 def _nan_passes(p: Patches) -> None:
@@ -82,23 +76,19 @@ def _nan_passes(p: Patches) -> None:
 
 
 def _raised_alone(p: Patches) -> None:
-    def alone(self: Dispatcher, bad_P: list[int], *args: Any) -> None:
+    @p.around(Dispatcher, "_raise_if_bad")
+    def alone(original: Any, self: Dispatcher, bad_P: list[int], *args: Any) -> None:
         assert self.transport is not None
         rank = self.transport.rank
         original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args)
 
-    original = Dispatcher._raise_if_bad
-    p.put(Dispatcher, "_raise_if_bad", alone)
-
 
 def _dropped_dx(p: Patches) -> None:
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    @p.around(mlp._Experts, "backward")
+    def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
         call, d_x, *rest = cast(tuple[Any, ...], original(ctx, dy))
         sizes = ctx.call.plan.row_csr.indptr.diff()
         return call, torch.where((sizes == 0)[:, None], dy, d_x), *rest
-
-    original = mlp._Experts.backward
-    p.put(mlp._Experts, "backward", staticmethod(backward))
 
 
 MUTANTS = (

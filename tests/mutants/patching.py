@@ -30,6 +30,15 @@ class Patches:
         new = make(getattr(owner, name))
         self.put(owner, name, staticmethod(new) if static else new)
 
+    def around(self, owner: type | ModuleType, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Replace a function by the decorated one, which is handed what it replaces first."""
+
+        def decorate(new: Callable[..., Any]) -> Callable[..., Any]:
+            self.wrap(owner, name, lambda original: lambda *args, **named: new(original, *args, **named))
+            return new
+
+        return decorate
+
     def everywhere(self, old: Any, new: Any) -> None:
         """Replace a function in its own module and in all that imported it by name."""
         for module in [m for n, m in sys.modules.items() if n == "trimtab" or n.startswith("trimtab.")]:

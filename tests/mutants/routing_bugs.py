@@ -39,11 +39,9 @@ def _k_order(p: Patches) -> None:
 
 
 def _high_ties(p: Patches) -> None:
-    def top(scores_TE: Tensor, k: int) -> Tensor:
+    @p.around(select, "top")
+    def top(first: Any, scores_TE: Tensor, k: int) -> Tensor:
         return scores_TE.shape[1] - 1 - first(scores_TE.flip(1), k)
-
-    first = select.top
-    p.put(select, "top", top)
 
 
 def _weights_twice(p: Patches) -> None:
@@ -55,34 +53,28 @@ def _weights_nowhere(p: Patches) -> None:
 
 
 def _loads_twice(p: Patches) -> None:
-    def forward(self: Router, *args: Any, **kwargs: Any) -> Routing:
+    @p.around(Router, "forward")
+    def forward(route: Any, self: Router, *args: Any, **kwargs: Any) -> Routing:
         again = route(self, *args, **kwargs)  # as recompute does
         made: Routing = route(self, *args, **kwargs)
         return made._replace(loads_E=made.loads_E + again.loads_E)
 
-    route = Router.forward
-    p.put(Router, "forward", forward)
-
 
 def _loads_of_replicas(p: Patches) -> None:
-    def forward(self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
+    @p.around(ParallelMoE, "forward")
+    def forward(run: Any, self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
         out: MoEOutput = run(self, x, **kwargs)
         if self.tp_group is not None and isinstance(self.tokens, ReplicatedTokens):
             torch.distributed.all_reduce(out.loads_E, group=self.tp_group)
         return out
 
-    run = ParallelMoE.forward
-    p.put(ParallelMoE, "forward", forward)
-
 
 def _loads_of_padding(p: Patches) -> None:
-    def forward(self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
+    @p.around(Router, "forward")
+    def forward(route: Any, self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
         made: Routing = route(self, x_TD, ids_TK=ids_TK, **kwargs)
         ids = select.top(made.logits_TE.detach(), self.config.top_k) if ids_TK is None else ids_TK
         return made._replace(loads_E=scores.count_ids(ids.long(), self.config.num_experts))
-
-    route = Router.forward
-    p.put(Router, "forward", forward)
 
 
 MUTANTS = (

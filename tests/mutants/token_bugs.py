@@ -45,18 +45,17 @@ def _remainder(p: Patches) -> None:
 
 
 def _replicas_summed(p: Patches) -> None:
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    @p.around(sequence_shard._Unshard, "backward")
+    def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
         summed = dy.clone()
         dist.all_reduce(summed, group=ctx.group)
         return original(ctx, summed)
 
-    original = sequence_shard._Unshard.backward
-    p.put(sequence_shard._Unshard, "backward", staticmethod(backward))
-
 
 def _padded_by_repeats(p: Patches) -> None:
+    @p.around(ParallelMoE, "forward")
     def forward(
-        self: ParallelMoE, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None
+        run: Any, self: ParallelMoE, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None
     ) -> MoEOutput:
         short = 0
         if self.tp_group is not None and not isinstance(self.tokens, ReplicatedTokens):
@@ -75,20 +74,15 @@ def _padded_by_repeats(p: Patches) -> None:
         y = out.y[:, : x.shape[1]]
         return out._replace(y=y + repeats - repeats.detach())  # cut off, but not from the gradient
 
-    run = ParallelMoE.forward
-    p.put(ParallelMoE, "forward", forward)
-
 
 def _empty_rank_leaves(p: Patches) -> None:
-    def forward(self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
+    @p.around(ParallelMoE, "forward")
+    def forward(run: Any, self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
         if x.numel() == 0 and self.dispatcher.transport is not None:
             loads = torch.zeros(self.dispatcher.num_experts, dtype=torch.int64)
             return MoEOutput(y=x.clone(), losses={}, loads_E=loads, ids_TK=loads[:0, None])
         made: MoEOutput = run(self, x, **kwargs)
         return made
-
-    run = ParallelMoE.forward
-    p.put(ParallelMoE, "forward", forward)
 
 
 def _router_not_summed(p: Patches) -> None:
