@@ -21,7 +21,7 @@ def main() -> int:
         progress.say(str(result))
         progress.step()
 
-    results = run_faults(report, cases=cases)
+    results = run_faults(cases, report)
     progress.close()
     bad = [result for result in results if not result.good]
     slowest = max((r.seconds for r in results if r.fault.kind == "kill"), default=0.0)

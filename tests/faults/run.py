@@ -1,15 +1,11 @@
 """Faults: kill, freeze, delay or derail one rank at a chosen place of a small MoE, and see what the others say.
 
-    for result in run_faults(print):
-        assert result.good, result.problems
-
 Each case runs on a few local processes over Gloo, which end as a program of their own would, interpreter and all, so
 that a guard whose error is right but whose process never ends is found out too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import tempfile
 import threading
@@ -19,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from faults.cases import Fault, FaultResult, Outcome, fault_cases, problems_of
+from faults.cases import Fault, FaultResult, Outcome, problems_of
 from faults.on_rank import fault_main
 from trimtab.verify.run import forkserver, preload
 
@@ -27,21 +23,13 @@ LIMIT = 40.0
 """Seconds after which all processes of a case are killed."""
 
 
-def run_fault(
-    fault: Fault,
-    *,
-    deadline: float = 2.0,
-    slack: float = 0.0,
-    alone: contextlib.AbstractContextManager[Any] | None = None,
-) -> FaultResult:
+def run_fault(fault: Fault, deadline: float, slack: float, alone: threading.Lock) -> FaultResult:
     """Run one case.
 
-    Args:
-        deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. Both in seconds.
-        alone: a lock, where several threads run cases. To start a process is to look at all others of this program, and
-            an exit code can be read once: of two threads that look at once, one is told 255.
+    deadline: of the guard. slack: added to the times that are allowed, for a loaded machine. Both in seconds.
+    alone: of several threads that run cases. To start a process is to look at all others of this program, and an exit
+        code can be read once: of two threads that look at once, one is told 255.
     """
-    alone = contextlib.nullcontext() if alone is None else alone
     context = forkserver()
     pipes: list[Connection] = []
     processes = []
@@ -87,9 +75,9 @@ def run_fault(
 
 
 def run_faults(
-    report: Callable[[FaultResult], None] | None = None,
+    cases: Sequence[Fault],
+    report: Callable[[FaultResult], None],
     *,
-    cases: Sequence[Fault] | None = None,
     jobs: int = 2,
     deadline: float = 2.0,
     slack: float = 0.0,
@@ -99,13 +87,9 @@ def run_faults(
     results = []
     alone = threading.Lock()
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        for result in pool.map(
-            lambda case: run_fault(case, deadline=deadline, slack=slack, alone=alone),
-            fault_cases() if cases is None else cases,
-        ):
+        for result in pool.map(lambda case: run_fault(case, deadline, slack, alone), cases):
             results.append(result)
-            if report is not None:
-                report(result)
+            report(result)
     return results
 
 

@@ -40,7 +40,7 @@ DERAILED += [Fault(kind="skip_combine", transport="allgather"), Fault(kind="comb
 
 
 def check(cases: Sequence[Fault]) -> None:
-    results = run_faults(cases=cases, jobs=4, deadline=4.0, slack=8.0)
+    results = run_faults(cases, print, jobs=4, deadline=4.0, slack=8.0)
     assert [r.fault for r in results] == list(cases)
     assert not [str(r) for r in results if not r.good]
 
