@@ -37,7 +37,6 @@ def group_is_gone(leader: int) -> bool:
     [
         ("benchmarks", "layer", "--shape", "64,32,4,2", "--tokens", "64", "--seconds", "100"),
         ("trimtab", "verify", "--quick", "--out", "out"),
-        ("faults",),
     ],
     ids=" ".join,
 )

@@ -237,9 +237,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index that is a link to nothing": (index_that_is_a_link_to_nothing, "index.json: cannot be read as an index"),
     "a base model under another class": (of_the_base_model, "there and back. If it is of a base"),
     "an adapter": (only_an_adapter, "step-00000000 folder, only adapter_model.safetensors, training_args.bin"),
-    "a class that is no list": (
-        lambda f: rewrite_config(f, architectures="Qwen3MoeForCausalLM"), "no Q (architectures=Qwen3MoeForCausalLM)",
-    ),
     "no configuration": (no_config, "no config.json"),
     "configuration of nothing known": (lambda f: rewrite_config(f, model_type="qwen9_moe"), "qwen9_moe"),
     "a class that is not there": (lambda f: rewrite_config(f, architectures=["Qwen9ForCausalLM"]), "no Qwen9For"),
