@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.moe import MoEConfig
-from trimtab.routing.bias import max_vio, update_bias
+from trimtab.routing.balance import max_vio, update_bias
 from trimtab.routing.config import RouterConfig
 
 DIM, HIDDEN, EXPERTS, TOP_K, CONTEXT, TOKENS = 32, 32, 8, 2, 4, 512

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.experts.library import KERNELS
+from trimtab.operators import KERNELS
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

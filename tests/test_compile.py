@@ -24,10 +24,10 @@ from trimtab.experts.recipes import FP8Current
 from trimtab.kernels.choose import KernelChoice, get_backend
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.routing.bias import set_totals
+from trimtab.routing.balance import set_totals
 from trimtab.routing.decision import Routing
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.routing.record import record, replay
+from trimtab.routing.replay import record, replay
 from trimtab.routing.router import Router
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -308,15 +308,13 @@ def test_what_has_state_runs_between_two_graphs(name: str) -> None:
     assert any(grad.abs().max() > 0 for grad in found[0].values())
 
 
-@pytest.mark.parametrize("part", ["experts", "shared", "router"])
-def test_tangents_are_refused_in_a_graph_as_they_are_eagerly(part: str) -> None:
+def test_tangents_are_refused_in_a_graph_as_they_are_eagerly() -> None:
     """torch takes zeros for those of an operator, and for gradients where a function's weight needs one too."""
     moe = build(shared_hidden=6).eval()
-    module = getattr(moe, part)
-    x, ids, w = torch.randn(5, moe.config.dim), torch.arange(5 * K).view(5, K) % E, torch.rand(5, K)
+    x = torch.randn(5, moe.config.dim)
 
     def run(x: Tensor) -> Tensor:
-        return module(x, ids, w) if part == "experts" else module(x).weights_TK if part == "router" else module(x)
+        return moe(x).y
 
     def slope_along(x: Tensor) -> Tensor:
         return torch.func.jvp(run, (x,), (x,))[1]
@@ -329,12 +327,11 @@ def test_tangents_are_refused_in_a_graph_as_they_are_eagerly(part: str) -> None:
         true = compiled_run(x)
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, x)
-            with pytest.raises(NotImplementedError, match="jvp"):
+            with pytest.raises(InputError, match="forward-mode AD"):
                 compiled_run(dual)
-            assert torch.equal(compiled_run(x), true)
         assert torch.equal(compiled_run(x), true)
     for transform in (slope_along, gradient):
-        with pytest.raises((InputError, RuntimeError), match=r"torch\.func|must override the setup_context"):
+        with pytest.raises(InputError, match=r"torch\.func"):
             torch.compile(transform, backend="eager")(x)
         with torch.no_grad():
             assert torch.equal(compiled_run(x), true)

@@ -10,7 +10,7 @@ import torch
 from helpers.comparing import assert_close
 from helpers.layer_case import ACTIVATIONS, BOUNDS, SHAPES, D, E, K, build, check, truth
 from helpers.router_truth import truth_group_top, truth_scores, truth_top
-from trimtab.routing.config import SCORES
+from trimtab.routing.scores import SCORES
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

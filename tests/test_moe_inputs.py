@@ -189,7 +189,7 @@ def test_options_of_the_experts_are_passed_on() -> None:
     recipe = FP8Current(backend="emulated")
     moe = build(recipe=recipe, delay_wgrad=True, main_grad="accumulate", combine="ordered", hidden=16)
     experts = moe.experts
-    assert (experts.recipe, experts.delay_wgrad, experts.weight_grad) == (recipe, True, "accumulate")
+    assert (experts.recipe, experts.delay_wgrad, experts.main_grad) == (recipe, True, "accumulate")
     assert moe.dispatcher.combine_mode == "ordered"
     assert moe.fingerprint.startswith(f"dim {D}, hidden 16, combine ordered, recipe fp8_current")
     assert moe.fingerprint.endswith(f", router: num_experts {E}, top_k {K}")

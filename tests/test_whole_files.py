@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.routing.decisions import Decisions
+from trimtab.routing.replay import Decisions
 from trimtab.whole_files import write_whole
 
 resource = pytest.importorskip("resource", reason="limits of a process's files are POSIX's")

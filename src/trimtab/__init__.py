@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from trimtab.parallel.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from trimtab.parallel.moe import join_data_parallel as join_data_parallel
     from trimtab.parallel.replicas import check_replicated as check_replicated
-    from trimtab.routing.bias import max_vio as max_vio
-    from trimtab.routing.bias import set_totals as set_totals
-    from trimtab.routing.bias import update_bias as update_bias
+    from trimtab.routing.balance import max_vio as max_vio
+    from trimtab.routing.balance import set_totals as set_totals
+    from trimtab.routing.balance import update_bias as update_bias
     from trimtab.routing.config import RouterConfig as RouterConfig
-    from trimtab.routing.decisions import Decisions as Decisions
     from trimtab.routing.losses import LossGroups as LossGroups
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
-    from trimtab.routing.record import record as record
-    from trimtab.routing.record import replay as replay
+    from trimtab.routing.replay import Decisions as Decisions
+    from trimtab.routing.replay import record as record
+    from trimtab.routing.replay import replay as replay
     from trimtab.routing.router import Router as Router
 
 __version__ = "0.2.0"
@@ -50,7 +50,7 @@ _HOMES = {
     "AllGather": "trimtab.dispatch.all_gather",
     "AllToAll": "trimtab.dispatch.all_to_all",
     "Auto": "trimtab.dispatch.transports",
-    "Decisions": "trimtab.routing.decisions",
+    "Decisions": "trimtab.routing.replay",
     "DesyncError": "trimtab.errors",
     "Dispatched": "trimtab.dispatch.dispatcher",
     "Dispatcher": "trimtab.dispatch.dispatcher",
@@ -72,14 +72,14 @@ _HOMES = {
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
     "join_data_parallel": "trimtab.parallel.moe",
-    "max_vio": "trimtab.routing.bias",
+    "max_vio": "trimtab.routing.balance",
     "parallelize": "trimtab.parallel.expert_parallel",
-    "record": "trimtab.routing.record",
+    "record": "trimtab.routing.replay",
     "reduce_main_grads": "trimtab.parallel.ddp",
-    "replay": "trimtab.routing.record",
+    "replay": "trimtab.routing.replay",
     "replay_in_recompute": "trimtab.routing.recompute",
-    "set_totals": "trimtab.routing.bias",
-    "update_bias": "trimtab.routing.bias",
+    "set_totals": "trimtab.routing.balance",
+    "update_bias": "trimtab.routing.balance",
 }
 
 _OLD_NAMES = {"Rows": "Dispatched"}

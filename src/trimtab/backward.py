@@ -1,22 +1,53 @@
-"""What every backward of ours is wrapped in, and what autograd is told of a result."""
+"""What autograd functions of ours are wrapped in: backwards that run once, without autocast; forwards alone."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from trimtab.autocast import without_autocast
 from trimtab.errors import InputError
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+_KINDS = ("cpu", "cuda")
 _TWICE = "trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
+
+
+def computed_in(param: Tensor) -> torch.dtype:
+    """The dtype that products with a parameter are made in: autocast's where it is at work on its device, the CPU or
+    CUDA, else the parameter's. As `nn.Linear`: float64 keeps its own."""
+    kind = param.device.type
+    return torch.get_autocast_dtype(kind) if _at_work(kind) and param.dtype is not torch.float64 else param.dtype
+
+
+def narrowed(x: Tensor, experts: nn.Module) -> Tensor:
+    """Rows on their way to experts that will multiply them in autocast's dtype: in it already, where it is narrower, so
+    that an exchange moves no more than that."""
+    param = next(experts.parameters(), None) if _at_work(x.device.type) else None
+    if param is None or computed_in(param).itemsize >= x.dtype.itemsize:
+        return x
+    return x.to(computed_in(param))
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Within, autocast is off for the CPU and for CUDA."""
+    if not any(map(torch.is_autocast_enabled, _KINDS)):
+        return nullcontext()
+    stack = ExitStack()
+    for kind in _KINDS:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def _at_work(kind: str) -> bool:
+    return kind in _KINDS and torch.is_autocast_enabled(kind)
 
 
 def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
@@ -39,8 +70,7 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
 
     Under create_graph=True its results raise where they are differentiated, but for a function within a graph of
     `torch.compile`. torch's own decorator leaves them without a graph if the gradient that comes in has none, as that
-    of a sum has not, and with one that `torch.autograd.grad` passes by where it is asked for tensors that they were
-    made of: a penalty on them would have no gradient, and nobody would be told.
+    of a sum has not: a penalty on them would have no gradient, and nobody would be told.
 
     traced: whether `torch.compile` may trace it, see `eager_backward`.
     """
@@ -81,11 +111,6 @@ class _Once(Function):
         raise RuntimeError(_TWICE)
 
 
-def in_backward() -> bool:
-    """Whether this runs inside a backward pass, as a recomputed forward does."""
-    return torch._C._current_graph_task_id() != -1  # no public function says this
-
-
 class _Unpacked:
     """A function's context, its saved tensors unpacked once: a checkpoint hands them out once."""
 
@@ -100,6 +125,11 @@ def eager_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """`once_differentiable` for a function whose forward is in no graph of `torch.compile`: compiled autograd, which
     traces every backward, leaves this one out."""
     return once_differentiable(backward, traced=False)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward pass, as a recomputed forward does."""
+    return torch._C._current_graph_task_id() != -1  # no public function says this
 
 
 def needed(ctx: Any) -> tuple[bool, ...]:
@@ -133,32 +163,28 @@ class Context:
 
 def forward_of(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
-    as a kernel."""
-    traced, (transformed, tangents) = torch.compiler.is_compiling(), _transforms()
-    if traced and (transformed or tangents):
-        refuse_torch_func("trimtab")  # which leaves no graph in good order
-        from trimtab.eager import eagerly
-
-        return eagerly(function.apply, *args)  # a graph does not see whether there are tangents, `apply` does
-    if torch.is_grad_enabled() or traced or transformed or tangents:
+    as a kernel. `apply` refuses transforms and tangents."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(Context(), *args)
 
 
-def _transforms() -> tuple[bool, bool]:
-    """Whether a transform of `torch.func` is at work, and whether values may carry tangents: `apply` refuses both."""
-    return torch._C._are_functorch_transforms_active(), torch.autograd.forward_ad._current_level >= 0
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` is at work, or values may carry tangents."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def refuse_torch_func(who: str, phase: str | None = None, layer: str = "") -> None:
+def refuse_transforms(who: str, layer: str = "") -> None:
     """Raises:
-    InputError: `torch.func.grad`, `vmap` or the like is at work.
+    InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, forward-mode
+        AD, or `torch.jit.trace`, which would note addresses.
     """
-    if _transforms()[0]:
+    if _transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise InputError(
             f"{who} {layer}".rstrip()
-            + " does not run under torch.func's transforms (grad, jacrev, jvp, vmap): use torch.autograd.grad",
-            phase=phase,
+            + " does not run under torch.func's transforms (grad, jacrev, jvp, vmap), forward-mode AD or "
+            "torch.jit.trace: use torch.autograd.grad and torch.compile",
+            phase="experts",
         )
 
 
@@ -176,6 +202,15 @@ class _Shaped(Function):
         return d.reshape(ctx.shape), None
 
 
+def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
+    """`rows` in another shape: what FSDP2 hangs on a layer's result is lost from a view that is changed in place, as by
+    a residual `y += x`."""
+    if rows.shape == shape:
+        return rows
+    shaped: Tensor = forward_of(_Shaped, rows, shape)
+    return shaped
+
+
 class _Zeroed(Function):
     """The mask is no saved tensor: a rank without one saves nothing here either, so that a checkpoint that runs a layer
     again begins and ends at the same place, among the exchanges, on both."""
@@ -186,29 +221,12 @@ class _Zeroed(Function):
         return rows_TD.masked_fill(ctx.masked_T1, 0)
 
     @staticmethod
-    @eager_backward
+    @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
         return d_TD.masked_fill(ctx.masked_T1, 0), None
 
 
-def zeroed(rows_TD: Tensor, mask_T: Tensor, *, over_ranks: bool) -> Tensor:
+def zeroed(rows_TD: Tensor, mask_T: Tensor) -> Tensor:
     """`rows_TD` with zeros where the mask is False, in the gradient as well, which may be NaN there."""
-    if torch.compiler.is_compiling() and not over_ranks:
-        return rows_TD.masked_fill(~mask_T[:, None], 0)
-    return _zeroed(rows_TD, mask_T)
-
-
-@not_in_graphs
-def _zeroed(rows_TD: Tensor, mask_T: Tensor) -> Tensor:
-    return cast(Tensor, forward_of(_Zeroed, rows_TD, mask_T))
-
-
-def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
-    """`rows` in another shape: what FSDP2 hangs on a layer's result is lost from a view that is changed in place, as by
-    a residual `y += x`."""
-    if rows.shape == shape:
-        return rows
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return rows.view(shape)
-    shaped: Tensor = forward_of(_Shaped, rows, shape)
-    return shaped
+    zeroed_TD: Tensor = forward_of(_Zeroed, rows_TD, mask_T)
+    return zeroed_TD

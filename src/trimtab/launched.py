@@ -1,4 +1,4 @@
-"""How processes of a group are started, by torchrun or as ranks of our own, and how they end.
+"""How processes of a group are started, by torchrun or as ranks of our own, are asked to stop, and end.
 
 Importing this imports no torch.
 """
@@ -6,9 +6,14 @@ Importing this imports no torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 
 from trimtab.errors import ConfigError
 
@@ -53,10 +58,8 @@ def leave_group() -> None:
 def end_behind_gloo() -> None:
     """Let Gloo's threads be done with their last collectives before this process ends; asked again it does no more.
 
-    What such a thread has sent and received it frees behind the collective, for which it needs Python. One that still
-    waits for it when the interpreter ends aborts the process ("terminate called without an active exception"): one in
-    eight ranks of programs that end right behind an exchange, and torch alone in 4 of 30 with FSDP. What others have
-    registered with atexit before this runs after it.
+    Such a thread needs Python to free what it has sent: one that still waits for it when the interpreter ends aborts
+    the process. What others have registered with atexit before this runs after it.
     """
     atexit.unregister(_let_gloo_end)
     atexit.register(_let_gloo_end)
@@ -64,6 +67,43 @@ def end_behind_gloo() -> None:
 
 def _let_gloo_end() -> None:
     time.sleep(0.05)
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop. `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so.
+
+    What fails because of that, as a file that is cut off while it is written, does not take its place.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        raise Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        yield
+    except Exception as error:
+        if came:
+            raise Interrupted(came[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _REMEDY = "start all ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"

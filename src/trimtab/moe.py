@@ -1,7 +1,6 @@
 """The MoE layer: router -> dispatch -> experts -> combine, and what every token gets (shared experts).
 
-    y = sum over k of  w[k] * expert[id[k]](x)  +  shared(x)
-    y = up(sum over k of  w[k] * expert[id[k]](down(x)))  +  shared(x)              with latent projections
+    y = from_latent(sum over k of  w[k] * expert[id[k]](to_latent(x)))  +  shared(x)
 
 Legend: T tokens of this rank, D model dim, K experts per token, E experts, F expert hidden dim.
 """
@@ -14,19 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.autocast import narrowed
-from trimtab.backward import not_a_view, zeroed
+from trimtab.backward import narrowed, not_a_view, refuse_transforms, zeroed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.grouped_module import check_options, refuse_transforms
+from trimtab.experts.grouped_module import check_options
 from trimtab.experts.module import ExpertMLP, check_activation
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
+from trimtab.operators import exportable
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.operators import exportable
 from trimtab.routing.recompute import unseen
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
@@ -65,11 +63,9 @@ class Tokens(Protocol):
 
     def take(self, t: Tensor) -> Tensor:
         """[*lead, any] -> this rank's [*lead', any]. Called for x [*lead, D], mask [*lead, 1] and ids [*lead, K]."""
-        ...
 
     def join(self, y: Tensor, like: Tensor) -> Tensor:
         """This rank's [*lead', D] -> the output of all tokens, in the shape of the input `like` [*lead, D]."""
-        ...
 
 
 class AllTokens:
@@ -88,8 +84,8 @@ class MoEConfig:
 
     Args:
         dim, hidden: D and F.
-        router: the routing decision; its weight is built in float32 at least. Who casts it, as `model.bfloat16()` and
-            a `mp_policy` do, has logits in float32 of what is left of it.
+        router: the routing decision; its weight is built in float32 at least. Casting it is fine: logits are computed
+            in float32.
         activation, bias, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
         shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
@@ -145,18 +141,12 @@ class MoE(nn.Module):
     `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
     be replaced by a module with the `forward` and `losses` of `Router`.
 
-    `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank. No shape in
-    the graph depends on the routing. With dynamic shapes 0 and 1 tokens have graphs of their own, as always in torch;
-    where the dim is marked by `torch._dynamo.decorators.mark_unbacked` one graph serves any number. The experts are
-    operators in it, of the same kernels as eagerly, and bad ids or logits raise as they do there. Graphs break around
-    an exchange between ranks, and around experts whose options have state that a graph does not see: `main_grad`,
-    `delay_wgrad`, a recipe, kernels of one's own; these run eagerly, also under compiled autograd. A generator of the
-    router's own, for jitter, breaks graphs too.
+    `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank, and
+    `torch.export` the same layers for any number of tokens from two on; a process that loads what was exported imports
+    `trimtab.exported` first. Graphs break around an exchange between ranks, and around what has state that a graph
+    does not see: `main_grad`, `delay_wgrad`, a recipe, kernels of one's own, a generator for jitter.
 
-    `torch.export` takes the same layers, for any number of tokens from two on, and what it makes can be saved. A
-    process that loads it imports `trimtab.exported` first.
-
-    Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`, see `trimtab.routing.recompute`.
+    Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
@@ -192,7 +182,7 @@ class MoE(nn.Module):
                 the last two are asserted on the device, see `Dispatcher.dispatch`); under a transform of `torch.func`.
             DesyncError: the ranks of the group are not in the same call.
         """
-        self._refuse_transforms()
+        refuse_transforms("MoE", self.dispatcher.layer)
         self.dispatcher.begin()
         own = self._take(x, token_mask, ids)
         sent = self._sent(own.x_TD)
@@ -224,7 +214,7 @@ class MoE(nn.Module):
     def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
         """The output of all tokens, like x; zeros where the mask is False."""
         if own.mask_T is not None:
-            y_TD = zeroed(y_TD, own.mask_T, over_ranks=self.dispatcher.transport is not None)
+            y_TD = zeroed(y_TD, own.mask_T)
         return self.tokens.join(not_a_view(y_TD, own.shape), x).to(x.dtype)
 
     def _sent(self, x_TD: Tensor) -> Tensor:
@@ -235,9 +225,6 @@ class MoE(nn.Module):
     def _shared(self, x: Tensor) -> Shared:
         """What of the input the ranks of the expert group must have as much of."""
         return NOTHING
-
-    def _refuse_transforms(self) -> None:
-        refuse_transforms("MoE", self.dispatcher.layer)
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):

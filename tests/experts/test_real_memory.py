@@ -165,5 +165,5 @@ def test_batched_gradients_and_traces_are_refused(grouped: bool) -> None:
     x.requires_grad_()
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
         torch.autograd.grad(run(x), x, torch.randn(3, M, D), is_grads_batched=True)
-    with pytest.raises(InputError, match=r"cannot be traced by torch\.jit"):
+    with pytest.raises(InputError, match=r"torch\.jit"):
         torch.jit.trace(run, x)

@@ -31,7 +31,7 @@ from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.parallel.moe import join_data_parallel
 from trimtab.parallel.replicas import check_replicated
-from trimtab.routing.bias import routers, set_totals, update_bias
+from trimtab.routing.balance import routers, set_totals, update_bias
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-2, "bfloat16": 5e-2}
 

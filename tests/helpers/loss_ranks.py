@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers.router_truth import truth_losses
 from trimtab.layout import SequenceLayout
-from trimtab.routing.bias import set_totals
+from trimtab.routing.balance import set_totals
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.routing.router import Router

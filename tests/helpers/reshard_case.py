@@ -26,7 +26,7 @@ from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
-from trimtab.routing.bias import routers, update_bias
+from trimtab.routing.balance import routers, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 

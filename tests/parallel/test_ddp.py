@@ -24,7 +24,7 @@ from trimtab import update_bias
 from trimtab.errors import ConfigError
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.routing.bias import routers
+from trimtab.routing.balance import routers
 
 
 class Block(nn.Module):

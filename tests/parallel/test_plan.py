@@ -21,7 +21,7 @@ from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, matches, parallelize
 from trimtab.parallel.moe import join_data_parallel
 from trimtab.parallel.replicas import check_replicated
-from trimtab.routing.bias import update_bias
+from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing
 from trimtab.routing.router import Router
@@ -209,6 +209,7 @@ def unlike_on_rank() -> list[str]:
     for each in (unlike, one if rank else other):
         with pytest.raises(DesyncError) as raised:
             each(torch.randn(3 + rank, 8))
+        assert not each.get_submodule("router").take_loads().any()  # type: ignore[operator]
         said.append(str(raised.value))
     guard = one.dispatcher.guard
     assert isinstance(guard, Guard)

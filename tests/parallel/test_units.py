@@ -23,7 +23,7 @@ from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
-from trimtab.routing.bias import update_bias
+from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
 
 preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp")

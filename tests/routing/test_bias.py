@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoEConfig
-from trimtab.routing.bias import max_vio, routers, set_totals, stepped_bias, update_bias
+from trimtab.routing.balance import max_vio, routers, set_totals, stepped_bias, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.router import Router
 
@@ -48,7 +48,7 @@ def test_loads_are_picks_of_real_tokens_summed_over_micro_batches_while_training
         picks = router.eval()(x[:size], token_mask_T=mask[:size]).ids_TK
         expected += torch.bincount(picks[picks >= 0], minlength=E)
         router.config = RouterConfig(num_experts=E, top_k=K, bias=True, capacity_factor=0.3)
-        router.train()(x[:size], token_mask_T=mask[:size])
+        router.losses(router.train()(x[:size], token_mask_T=mask[:size]))
     assert router.take_loads().tolist() == expected.tolist()
     assert router.take_loads().tolist() == [0] * E
 
@@ -104,7 +104,7 @@ def test_a_bias_of_another_dtype_is_loaded_into_float32(assign: bool) -> None:
     m.load_state_dict(saved, assign=assign)
     for router in routers(m).values():
         router.expert_bias.fill_(0.75)
-        router(torch.randn(20, D, dtype=router.weight.dtype))
+        router.losses(router(torch.randn(20, D, dtype=router.weight.dtype)))
     update_bias(m)
     for router in routers(m).values():
         assert router.expert_bias.dtype == torch.float32

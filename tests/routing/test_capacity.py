@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.routing.capacity import capacity, drop_over, padding
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decisions import Decisions
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.routing.record import replay
+from trimtab.routing.replay import Decisions, replay
+from trimtab.routing.select import drop_over, padding
 
 E = 4
 
@@ -44,11 +43,11 @@ def test_the_right_slots_stay(rows: list[list[tuple[int, int]]], room: int, by: 
 @given(st.integers(0, 9), st.sampled_from([0.5, 1.0, 1.25, 3.0]), st.integers(1, E), st.integers(0, 10**6))
 def test_padding_fills_every_expert(tokens: int, factor: float, k: int, seed: int) -> None:
     config = RouterConfig(num_experts=E, top_k=k, capacity_factor=factor, pad=True)
-    room = capacity(tokens, config)
+    room = config.room(tokens)
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, E, (tokens, k), generator=g)
     ids = drop_over(ids, torch.rand(tokens, k, generator=g), E, room, "probability")
-    full = torch.cat((ids, padding(ids, config, room)), dim=1)
+    full = torch.cat((ids, padding(ids, E, room, config.padding)), dim=1)
     assert ((full >= -1) & (full < E)).all()
     counts = torch.bincount(full[full >= 0], minlength=E)
     assert (counts <= room).all()

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import _Tape, replay_in_recompute
-from trimtab.routing.record import record
+from trimtab.routing.replay import record
 
 replaying = partial(checkpoint, use_reentrant=False, context_fn=replay_in_recompute)
 

@@ -15,9 +15,8 @@ from helpers.comparing import assert_close
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decisions import Decisions
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.routing.record import record, replay
+from trimtab.routing.replay import Decisions, record, replay
 
 D, E, K, B, L = 8, 6, 2, 3, 5
 

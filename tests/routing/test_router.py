@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.routing.bias import update_bias
+from trimtab.routing.balance import update_bias
 from trimtab.routing.config import GROUP_SCORES, RouterConfig
 from trimtab.routing.router import Router
 from trimtab.routing.scores import SCORES

@@ -16,6 +16,11 @@ T, D, E, K = 13, 16, 6, 3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
+def picked(logits: torch.Tensor, ids: torch.Tensor, c: RouterConfig) -> torch.Tensor:
+    score = SCORES[c.score]
+    return pick_weights(logits, score.of(logits), ids, score, normalize=c.normalize, scale=c.scale)
+
+
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -26,7 +31,7 @@ def test_weights_and_their_gradients(kind: str, normalize: bool, dtype: torch.dt
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K]
     ids[1, 1], ids[2] = -1, -1
     dw = torch.randn(T, K, generator=g, dtype=torch.float64)
-    weights = pick_weights(logits, SCORES[kind].of(logits), ids, config)
+    weights = picked(logits, ids, config)
     (grad,) = torch.autograd.grad(weights, logits, dw.to(dtype))
     true_logits = logits.detach().double().requires_grad_()
     truth = truth_weights(true_logits, ids, config)
@@ -43,7 +48,7 @@ def test_extreme_logits_have_finite_weights_and_gradients(kind: str, normalize: 
     config = RouterConfig(num_experts=4, top_k=2, score=kind, normalize=normalize)
     logits = torch.tensor([[500.0, -500.0, 200.0, -200.0], [-500.0] * 4, [500.0] * 4], requires_grad=True)
     for ids in (torch.tensor([[1, 3]] * 3), torch.tensor([[0, 2]] * 3), torch.full((3, 2), -1)):
-        weights = pick_weights(logits, SCORES[kind].of(logits), ids, config)
+        weights = picked(logits, ids, config)
         (grad,) = torch.autograd.grad(weights.square().sum(), logits)
         assert weights.isfinite().all()
         assert grad.isfinite().all()
@@ -53,7 +58,7 @@ def test_a_normalised_softmax_does_not_underflow() -> None:
     """Replayed or biased picks may all have scores that float32 rounds to 0; their ratios are still known."""
     config = RouterConfig(num_experts=3, top_k=2, normalize=True)
     logits = torch.tensor([[300.0, 0.0, 1.0]])
-    weights = pick_weights(logits, logits.softmax(-1), torch.tensor([[1, 2]]), config)
+    weights = picked(logits, torch.tensor([[1, 2]]), config)
     assert_close(weights, torch.tensor([[0.0, 1.0]]).double().softmax(-1), 2e-6, "weights")
 
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from helpers.comparing import assert_close
 from helpers.router_truth import truth_group_top, truth_top
 from trimtab.errors import ConfigError
-from trimtab.routing import operators
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.select import select, sinkhorn, top
+from trimtab.routing.select import FEW, Choosing, select, sinkhorn, top
 
 E = 12
 NAN, INF = float("nan"), float("inf")
@@ -20,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 
 def pick(scores: torch.Tensor, config: RouterConfig, **kw: object) -> torch.Tensor:
     real = torch.ones(scores.shape[0], dtype=torch.bool)
-    return select(scores, scores, kw.get("bias"), kw.get("real", real), config, bool(kw.get("training")))
+    return select(Choosing(scores, scores, kw.get("bias"), kw.get("real", real), config, bool(kw.get("training"))))
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,9 +72,9 @@ def test_no_tokens_and_no_real_tokens(name: str) -> None:
     assert nobody.tolist() == [[-1] * columns] * 3
 
 
-@pytest.mark.parametrize("few", [-1, operators.FEW])
+@pytest.mark.parametrize("few", [-1, FEW])
 def test_nan_counts_as_the_largest(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "FEW", few)
+    monkeypatch.setattr("trimtab.routing.select.FEW", few)
     assert top(torch.tensor([[1.0, float("nan"), 3.0]]), 2).tolist() == [[1, 2]]
     assert top(torch.tensor([[float("nan"), 2.0, -float("nan")]]), 3).tolist() == [[0, 2, 1]]
 
@@ -90,7 +89,7 @@ def test_few_tokens_get_what_they_get_among_many(
     for scores in (torch.rand(9, experts, generator=g), torch.randint(0, 3, (9, experts), generator=g), shut):
         few = top(scores.to(dtype), k)
         with monkeypatch.context() as patch:
-            patch.setattr(operators, "FEW", -1)
+            patch.setattr("trimtab.routing.select.FEW", -1)
             assert torch.equal(top(scores.to(dtype), k), few)
         assert all(len(set(row)) == k for row in few.tolist())
 

@@ -15,8 +15,7 @@ from transformers import TrainingArguments
 from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError, InputError
-from trimtab.interrupted import Interrupted
-from trimtab.launched import group_size, module_arguments
+from trimtab.launched import Interrupted, group_size, module_arguments
 from trimtab.train import report
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch

@@ -19,7 +19,7 @@ from trimtab.checkpoint.state import plain_name, unwrapped
 from trimtab.errors import InputError, TrimtabError
 from trimtab.experts.recipes.base import RecipeState
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.routing.bias import routers
+from trimtab.routing.balance import routers
 
 T = TypeVar("T")
 State = dict[str, Any]

@@ -46,7 +46,7 @@ from trimtab.checkpoint.tensors import (
     write_files,
 )
 from trimtab.errors import ConfigError, InputError, full_disk
-from trimtab.routing.bias import routers
+from trimtab.routing.balance import routers
 from trimtab.validation import check_sizes
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, once_differentiable
-from trimtab.experts.library import operator
+from trimtab.operators import operator
 
 Approximate = Literal["none", "tanh"]
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autocast import without_autocast
-from trimtab.backward import forward_of, needed, once_differentiable
-from trimtab.experts.library import kernels_of, name_of, operator
+from trimtab.backward import forward_of, needed, once_differentiable, without_autocast
+from trimtab.experts.library import kernels_of, name_of
 from trimtab.kernels.api import Backend, put
 from trimtab.kernels.compiled import at_once
+from trimtab.operators import operator
 
 
 def grouped_linear(

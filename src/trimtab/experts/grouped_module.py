@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import refuse_torch_func
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import ConfigError
 from trimtab.experts.weight_grad import DelayedGradients, MainGradMode, check_mode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import codes
@@ -18,16 +17,6 @@ from trimtab.validation import VALUES, check_dtype, check_flags
 if TYPE_CHECKING:
     from trimtab.experts.products import Lowered
     from trimtab.experts.recipes.base import Recipe, RecipeState, Way
-
-
-def refuse_transforms(who: str, layer: str = "") -> None:
-    """Raises:
-    InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, or
-        `torch.jit.trace`, which would note addresses.
-    """
-    refuse_torch_func(who, phase="experts", layer=layer)
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise InputError(f"{who} cannot be traced by torch.jit: use torch.compile", phase="experts")
 
 
 def check_options(

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.autocast import computed_in
-from trimtab.backward import not_in_graphs
+from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
 from trimtab.experts.grouped_linear import linear_of
-from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
+from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.library import kernels_for
 from trimtab.experts.linear_function import LinearCall, align, linear_with_state
 from trimtab.experts.products import GroupWeights, Products

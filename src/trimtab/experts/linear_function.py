@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autocast import without_autocast
-from trimtab.backward import eager_backward, forward_of, needed
+from trimtab.backward import eager_backward, forward_of, needed, without_autocast
 from trimtab.experts.grouped_linear import segment_sums
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.products import GroupWeights, Products

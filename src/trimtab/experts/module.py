@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.autocast import computed_in
-from trimtab.backward import not_in_graphs
+from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights, TwoProducts
-from trimtab.experts.grouped_module import GroupedModule, refuse_transforms
+from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for

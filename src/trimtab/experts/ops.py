@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.autocast import without_autocast
+from trimtab.backward import without_autocast
 from trimtab.errors import InputError
-from trimtab.experts.library import kernels_of, operator
+from trimtab.experts.library import kernels_of
 from trimtab.experts.operands import Operands, Targets, width_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
+from trimtab.operators import operator
 from trimtab.validation import assert_on_device
 
 _READS = "Tensor x, Tensor w, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor[] plan"

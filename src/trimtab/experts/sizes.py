@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.experts.library import operator
 from trimtab.layout import segment_offsets
+from trimtab.operators import operator
 from trimtab.validation import assert_on_device, is_whole
 
 GroupSizes = Iterable[SupportsIndex] | Tensor

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trimtab.autocast import without_autocast
+from trimtab.backward import without_autocast
 from trimtab.errors import ConfigError, InputError
 from trimtab.validation import holds_values
 

@@ -28,7 +28,7 @@ from trimtab.parallel.expert_parallel import matches
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import check_meshes
 from trimtab.parallel.moe import ParallelMoE, join_data_parallel
-from trimtab.routing.bias import routers
+from trimtab.routing.balance import routers
 from trimtab.routing.router import Router
 
 DIVIDED_ONCE = (torch.float32, torch.bfloat16)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.backward import not_a_view, once_differentiable
+from trimtab.backward import not_a_view, once_differentiable, refuse_transforms
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
@@ -25,7 +25,7 @@ from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import TokenMeshes, check_meshes
-from trimtab.routing.bias import routers
+from trimtab.routing.balance import routers
 from trimtab.routing.losses import LossGroups
 
 Place = tuple[nn.Module, str]
@@ -65,7 +65,7 @@ class ParallelMoE(MoE):
         group = self.tp_group
         if group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
-        self._refuse_transforms()
+        refuse_transforms("MoE", self.dispatcher.layer)
         places = self._replicated()
         params = [module.get_parameter(name) for module, name in places]
         summed: tuple[Tensor, ...] = _SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]

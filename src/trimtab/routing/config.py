@@ -1,30 +1,29 @@
 """What a router does, as one value: scores, selection, weights, balance. `build` makes the module.
 
-Legend: E experts, D model dim, K experts per token.
+Legend: T tokens of a rank, E experts, D model dim, K experts per token.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 
+import trimtab
 from trimtab.errors import ConfigError
-from trimtab.routing.options import COEFFICIENTS, RouterOptions
 from trimtab.routing.scores import SCORES
-from trimtab.routing.select import SELECTS, experts_pick
+from trimtab.routing.select import SELECTS
 from trimtab.validation import check_flags, check_sizes, is_finite, is_whole
-
-if TYPE_CHECKING:
-    from trimtab.routing.router import Router
 
 GROUP_SCORES = ("top2", "max")
 DROPS = ("probability", "position")
+COEFFICIENTS = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(RouterOptions):
+class RouterConfig:
     """All about the routing decision.
 
     Args:
@@ -36,12 +35,12 @@ class RouterConfig(RouterOptions):
             picked from (DeepSeek-V3, arXiv 2412.19437).
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
-        bias_rate: its step, once per optimiser step, see `trimtab.routing.bias`.
+        bias_rate: its step, once per optimizer step, see `trimtab.update_bias`.
         select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance
             the tokens of a call on this rank; a single token has nothing to be balanced with.
         sinkhorn_iterations: how many.
         aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
-            The third one's loads are those of an optimiser step so far: `trimtab.update_bias(model)` after each step
+            The third one's loads are those of an optimizer step so far: `trimtab.update_bias(model)` after each step
             ends it, with a bias or without, and so does `Router.take_loads`.
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots of this rank's T tokens; None for all.
             With expert choice it is how many an expert picks, factor 1 if None. It holds in `eval()` as well: what a
@@ -55,6 +54,27 @@ class RouterConfig(RouterOptions):
     Raises:
         ConfigError: names unknown, flags that are none or numbers that do not fit.
     """
+
+    num_experts: int
+    top_k: int
+    score: str = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    bias: bool = False
+    bias_rate: float = 1e-3
+    select: str = "topk"
+    sinkhorn_iterations: int = 8
+    aux_loss: float = 0.0
+    sequence_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+    drop: Literal["probability", "position"] = "probability"
+    pad: bool = False
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         check_sizes(num_experts=self.num_experts)
@@ -72,13 +92,30 @@ class RouterConfig(RouterOptions):
         for problem, is_one in self._problems().items():
             if is_one:
                 raise ConfigError(problem)
-        factor = 1.0 if self.capacity_factor is None else float(self.capacity_factor)
-        object.__setattr__(self, "_factor_text", repr(factor))
+        # Text is no symbol in a traced graph, as a number would be.
+        object.__setattr__(self, "_factor", repr(float(self.capacity_factor or 1.0)))
 
     @property
     def experts_pick(self) -> bool:
         """Whether experts pick tokens: a decision has a column for each expert."""
-        return experts_pick(self)
+        return SELECTS[self.select].experts_pick
+
+    @property
+    def columns(self) -> int:
+        """How many ids a decision has for each token, without padding."""
+        return self.num_experts if self.experts_pick else self.top_k
+
+    @property
+    def padding(self) -> int:
+        """How many columns `pad` adds. With T >= E they suffice: E * ceil(f K T / E) <= T (f K + 1)."""
+        return math.ceil(float(self._factor) * self.top_k) + 1  # type: ignore[attr-defined]
+
+    def room(self, tokens: int) -> int:
+        """Slots that one expert takes of this rank's `tokens`: ceil(factor * K * T / E), symbolic in a traced graph."""
+        slots = float(self._factor) * self.top_k * tokens / self.num_experts  # type: ignore[attr-defined]
+        whole = math.trunc(slots)  # not `math.ceil`: an exported program that holds one cannot be saved
+        part = math.trunc((slots - whole) * 2.0**52)  # above 1 there is no fraction below 2^-52
+        return whole + torch.sym_min(part, 1)  # type: ignore[no-untyped-call, no-any-return]
 
     def _problems(self) -> dict[str, bool]:
         even = self.num_experts % self.groups == 0
@@ -115,8 +152,6 @@ class RouterConfig(RouterOptions):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         layer: str = "",
-    ) -> Router:
+    ) -> trimtab.Router:
         """The module for tokens of `dim`. dtype: of its weight, float32 if not given. layer: its name, for errors."""
-        from trimtab.routing.router import Router
-
-        return Router(self, dim, dtype=dtype, device=device, layer=layer)
+        return trimtab.Router(self, dim, dtype=dtype, device=device, layer=layer)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trimtab.routing.operators import exportable
+from trimtab.operators import exportable
 
 
 class Decision(NamedTuple):

@@ -1,23 +1,13 @@
-"""Balance losses and z-loss, equal to those of a single process however the tokens are cut.
-
-For real tokens t, with p[t] the scores as a distribution and f the fraction of slots that each expert was picked for
-(before any capacity; it carries no gradient):
+"""Balance losses and z-loss, equal to those of a single process however the tokens are cut. Times coefficients, over
+N real tokens t with p[t] the scores as a distribution, f[e] the fraction of slots that picked e before any capacity:
 
     aux           E / N * sum over t of f . p[t]          f over this micro-batch, all ranks    (arXiv 2101.03961)
     sequence_aux  E / N * sum over t of f[s(t)] . p[t]    f over t's sequence s(t)              (arXiv 2412.19437)
-    global_aux    E / N * sum over t of f . p[t]          f over the optimiser step, all ranks  (arXiv 2501.11873)
+    global_aux    E / N * sum over t of f . p[t]          f over the optimizer step, all ranks  (arXiv 2501.11873)
     z             1 / N * sum over t of logsumexp(logits[t])^2                                  (arXiv 2202.08906)
 
-times their coefficients. The first three are 1 where the load is even; a sequence counts by its real tokens.
-
-Ranks: sums that need all of them are taken in one all-reduce of 2 E + 3 numbers over `LossGroups.batch` (and, for
-sequence_aux, one of B E counts over `LossGroups.sequence`, whose ranks must have the same B; one after another where
-these are several groups), issued by every rank on every call, whatever its tokens. Each rank's value is
-the global one; its gradient is P times that of its own tokens, P the size of the group, so that *averaging parameter
-gradients over the group's ranks*, as DDP and FSDP do, gives the single process's.
-
-Micro-batches: without `StepTotals` N counts the tokens of one micro-batch, and the trainer averages over them. With
-it N is the step's number of tokens: the trainer adds up, and micro-batches may differ in size.
+Each rank's value is the global one; its gradient is P times that of its own tokens, P the size of `LossGroups.batch`,
+so that averaging parameter gradients over these ranks, as DDP and FSDP do, gives the single process's.
 
 Legend: T tokens of this rank, B sequences, E experts, K experts per token, N real tokens, P ranks.
 """
@@ -33,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.guard.guard import SharedByCopies
+from trimtab.routing.config import COEFFICIENTS, RouterConfig
 from trimtab.routing.decision import Routing
-from trimtab.routing.options import RouterOptions
-from trimtab.routing.scores import count_ids, probabilities
+from trimtab.routing.scores import SCORES, count_ids
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
 """One group; several that cross, as the dims of a mesh do: the sums over one are summed over the next; or none."""
@@ -46,8 +36,7 @@ class LossGroups(SharedByCopies):
     """Who shares what. `trimtab.parallel` sets it from the meshes it is handed; a value set by hand stays.
 
     batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.
-    sequence: the ranks that hold parts of the same sequences (TP, CP), each of all of them, if of no position; None if
-        sequences are whole.
+    sequence: the ranks that hold parts of the same sequences (TP, CP), each of all of them; None where they are whole.
     divisor: what gradients are divided by when they are reduced over `batch`, its size if not given. A sum over
         some of the ranks and a mean over the others needs the number of the others.
     """
@@ -70,10 +59,11 @@ class LossGroups(SharedByCopies):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTotals:
-    """What one micro-batch cannot know of its optimiser step.
+    """What one micro-batch cannot know of its optimizer step. Without it N counts the tokens of a micro-batch, and the
+    trainer averages; with it N is the step's, the trainer adds up, and micro-batches may differ in size.
 
     tokens: real tokens of the step, over all micro-batches and ranks; becomes a tensor in float64, so that a compiled
-        graph serves any. On a GPU hand in one of the device, as `set_totals` does: a number is copied there each time.
+        graph serves any. On a GPU hand in one of the device, as `set_totals` does.
     counts_E: how many slots picked each expert in the step. Without it `global_aux` uses the counts of the step so
         far, as Megatron-LM does, which is exact in a step of one micro-batch only.
     """
@@ -112,31 +102,34 @@ def all_sum(t: Tensor, groups: Groups) -> Tensor:
 def balance_losses(
     routing: Routing,
     *,
-    config: RouterOptions,
+    config: RouterConfig,
     groups: LossGroups,
     totals: StepTotals | None,
     counts_before_E: Tensor | None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """(name -> scalar, counts of this micro-batch over all ranks [E] float64). Collective over the groups.
+    """(name -> scalar, counts of this micro-batch over all ranks [E] float64). One all-reduce of 2 E + 3 numbers over
+    `groups.everyone`, with a sequence_aux_loss another of B E counts over `groups.sequence`, whatever a rank's tokens.
 
     counts_before_E: counts of the step's earlier micro-batches, for `global_aux_loss`.
 
     Without any coefficient there is nothing to compute, nothing to exchange, and the counts are None.
     """
     c, num_experts = config, config.num_experts
-    if routing.basis is None or not c.coefficients:
+    if routing.basis is None or not any(getattr(c, name) for name in COEFFICIENTS):
         return {}, None
     logits, (_, chosen, chosen_E, scores, real_T, batch, _) = routing.logits_TE, routing.basis
     dtype = logits.dtype
     if real_T is None:
         real_T = torch.ones_like(logits[:, 0], dtype=torch.bool)
-    p_TE = probabilities(scores, c.score).masked_fill(~real_T[:, None], 0)
+    if not SCORES[c.score].distribution:
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+    p_TE = scores.masked_fill(~real_T[:, None], 0)
     p_E = p_TE.sum(0)
     z = _log_sum_exp(logits).square().masked_fill(~real_T, 0).sum()
     sequence = z.new_zeros(())
     if c.sequence_aux_loss:
         f_BE = num_experts * _sequence_fractions(chosen, batch, num_experts, groups).to(dtype)
-        sequence = (f_BE * _per(p_TE, batch)).sum()
+        sequence = (f_BE * p_TE.view(batch, chosen.shape[0] // max(batch, 1), num_experts).sum(1)).sum()
     sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
     everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
@@ -170,11 +163,6 @@ def _log_sum_exp(logits_TE: Tensor) -> Tensor:
     """[T]. torch's own asks whether there are any logits, which a graph for any number of tokens cannot answer."""
     top_T1 = logits_TE.detach().amax(-1, keepdim=True)
     return (logits_TE - top_T1).exp().sum(-1).log() + top_T1[:, 0]
-
-
-def _per(t_TE: Tensor, batch: int) -> Tensor:
-    """Sums per sequence [B, E] of tokens in the order (sequence, position)."""
-    return t_TE.view(batch, t_TE.shape[0] // max(batch, 1), t_TE.shape[1]).sum(1)
 
 
 def _sequence_fractions(chosen_TK: Tensor, batch: int, num_experts: int, groups: LossGroups) -> Tensor:

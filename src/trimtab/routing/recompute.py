@@ -1,15 +1,6 @@
-"""What a router decided in the first run of a checkpointed block is taken in the second.
-
-    checkpoint(block, x, use_reentrant=False, context_fn=trimtab.replay_in_recompute)
-
-The second run may differ from the first in the last bits: a near-tie then falls the other way, counts change and the
-recompute fails, or worse, does not. So the first run records the ids, and the second takes them; logits, scores,
-weights and losses are computed again. Loads are counted in the first run only. Every rank issues the same collectives
-in both.
-
-Without it a recompute decides again, and its loads are counted again. Reentrant checkpointing has no `context_fn`: its
-second run decides again, and alone is counted, for the first one runs without gradients.
-"""
+"""What a router decided in the first run of a checkpointed block is taken in the second: ids are recorded and taken,
+logits, scores, weights and losses are computed again, loads are counted in the first run only. A near-tie that fell the
+other way in the second run would change counts, and the recompute would fail, or worse, not."""
 
 from __future__ import annotations
 
@@ -25,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from trimtab.errors import InputError
+from trimtab.operators import operator
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -47,11 +39,7 @@ class _Tape:
         self._decided.setdefault(kind, []).append([t.clone() for t in decided])
 
     def take(self, like: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
-        """What was decided at this place.
-
-        Raises:
-            InputError: nothing, or for other tokens.
-        """
+        """What was decided at this place. Raises InputError: nothing, or for other tokens."""
         recorded, at = self._decided.get(kind, []), self._taken.get(kind, 0)
         self._taken[kind] = at + 1
         if at >= len(recorded) or [t.shape for t in recorded[at]] != [t.shape for t in like]:
@@ -122,7 +110,12 @@ class unseen:
 
 
 def replay_in_recompute(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
-    """The two contexts of a non-reentrant `torch.utils.checkpoint`, for its `context_fn`.
+    """The two contexts of a non-reentrant `torch.utils.checkpoint`, for its `context_fn`:
+
+        checkpoint(block, x, use_reentrant=False, context_fn=trimtab.replay_in_recompute)
+
+    Without it a recompute decides again, and its loads are counted again. Reentrant checkpointing has no `context_fn`:
+    its second run decides again, and alone is counted, for the first one runs without gradients.
 
     context_fn: other contexts to be entered as well. With selective checkpointing, whose policy then sees all of a
     `MoE` but what leads from the router to the combined rows:
@@ -153,10 +146,7 @@ def replaying() -> bool:
 
 def replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
     """`decided`, or what was decided in the first run if this is the second. kind: of what; each kind in its order."""
-    if not running():
-        return decided
-    taken: Sequence[Tensor] = torch.ops.trimtab.replayed(decided, kind)
-    return taken
+    return _REPLAYED(decided, kind) if running() else decided
 
 
 def _replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
@@ -170,11 +160,6 @@ def _replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
     return [t.clone() for t in given]
 
 
-def _replayed_fake(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
-    return [torch.empty_like(t) for t in decided]
-
-
-_LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("replayed(Tensor[] decided, str kind) -> Tensor[]")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("replayed", _replayed, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("trimtab::replayed", _replayed_fake, lib=_LIBRARY)
+_REPLAYED = operator(
+    "replayed(Tensor[] decided, str kind) -> Tensor[]", _replayed, lambda decided, _: [t.clone() for t in decided]
+)

@@ -1,6 +1,4 @@
-"""The router: tokens to (expert ids, weights), balance losses and loads.
-
-    jitter -> logits -> scores -> select -> weights -> capacity -> losses
+"""The router: jitter -> logits -> scores -> select -> weights -> capacity, and behind dispatch losses and loads.
 
 Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding).
 """
@@ -17,13 +15,12 @@ from torch import Tensor, nn
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
-from trimtab.routing.capacity import capacity, drop_over, most_slots, padding
+from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Basis, Decision, Routing
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.options import RouterOptions
 from trimtab.routing.recompute import replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
-from trimtab.routing.select import columns, experts_pick, select
+from trimtab.routing.select import Choosing, drop_over, most_slots, padding, select
 from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
 
 
@@ -37,8 +34,8 @@ class Router(nn.Module):
         totals: of this optimizer step, for losses over several micro-batches.
         generator: draws the jitter, on the tokens' device; None for the default one.
 
-    Forwards in training mode and with gradients add to the loads that `take_loads` gives; see `trimtab.routing.bias`.
-    Under activation checkpointing see `trimtab.replay_in_recompute`.
+    `losses` in training mode and with gradients adds to the loads that `take_loads` gives and `trimtab.update_bias`
+    sums up. Under activation checkpointing see `trimtab.replay_in_recompute`.
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
 
@@ -50,7 +47,7 @@ class Router(nn.Module):
 
     def __init__(
         self,
-        config: RouterOptions,
+        config: RouterConfig,
         dim: int,
         *,
         dtype: torch.dtype | None = None,
@@ -119,25 +116,25 @@ class Router(nn.Module):
         plain = logits.detach()
         decision = self._decide(plain, scores.detach(), real_T, ids_TK, batch)
         chosen, ids = decision.chosen_TK, decision.kept_TK
-        weights = pick_weights(logits, scores, chosen, c, complete=decision.complete)
+        weights = self._weights(logits, scores, chosen, decision.complete)
         if ids is not chosen:
             weights = weights.masked_fill(ids < 0, 0)
         weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
-        if self._counts_now():
-            self._loads.add_(chosen_E, alpha=0 if replaying() else 1)
         most = decision.most_slots
         if c.pad:
-            room = capacity(x_TD.shape[0], c)
-            filled = padding(ids, c, room)
+            room = c.room(x_TD.shape[0])
+            filled = padding(ids, c.num_experts, room, c.padding)
             ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
-            most = None if most is None else most_slots(ids, c, room)
+            most = None if most is None else most_slots(ids, c.num_experts, room)
         basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, most)
         return Routing(ids_TK=ids, weights_TK=weights, loads_E=loads_E, logits_TE=logits, basis=basis)
 
     def losses(self, routing: Routing) -> dict[str, Tensor]:
-        """The balance losses of a forward, by name, coefficients included: their sum joins the training loss.
+        """The balance losses of a forward, by name, coefficients included: their sum joins the training loss. Counts
+        the forward's loads, but for one without gradients: it trains nothing, or reentrant checkpointing will run it
+        again.
 
         Every rank of `groups` must call, once per forward and in the same order; nothing is exchanged where no
         coefficient is set. `MoE` calls it once the experts' ranks have compared their calls.
@@ -147,8 +144,11 @@ class Router(nn.Module):
         found, counts_E = balance_losses(
             routing, config=self.config, groups=self.groups, totals=self.totals, counts_before_E=before_E
         )
-        if so_far and counts_E is not None and self._counts_now():
-            self._counts.add_(counts_E, alpha=0 if replaying() else 1)
+        if routing.basis is not None and self.training and torch.is_grad_enabled():
+            once = 0 if replaying() else 1
+            self._loads.add_(routing.basis.chosen_E, alpha=once)
+            if so_far and counts_E is not None:
+                self._counts.add_(counts_E, alpha=once)
         return found
 
     def _decide(
@@ -169,21 +169,22 @@ class Router(nn.Module):
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Decision:
         c = self.config
-        chosen = select(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training)
-        complete = real_T is None and not experts_pick(c)
-        if not experts_pick(c) and c.capacity_factor is None:
+        chosen = select(Choosing(logits_TE, scores_TE, self.expert_bias, real_T, c, self.training))
+        complete = real_T is None and not c.experts_pick
+        if not c.experts_pick and c.capacity_factor is None:
             return Decision(chosen, chosen, complete=complete)
-        room = capacity(chosen.shape[0], c)
-        most = most_slots(chosen, c, room)
-        if experts_pick(c):
+        room = c.room(chosen.shape[0])
+        most = most_slots(chosen, c.num_experts, room)
+        if c.experts_pick:
             return Decision(chosen, chosen, most)
-        weights = pick_weights(logits_TE, scores_TE, chosen, c, complete=complete)
+        weights = self._weights(logits_TE, scores_TE, chosen, complete)
         return Decision(chosen, drop_over(chosen, weights, c.num_experts, room, c.drop), most, complete)
 
-    def _counts_now(self) -> bool:
-        """Whether this forward joins the step's counts. One without gradients does not: it trains nothing, or
-        reentrant checkpointing will run it again."""
-        return self.training and torch.is_grad_enabled()
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, complete: bool) -> Tensor:
+        c = self.config
+        return pick_weights(
+            logits_TE, scores_TE, ids_TK, SCORES[c.score], normalize=c.normalize, scale=c.scale, complete=complete
+        )
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
         jitter, generator = self.config.jitter, self.generator
@@ -228,7 +229,7 @@ class Router(nn.Module):
             raise InputError(f"tokens must be {wanted}, got {described(x)}", layer=self.layer, phase="route")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
-        decided = (x.shape[0], columns(self.config))
+        decided = (x.shape[0], self.config.columns)
         if ids is not None and (tuple(ids.shape) != decided or not holds_ids(ids)):
             padded = " (without the columns of padding)" if self.config.pad else ""
             problems.append(f"ids to replay must be int {list(decided)}{padded}, got {ids.dtype} {tuple(ids.shape)}")

@@ -1,11 +1,4 @@
-"""Logits, scores and weights of a router, in float32 at least, their gradients too.
-
-    logits = x W^T
-    scores = SCORES[name].of(logits)
-    weight of a pick = scale * score                                     not normalized
-                       scale * score / sum of the scores picked          normalized
-
-Normalized softmax scores are a softmax over the picked logits, and computed so: nothing underflows.
+"""Logits, scores and weights of a router, in float32 at least, their gradients too: `scores = SCORES[name].of(x W^T)`.
 
 Legend: T tokens, D model dim, E experts, K experts per token.
 """
@@ -23,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, needed, once_differentiable
-from trimtab.routing.options import RouterOptions
 
 _LOWEST = -80.0
 """Below it softplus underflows in float32 and its root has no finite slope; the true slope is below 1e-17."""
@@ -83,39 +75,32 @@ class _Logits(Function):
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, E] in float32, under autocast too; in float64 for float64 tokens."""
-    dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    logits: Tensor = forward_of(_Logits, x_TD, weight_ED, dtype)
+    logits: Tensor = forward_of(_Logits, x_TD, weight_ED, torch.promote_types(x_TD.dtype, torch.float32))
     return logits
 
 
-def probabilities(scores_TE: Tensor, kind: str) -> Tensor:
-    """Scores as a distribution over experts, for the balance losses."""
-    if SCORES[kind].distribution:
-        return scores_TE
-    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
-
-
 def pick_weights(
-    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: RouterOptions, *, complete: bool = False
-) -> Tensor:
-    """Weights [T, K] of the experts picked; 0 where the id is negative.
+    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, score: Score, *, normalize: bool = False, scale: float = 1.0,
+    complete: bool = False,
+) -> Tensor:  # fmt: skip
+    """Weights [T, K] of the experts picked; 0 where the id is negative. Not `normalize`d they are scale * score, else
+    scale * score / sum of the scores picked; of a softmax that is a softmax over the picked logits: no underflow.
 
     Ids that name no expert read some score of their token: the dispatcher refuses them. complete: all name one.
     """
-    score = SCORES[config.score]
     index = ids_TK if complete else ids_TK.clamp(0, scores_TE.shape[1] - 1)
 
     def filled(t_TK: Tensor, value: float) -> Tensor:
         return t_TK if complete else t_TK.masked_fill(ids_TK < 0, value)
 
-    if config.normalize and score.of_picked:
+    if normalize and score.of_picked:
         picked = logits_TE.gather(1, index)
         weights = filled(score.of(filled(picked, torch.finfo(picked.dtype).min)), 0)
     else:
         weights = filled(scores_TE.gather(1, index), 0)
-        if config.normalize:
+        if normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights if config.scale == 1 else weights * config.scale
+    return weights if scale == 1 else weights * scale
 
 
 def count_ids(ids: Tensor, num_experts: int, *, complete: bool = False) -> Tensor:

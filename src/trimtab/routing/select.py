@@ -1,8 +1,8 @@
-"""Which experts a token gets: functions of logits and scores alone, without gradients.
+"""Which experts a token gets, and who stays where an expert has room for so many slots: no gradients, no host sync.
 
 Ties go to the lowest expert index (in expert choice: to the first token), always. NaN counts as the largest score.
 
-Legend: T tokens, E experts, K experts per token, G groups of experts.
+Legend: T tokens, E experts, K experts per token, G groups of experts, N = T * K slots, X columns of padding.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trimtab.routing.capacity import capacity
-from trimtab.routing.operators import top
-from trimtab.routing.options import RouterOptions
+from trimtab.operators import operator
+from trimtab.routing.scores import count_ids
+
+FEW = 2048
+"""Scores up to which one stable sort is faster than K times argmax: 7 us against 37 for a token of 8 of 128 experts."""
 
 
 class Choosing(NamedTuple):
-    """All that a selection may look at. real_T: the token mask, None where all are real."""
+    """All that a selection may look at. real_T: the token mask, None where all are real. config: the `RouterConfig`."""
 
     logits_TE: Tensor
     scores_TE: Tensor
     bias_E: Tensor | None
     real_T: Tensor | None
-    config: RouterOptions
+    config: Any
     training: bool
 
 
@@ -45,12 +47,39 @@ class Select:
     experts_pick: bool = False
 
 
-def limit_groups(scores_TE: Tensor, config: RouterOptions) -> Tensor:
+def top(scores_TE: Tensor, k: int) -> Tensor:
+    """The k best, best first: [T, k] int64. `torch.topk` leaves the order of ties open."""
+    if torch.compiler.is_compiling():  # a graph serves any number of tokens
+        picked: Tensor = _TOP(scores_TE, k)
+        return picked
+    return _top(scores_TE, k)
+
+
+def _top(scores_TE: Tensor, k: int) -> Tensor:
+    if scores_TE.numel() <= FEW:
+        return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+    left = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).min)  # what was picked lies below any other
+    picks = []
+    for _ in range(k):
+        pick = left.argmax(-1, keepdim=True)
+        left.scatter_(1, pick, -math.inf)
+        picks.append(pick)
+    return torch.cat(picks, dim=1)
+
+
+_TOP = operator(
+    "top(Tensor scores_TE, int k) -> Tensor",
+    _top,
+    lambda scores_TE, k: scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64),
+)
+
+
+def limit_groups(scores_TE: Tensor, groups: int, top_groups: int, group_score: str) -> Tensor:
     """Scores with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2: node-limited)."""
     tokens, num_experts = scores_TE.shape
-    by_group = scores_TE.view(tokens, config.groups, num_experts // config.groups)
-    worth = by_group.topk(2, -1).values.sum(-1) if config.group_score == "top2" else by_group.amax(-1)
-    shut = torch.ones_like(worth, dtype=torch.bool).scatter_(1, top(worth, config.top_groups), False)
+    by_group = scores_TE.view(tokens, groups, num_experts // groups)
+    worth = by_group.topk(2, -1).values.sum(-1) if group_score == "top2" else by_group.amax(-1)
+    shut = torch.ones_like(worth, dtype=torch.bool).scatter_(1, top(worth, top_groups), False)
     return by_group.masked_fill(shut[..., None], -math.inf).view(tokens, num_experts)
 
 
@@ -61,7 +90,7 @@ def _only(real_T: Tensor | None, values_TE: Tensor) -> Tensor:
 
 def sinkhorn(logits_TE: Tensor, real_T: Tensor | None, iterations: int) -> Tensor:
     """Log of the doubly normalized exp(logits) over the real tokens [T, E] (Sinkhorn-Knopp; as in BASE, S-BASE and
-    Megatron-LM), rows last. A fixed number of iterations: nothing is read back to the host."""
+    Megatron-LM), rows last."""
     rows = logits_TE
     for _ in range(iterations):
         columns = rows - _only(real_T, rows).logsumexp(0, keepdim=True)
@@ -69,20 +98,20 @@ def sinkhorn(logits_TE: Tensor, real_T: Tensor | None, iterations: int) -> Tenso
     return rows
 
 
-def expert_choice(scores_TE: Tensor, real_T: Tensor | None, capacity: int) -> Tensor:
-    """Each expert's `capacity` best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
+def expert_choice(scores_TE: Tensor, real_T: Tensor | None, room: int) -> Tensor:
+    """Each expert's `room` best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
 
     A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
     """
     order = _only(real_T, scores_TE).sort(dim=0, descending=True, stable=True).indices
-    first_T1 = torch.arange(order.shape[0], device=order.device)[:, None] < capacity  # no slice of a symbolic length
+    first_T1 = torch.arange(order.shape[0], device=order.device)[:, None] < room  # no slice of a symbolic length
     chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order, first_T1.expand_as(order))
     return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
 
 
 def _pick_top(c: Choosing) -> Tensor:
-    values = c.scores_TE if c.bias_E is None else c.scores_TE + c.bias_E
-    return top(limit_groups(values, c.config) if c.config.groups > 1 else values, c.config.top_k)
+    values, o = c.scores_TE if c.bias_E is None else c.scores_TE + c.bias_E, c.config
+    return top(limit_groups(values, o.groups, o.top_groups, o.group_score) if o.groups > 1 else values, o.top_k)
 
 
 def _pick_sinkhorn(c: Choosing) -> Tensor:
@@ -92,13 +121,14 @@ def _pick_sinkhorn(c: Choosing) -> Tensor:
 
 
 def _pick_by_experts(c: Choosing) -> Tensor:
-    return expert_choice(c.scores_TE, c.real_T, capacity(c.scores_TE.shape[0], c.config))
+    return expert_choice(c.scores_TE, c.real_T, c.config.room(c.scores_TE.shape[0]))
 
 
 def _pick_in_turn(c: Choosing) -> Tensor:
     """Slot n goes to expert n % E."""
-    shape = c.scores_TE.shape[0], c.config.top_k
-    return (torch.arange(shape[0] * shape[1], device=c.scores_TE.device) % c.config.num_experts).view(shape)
+    tokens, num_experts = c.scores_TE.shape
+    slots = torch.arange(tokens * c.config.top_k, device=c.scores_TE.device)
+    return (slots % num_experts).view(tokens, c.config.top_k)
 
 
 SELECTS: dict[str, Select] = {
@@ -112,27 +142,42 @@ SELECTS: dict[str, Select] = {
 """`RouterConfig(select=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
-def experts_pick(config: RouterOptions) -> bool:
-    """Whether experts pick tokens: a decision has a column for each expert."""
-    return SELECTS[config.select].experts_pick
-
-
-def columns(config: RouterOptions) -> int:
-    """How many ids a decision has for each token, without padding."""
-    return config.num_experts if experts_pick(config) else config.top_k
-
-
-def select(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    bias_E: Tensor | None,
-    real_T: Tensor | None,
-    config: RouterOptions,
-    training: bool,
-) -> Tensor:
-    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick.
-
-    logits_TE, scores_TE: detached, no gradient comes back.
-    """
-    ids = SELECTS[config.select].pick(Choosing(logits_TE, scores_TE, bias_E, real_T, config, training))
+def select(chosen_by: Choosing) -> Tensor:
+    """Expert ids [T, K], int64; -1 for tokens that are not real, where there are such. [T, E] where experts pick."""
+    real_T = chosen_by.real_T
+    ids: Tensor = SELECTS[chosen_by.config.select].pick(chosen_by)
     return ids if real_T is None else ids.masked_fill(~real_T[:, None], -1)
+
+
+def most_slots(ids_TK: Tensor, num_experts: int, room: int) -> int:
+    """How many slots all experts together take at most, each of which takes `room`. Symbolic in a traced graph."""
+    return torch.sym_min(num_experts * room, ids_TK.numel())  # type: ignore[no-untyped-call, no-any-return]
+
+
+@torch.no_grad()
+def drop_over(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, by: str) -> Tensor:
+    """Ids with -1 in the slots for which their expert, which takes `room`, has no room.
+
+    by: "probability" keeps the largest weights, ties in the order of slots; "position" the first slots.
+    """
+    ids_N = ids_TK.reshape(-1)
+    key_N = torch.where(ids_N < 0, num_experts, ids_N)
+    if by == "probability":
+        order_N = weights_TK.reshape(-1).argsort(descending=True, stable=True)
+        order_N = order_N[key_N[order_N].argsort(stable=True)]
+    else:
+        order_N = key_N.argsort(stable=True)
+    counts_E = count_ids(ids_N, num_experts)
+    start_E = torch.nn.functional.pad(counts_E.cumsum(0), (1, 0))
+    sorted_N = key_N[order_N]
+    over_N = torch.arange(ids_N.shape[0], device=ids_N.device) - start_E[sorted_N] >= room
+    return ids_N.scatter(0, order_N, sorted_N.masked_fill(over_N | (sorted_N == num_experts), -1)).view_as(ids_TK)
+
+
+@torch.no_grad()
+def padding(ids_TK: Tensor, num_experts: int, room: int, columns: int) -> Tensor:
+    """Further slots [T, X] that fill every expert up to `room`, -1 behind the last. X is the same on every rank."""
+    missing_E = (room - count_ids(ids_TK, num_experts)).clamp(min=0)
+    slots = torch.arange(ids_TK.shape[0] * columns, device=ids_TK.device)
+    ids = torch.searchsorted(missing_E.cumsum(0), slots, right=True)
+    return ids.masked_fill(ids == num_experts, -1).view(ids_TK.shape[0], columns)

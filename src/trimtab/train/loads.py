@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trimtab.backward import in_backward
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError
-from trimtab.routing.bias import max_vio
+from trimtab.routing.balance import max_vio
 from trimtab.routing.scores import count_ids
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from trimtab.autocast import narrowed
+from trimtab.backward import narrowed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard

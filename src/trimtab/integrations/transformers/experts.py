@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.autocast import computed_in
-from trimtab.backward import not_in_graphs
+from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.grouped_module import refuse_transforms
 from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for

@@ -1,9 +1,4 @@
-"""The expert bias of aux-loss-free balancing (Wang et al., arXiv 2408.15664), and loads over a whole model.
-
-    bias[e] += rate * sign(mean load - load[e])          once per optimizer step, from the loads of the global batch
-
-The bias joins the scores for the selection only; weights and gradients do not see it. Loads are what the routers
-picked while training, summed over micro-batches; a recomputed forward is not counted again.
+"""The expert bias of aux-loss-free balancing (arXiv 2408.15664), and loads over a whole model.
 
 Legend: E experts.
 """
@@ -19,13 +14,19 @@ from trimtab.routing.router import Router
 from trimtab.validation import is_finite
 
 
-def routers(model: nn.Module) -> dict[str, Router]:
-    """The routers of a model by module name, in the order of the layers."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+def routers(model: nn.Module, needed_by: str = "") -> dict[str, Router]:
+    """The routers of a model by module name, in the order of the layers.
+
+    Raises ConfigError where it has none, and `needed_by` says who needs one.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    if needed_by and not found:
+        raise ConfigError(f"no Router in {type(model).__name__}: {needed_by} is for models with trimtab's MoE layers")
+    return found
 
 
 def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
-    """The bias after one step."""
+    """The bias after one step: + rate * sign(mean load - load). It joins the scores for the selection only."""
     loads = loads_E.double()
     return bias_E + rate * (loads.mean() - loads).sign().to(bias_E.dtype)
 
@@ -34,7 +35,8 @@ def stepped_bias(bias_E: Tensor, loads_E: Tensor, rate: float) -> Tensor:
 def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
     """End an optimizer step: update every expert bias, forget the step's loads, and return them, global, by router.
 
-    Every rank of the group must call (one all-reduce for the whole model).
+    Loads are what the routers picked while training, summed over micro-batches; a recomputed forward is not counted
+    again. Every rank of the group must call (one all-reduce for the whole model).
 
     Args:
         group: the ranks that hold the global batch, also those that route shares of the same tokens. None for those
@@ -44,9 +46,7 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
     Raises:
         ConfigError: the model has no router, or routers with several groups and none given.
     """
-    found = routers(model)
-    if not found:
-        raise ConfigError(f"no Router in {type(model).__name__}: update_bias is for models with trimtab's MoE layers")
+    found = routers(model, "update_bias")
     if group is None:
         group, *others = {router.groups.everyone for router in found.values()}
         if others:
@@ -73,9 +73,7 @@ def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tenso
         ConfigError: the model has no router.
         InputError: a number of tokens that is none, or counts that are not of all routers.
     """
-    found = routers(model)
-    if not found:
-        raise ConfigError(f"no Router in {type(model).__name__}: set_totals is for models with trimtab's MoE layers")
+    found = routers(model, "set_totals")
     if not (tokens.numel() == 1 if isinstance(tokens, Tensor) else is_finite(tokens) and tokens >= 0):
         raise InputError(f"tokens={tokens!r} must be the number of the step's tokens, or a tensor of it alone")
     if counts is not None and counts.keys() != found.keys():
