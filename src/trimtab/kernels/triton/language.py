@@ -86,6 +86,11 @@ class Launch:
         most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count * tiles.per_sm
         return (max(1, min(most, bound)),)
 
+    def run(self, kernel: Any, tiles: Tiles, bound: int, *args: Any, **constants: Any) -> None:
+        """Launch a GEMM of at most `bound` tiles on the device of its first tensor: Triton launches on the current."""
+        with on_device_of(args[0]):
+            kernel[self.grid(args[0].device, tiles, bound)](*args, WIDE=self.wide, **constants, **tiles.options())
+
 
 def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
     """Within: launches go to `tensor`'s device; Triton launches on the current one. Does nothing on the CPU."""
@@ -128,6 +133,21 @@ def _halves(tile):  # type: ignore[no-untyped-def]
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
+def _of_rows(at, read, inside, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of rows, zero where they are not `read` or, unless EVEN, a column is not `inside`."""
+    mask = read[:, None] if EVEN else read[:, None] & inside[None, :]
+    tile = tl.load(at, mask=mask, other=0.0)
+    return tile.to(tl.float32) if WIDE else tile
+
+
+def _of_weight(at, inside, across, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of a weight, zero outside, which nothing is where EVEN."""
+    tile = tl.load(at) if EVEN else tl.load(at, mask=inside[:, None] & across[None, :], other=0.0)
+    return tile.to(tl.float32) if WIDE else tile
+
+
+of_rows = triton.jit(_of_rows)
+of_weight = triton.jit(_of_weight)
 halves = triton.jit(_halves)
 segment_tiles = triton.jit(_segment_tiles)
 tile_of = triton.jit(_tile_of)

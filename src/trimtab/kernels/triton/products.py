@@ -14,7 +14,8 @@ from trimtab.kernels.triton.language import (
     Launch,
     halves,
     kernel,
-    on_device_of,
+    of_rows,
+    of_weight,
     segment_tiles,
     segments_power,
     tile_of,
@@ -62,15 +63,8 @@ def _rows(  # type: ignore[no-untyped-def]
             a = step + tl.arange(0, BK)
             x_at = x + first + lane[:, None] * contracted + a[None, :]
             w_at = w + expert * w_e + a[:, None] * w_a + b[None, :] * w_b
-            if EVEN:
-                left = tl.load(x_at, mask=here[:, None], other=0.0)
-                right = tl.load(w_at)
-            else:
-                left = tl.load(x_at, mask=here[:, None] & (a < contracted)[None, :], other=0.0)
-                right = tl.load(w_at, mask=(a < contracted)[:, None] & (b < width)[None, :], other=0.0)
-            if WIDE:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
+            left = of_rows(x_at, here, a < contracted, EVEN, WIDE)
+            right = of_weight(w_at, a < contracted, b < width, EVEN, WIDE)
             total_RB = tl.dot(left, right, total_RB, input_precision="ieee")
         if SCALE:
             total_RB *= tl.load(scale + row + lane, mask=here, other=0.0)[:, None]
@@ -104,13 +98,11 @@ def grouped_rows(
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
     tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_RA.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
-    with on_device_of(x_RA):
-        rows_kernel[launch.grid(x_RA.device, tiles, bound)](
-            x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width, *w_eAB.stride(),
-            SCALE=scale_R is not None, TAIL=zero_tail,
-            EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, WIDE=launch.wide, EXPERTS=segments_power(experts),
-            **tiles.options(),
-        )  # fmt: skip
+    launch.run(
+        rows_kernel, tiles, bound, x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width,
+        *w_eAB.stride(), SCALE=scale_R is not None, TAIL=zero_tail,
+        EVEN=contracted % tiles.k == 0 and width % tiles.n == 0, EXPERTS=segments_power(experts),
+    )  # fmt: skip
     return out_RB
 
 
@@ -179,15 +171,8 @@ def _weight_grad(  # type: ignore[no-untyped-def]
                 b_at = b + b_row[:, None] * b_width + j[None, :]
             else:
                 b_at = b + row * b_width + lane[:, None] * b_width + j[None, :]
-            if EVEN:
-                left = tl.load(a_at, mask=a_read[:, None], other=0.0)
-                right = tl.load(b_at, mask=b_read[:, None], other=0.0)
-            else:
-                left = tl.load(a_at, mask=a_read[:, None] & (i < a_width)[None, :], other=0.0)
-                right = tl.load(b_at, mask=b_read[:, None] & (j < b_width)[None, :], other=0.0)
-            if WIDE:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
+            left = of_rows(a_at, a_read, i < a_width, EVEN, WIDE)
+            right = of_rows(b_at, b_read, j < b_width, EVEN, WIDE)
             total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
         put(total, out + expert * out_e, i, tile % down * BN, a_width, b_width, out_a, out_b, ADD)
 
@@ -215,9 +200,8 @@ def weight_grad(
     gathered, (experts, a_width, b_width) = a_index_R is not None or b_index_R is not None, out_eAB.shape
     tiles = launch.tiles(launch.wgrad_gathered if gathered else launch.wgrad, a_nA.dtype)
     bound = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
-    with on_device_of(a_nA):
-        weight_grad_kernel[launch.grid(a_nA.device, tiles, bound)](
-            a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width, b_width, *out_eAB.stride(),
-            GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
-            EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0, WIDE=launch.wide, **tiles.options(),
-        )  # fmt: skip
+    launch.run(
+        weight_grad_kernel, tiles, bound, a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width,
+        b_width, *out_eAB.stride(), GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
+        EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0,
+    )  # fmt: skip

@@ -20,7 +20,8 @@ from trimtab.kernels.triton.language import (
     Launch,
     halves,
     kernel,
-    on_device_of,
+    of_rows,
+    of_weight,
     segment_tiles,
     segments_power,
     tile_of,
@@ -66,19 +67,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
             d = step + tl.arange(0, BK)
             x_at = x + source[:, None] * dim + d[None, :]
             gate_at = up + expert * up_e + d[:, None] * up_d + f[None, :] * up_i
-            if EVEN:
-                left = tl.load(x_at, mask=read[:, None], other=0.0)
-                right = tl.load(gate_at)
-                other = tl.load(gate_at + hidden * up_i)
-            else:
-                inside = (d < dim)[:, None] & (f < hidden)[None, :]
-                left = tl.load(x_at, mask=read[:, None] & (d < dim)[None, :], other=0.0)
-                right = tl.load(gate_at, mask=inside, other=0.0)
-                other = tl.load(gate_at + hidden * up_i, mask=inside, other=0.0)
-            if WIDE:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
-                other = other.to(tl.float32)
+            left = of_rows(x_at, read, d < dim, EVEN, WIDE)
+            right = of_weight(gate_at, d < dim, f < hidden, EVEN, WIDE)
+            other = of_weight(gate_at + hidden * up_i, d < dim, f < hidden, EVEN, WIDE)
             gate = tl.dot(left, right, gate, input_precision="ieee")
             value = tl.dot(left, other, value, input_precision="ieee")
         written = here[:, None] & (f < hidden)[None, :]
@@ -115,12 +106,11 @@ def gate_up(
     (experts, _, dim), (rows, hidden) = up_eID.shape, h_RF.shape
     tiles = launch.tiles(launch.gate_up, x_nD.dtype)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
-    with on_device_of(x_nD):
-        gate_up_kernel[launch.grid(x_nD.device, tiles, bound)](
-            x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden, *up_eID.stride(),
-            KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
-            EXPERTS=segments_power(experts), **tiles.options(),
-        )  # fmt: skip
+    launch.run(
+        gate_up_kernel, tiles, bound, x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden,
+        *up_eID.stride(), KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0,
+        EXPERTS=segments_power(experts),
+    )  # fmt: skip
 
 
 def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, column, hidden, PART: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -194,15 +184,8 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
             d = step + tl.arange(0, BK)
             dy_at = dy + source[:, None] * dim + d[None, :]
             down_at = down + expert * down_e + d[:, None] * down_d + f[None, :] * down_f
-            if EVEN:
-                left = tl.load(dy_at, mask=read[:, None], other=0.0)
-                right = tl.load(down_at)
-            else:
-                left = tl.load(dy_at, mask=read[:, None] & (d < dim)[None, :], other=0.0)
-                right = tl.load(down_at, mask=(d < dim)[:, None] & (f < hidden)[None, :], other=0.0)
-            if WIDE:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
+            left = of_rows(dy_at, read, d < dim, EVEN, WIDE)
+            right = of_weight(down_at, d < dim, f < hidden, EVEN, WIDE)
             dh = tl.dot(left, right, dh, input_precision="ieee")
         w = tl.load(weight + row + lane, mask=here, other=0.0)
         # The more of dh a thread holds, the fewer registers are left.
@@ -236,10 +219,9 @@ def hidden_grad(
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)
     bound = (triton.cdiv(rows, tiles.m) + experts) * columns
-    with on_device_of(dy_nD):
-        hidden_grad_kernel[launch.grid(dy_nD.device, tiles, bound)](
-            dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots, experts, rows, dim, hidden,
-            *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0, WIDE=launch.wide,
-            EXPERTS=segments_power(experts), **tiles.options(),
-        )  # fmt: skip
+    launch.run(
+        hidden_grad_kernel, tiles, bound, dy_nD, index_R, down_eDF, weight_R, offsets_e, pre_RI, d_pre, hw, dots,
+        experts, rows, dim, hidden, *down_eDF.stride(), EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0,
+        EXPERTS=segments_power(experts),
+    )  # fmt: skip
     return d_pre, hw, dots
