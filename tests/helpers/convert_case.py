@@ -20,12 +20,11 @@ from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
 from .ep_ranks import full, quiet
 from .families import model_class
-from .family_config import tiny_config
+from .family_config import EXPERTS, tiny_config
 
 Tensors = dict[str, Tensor]
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
 WIDTH = 16
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def build(name: str, *, seed: int = 0, experts: int = 4, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
