@@ -38,22 +38,12 @@ def exchange_task(
     peers: Sequence[str] = (),
 ) -> Task:
     """One thread per rank. peers: "all_to_all", transformers' own. Raises ConfigError for what does not fit."""
-    dim, hidden, num_experts, top_k = shape
     if wrong := [peer for peer in peers if peer != "all_to_all"]:
         raise ConfigError(f"peer {wrong[0]!r} has no exchange to race: there is all_to_all")
     if ranks < 2:
         raise ConfigError("an exchange needs at least 2 ranks")
-    experts_per_rank(num_experts, ranks)
-    case = LayerCase(
-        dim=dim,
-        hidden=hidden,
-        num_experts=num_experts,
-        top_k=top_k,
-        tokens=tokens,
-        dtype=dtype,
-        workload=workload,
-        ranks=ranks,
-    )
+    experts_per_rank(shape[2], ranks)
+    case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, workload=workload, ranks=ranks)
 
     def made(name: str, role: Role, build: str, **args: Any) -> Contestant:
         return Contestant(name=name, role=role, build=build, args=case.as_args(**args), group=workload, ranks=ranks)

@@ -21,17 +21,7 @@ GRAPH = ", CUDA graph"
 
 def gpu_task(shape: tuple[int, int, int, int], *, tokens: int, backends: Sequence[str], device: str = "cuda") -> Task:
     """bfloat16, routing drawn evenly. backends: trimtab's; on device "cpu" no CUDA graphs, to see that it runs."""
-    dim, hidden, num_experts, top_k = shape
-    case = LayerCase(
-        dim=dim,
-        hidden=hidden,
-        num_experts=num_experts,
-        top_k=top_k,
-        tokens=tokens,
-        dtype="bf16",
-        workload="random",
-        device=device,
-    )
+    case = LayerCase.shaped(shape, tokens=tokens, dtype="bf16", workload="random", device=device)
 
     def made(name: str, role: Role, build: str, **args: Any) -> Contestant:
         group = "" if role in ("limit", "bandwidth") else "CUDA graph" if args["graph"] else "eager"

@@ -50,23 +50,12 @@ def layer_task(
 
     Raises ConfigError for a peer that does not run on so many ranks, or sizes that do not fit.
     """
-    dim, hidden, num_experts, top_k = shape
     able = MANY_RANKS if ranks > 1 else ONE_RANK
     if wrong := [peer for peer in peers if peer not in able]:
         raise ConfigError(f"peer {wrong[0]!r} does not race on {ranks} rank(s): there are {', '.join(able)}")
-    experts_per_rank(num_experts, ranks)
+    experts_per_rank(shape[2], ranks)
     cases = [
-        LayerCase(
-            dim=dim,
-            hidden=hidden,
-            num_experts=num_experts,
-            top_k=top_k,
-            tokens=tokens,
-            dtype=dtype,
-            workload=workload,
-            ranks=ranks,
-        )
-        for workload in workloads
+        LayerCase.shaped(shape, tokens=tokens, dtype=dtype, workload=workload, ranks=ranks) for workload in workloads
     ]
     many = len(workloads) > 1
     contestants: list[Contestant] = []

@@ -49,6 +49,12 @@ class LayerCase:
     ranks: int = 1
     device: str = "cpu"
 
+    @classmethod
+    def shaped(cls, shape: tuple[int, int, int, int], **more: Any) -> LayerCase:
+        """Of shape (D, F, E, K)."""
+        dim, hidden, num_experts, top_k = shape
+        return cls(dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, **more)
+
     def as_args(self, **more: Any) -> dict[str, Any]:
         """For a contestant."""
         return {"case": asdict(self), **more}

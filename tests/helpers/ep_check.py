@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,24 +15,6 @@ from .families import build_model, experts_modules, forward
 from .parity import CANCELLING, FLOAT32_INSIDE, FLOAT64_UNSHARDABLE, scale
 
 OTHER = {torch.float32: torch.float64, torch.float64: torch.float32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Error:
-    """The worst (or first bad) value of a tensor. `relative` is to the tensor's scale."""
-
-    where: str
-    relative: float
-    coordinate: tuple[int, ...]
-    got: float
-    wanted: float
-    allowed: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.where}{list(self.coordinate)}: got {self.got:.9g}, wanted {self.wanted:.9g}; "
-            f"the tensor's worst relative error is {self.relative:.2e}, allowed {self.allowed:.2e}"
-        )
 
 
 def reference(case: Case, weights: Mapping[str, Tensor]) -> dict[str, list[Outcome]]:
@@ -92,21 +74,16 @@ def bound(case: Case) -> float:
     return CANCELLING.get(case.family, 2e-6)
 
 
-def compare(got: Tensor, wanted: Tensor, where: str, size: float, allowed: float) -> Error:
-    """The first coordinate that is off by more than `allowed` of `size`, or else the worst one."""
-    assert got.shape == wanted.shape, f"{where}: shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
-    off = (got.double() - wanted.double()).abs().flatten() / size
-    bad = ~(off <= allowed)
-    place = int(bad.nonzero()[0]) if bad.any() else int(off.argmax())
-    coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), got.shape))
-    return Error(
-        where=where,
-        relative=float(off.nan_to_num(torch.inf).max()),
-        coordinate=coordinate,
-        got=float(got.flatten()[place]),
-        wanted=float(wanted.flatten()[place]),
-        allowed=allowed,
-    )
+def compare(got: Tensor, wanted: Tensor, size: float, allowed: float) -> str:
+    """What is off by more than `allowed` of `size`, the worst value of it; empty if nothing is."""
+    assert got.shape == wanted.shape, f"shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    off = ((got.double() - wanted.double()).abs().flatten() / size).nan_to_num(torch.inf)
+    if not off.numel() or off.max() <= allowed:
+        return ""
+    worst = int(off.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape))
+    values = float(got.flatten()[worst]), float(wanted.flatten()[worst])
+    return f"{place}: got {values[0]:.9g}, wanted {values[1]:.9g}: off by {off[worst]:.2e}, allowed {allowed:.2e}"
 
 
 def errors(
@@ -114,8 +91,8 @@ def errors(
     answers: list[Answer],
     wanted: Mapping[str, list[Outcome]],
     rounding: Mapping[str, list[Outcome]] | None = None,
-) -> list[Error]:
-    """One entry for every tensor of every pattern on every rank. `rounding` is `wanted` in another precision."""
+) -> list[str]:
+    """Every tensor of every pattern on every rank that is off. `rounding` is `wanted` in another precision."""
     found = []
     for rank, answer in enumerate(answers):
         data_rank = case.mesh.data_rank(rank)
@@ -135,11 +112,12 @@ def errors(
                     exact = rounding[pattern][data_rank].values[name]
                     assert exact is not None
                     allowed = max(allowed, 4 * float((exact.double() - value.double()).abs().max()) / size)
-                found.append(compare(ours, value, where, size, allowed))
+                if problem := compare(ours, value, size, allowed):
+                    found.append(f"{where}{problem}")
     return found
 
 
-def judge(case: Case, answers: list[Answer]) -> list[Error] | None:
+def judge(case: Case, answers: list[Answer]) -> list[str] | None:
     """All errors of a case, or None where a near tie in a router fell another way and nothing can be said.
 
     Where float32 rounds, a value may be off by the bound, or by as much as rounding moves it in the reference itself.

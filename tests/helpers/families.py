@@ -223,15 +223,3 @@ def ep_capable(name: str) -> bool:
     if name in REFUSED_WHEN_SHARDED:
         return False
     return "ep_dispatch_experts" in plan.values() and all(".experts" in key for key in plan)
-
-
-def unbuildable() -> dict[str, str]:
-    """The families whose tiny model can't be built or run, each with its reason in one line."""
-    reasons: dict[str, str] = {}
-    for name in family_names():
-        try:
-            model = build_model(name)
-            forward(model, sample_batch(model, 1, 4))
-        except Exception as error:
-            reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return reasons

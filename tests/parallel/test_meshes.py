@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -43,8 +42,6 @@ def meshes_on_rank() -> dict[str, str]:
         "tp inside": refused(spread(whole, tokens="sharded", tp_mesh=dense["inner"]), whole, fully_shard_moe),
         "tokens": refused(spread(whole), dense["dp"]),
         "main_grad": refused_main_grad(whole, edp),
-        "reshard": refused(spread(whole), whole, partial(fully_shard_moe, reshard_after_forward=3)),
-        "reshard of HSDP": refused(spread(whole), dense, partial(fully_shard_moe, reshard_after_forward=4)),
     }
     assert [resharded(whole, *sizes) for sizes in ((2, 1), (2, 4), (4, 2))] == [(2, 1), (2, 2), (4, 2)]
     cp = spread(whole, cp_mesh=dense["inner"])
@@ -102,8 +99,6 @@ def test_meshes_that_do_not_fit_are_refused_and_losses_follow_from_those_that_do
         assert "layer layers.0.moe" in said["tokens"]
         assert "it makes 2 ranks with tokens, but expert mesh and its copies make 4" in said["tokens"]
         assert "main_grad go with ddp" in said["main_grad"]
-        assert "=3: a bool, or a number of ranks that divides the 4 that dp_mesh" in said["reshard"]
-        assert "=4: a bool, or a number of ranks that divides the 2 that dp_mesh" in said["reshard of HSDP"]
         assert (said["wrapped"], said["by hand"]) == ("DistributedDataParallel", "True")
 
 

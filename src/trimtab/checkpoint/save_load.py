@@ -32,7 +32,6 @@ from trimtab.checkpoint.state import (
     model_tensors,
     optimizer_state,
     optimizer_targets,
-    put_optimizer,
     some,
     unwrapped,
 )
@@ -221,14 +220,13 @@ def load(
         folder = on_disk.resolve(path)
         index, found, into = on_disk.read_index(folder), stored(folder), model_tensors(model)
         _check_model(folder, found, into)
-        slots = None
         if optimizer is not None:
             if index.optimizer is None:
                 raise ConfigError(f"{folder}: holds no optimizer state; load the model alone, or another checkpoint")
-            state, slots = optimizer_targets(model, optimizer, found, index.optimizer)
+            state, plan["put"] = optimizer_targets(model, optimizer, found, index.optimizer)
             into |= state
         states = _rank_states(folder, index.world, rank, ranks, bool(routers(unwrapped(model))))
-        plan.update(folder=folder, index=index, into=into, slots=slots, states=states)
+        plan.update(folder=folder, index=index, into=into, states=states)
         return folder.name, index.step
 
     seen = on_every_rank(check, group)
@@ -240,7 +238,7 @@ def load(
     index, states = plan["index"], plan["states"]
     read_dcp(plan["folder"], plan["into"], group)
     if optimizer is not None:
-        put_optimizer(model, optimizer, plan["slots"], index.optimizer)
+        plan["put"]()
     own = states[0] if index.world == ranks else None
     if own is not None:
         put_rank_state(model, own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Keys of a group that say how it is computed, not what: those of the optimizer at hand stay."""
 
 Groups = list[dict[str, Any]]
-Slots = dict[str, dict[str, Any]]
-"""State by parameter name and slot."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -105,14 +103,16 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 def optimizer_targets(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, TensorStorageMetadata], groups: Groups
-) -> tuple[dict[str, Tensor], Slots]:
-    """(tensors to read into, by key; the same and the numbers, by parameter and slot). The optimizer is not touched.
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """(tensors to read into, by key; what then gives the optimizer its state and the groups' options). The optimizer is
+    not touched before.
 
     Raises:
         ConfigError: parameters that only one of both has, an optimizer of another class, a group of parameters that
             had different options, or state that has no place yet and not its parameter's shape.
     """
-    names, options, kind = _names(model, optimizer), _options(groups), _kind(optimizer)
+    names, kind = _names(model, optimizer), _kind(optimizer)
+    options = {name: group["options"] for group in groups for name in group["params"]}
     saved, here = set(options), {names[p] for group in optimizer.param_groups for p in group["params"]}
     if saved != here:
         raise ConfigError(
@@ -130,7 +130,7 @@ def optimizer_targets(
             name, _, slot = key.removeprefix(OPTIM).rpartition(".")
             kept.setdefault(name, {})[slot] = metadata
     tensors: dict[str, Tensor] = {}
-    slots: Slots = {name: dict(values) for group in groups for name, values in group["values"].items()}
+    slots = {name: dict(values) for group in groups for name, values in group["values"].items()}
     for group in optimizer.param_groups:
         first = names[group["params"][0]] if group["params"] else ""
         for param in group["params"]:
@@ -144,24 +144,20 @@ def optimizer_targets(
                 held = optimizer.state.get(param, {}).get(slot)
                 tensor = _target(f"{name}.{slot}", param, held, metadata, group)
                 tensors[f"{OPTIM}{name}.{slot}"] = slots.setdefault(name, {})[slot] = tensor
-    return tensors, slots
 
+    @torch.no_grad()
+    def put() -> None:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for key, value in (options[names[group["params"][0]]] if group["params"] else {}).items():
+                held = group.get(key)
+                if isinstance(held, Tensor):
+                    held.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(held, tuple) else value
+            optimizer.state.update({param: slots[names[param]] for param in group["params"] if names[param] in slots})
 
-@torch.no_grad()
-def put_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, slots: Slots, groups: Groups) -> None:
-    """Give the optimizer the state that `optimizer_targets` made room for, once it is read, and the groups' options."""
-    names, options = _names(model, optimizer), _options(groups)
-    for group in optimizer.param_groups:
-        for key, value in (options[names[group["params"][0]]] if group["params"] else {}).items():
-            held = group.get(key)
-            if isinstance(held, Tensor):
-                held.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(held, tuple) else value
-    optimizer.state.clear()
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if names[param] in slots:
-            optimizer.state[param] = slots[names[param]]
+    return tensors, put
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
@@ -170,11 +166,6 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     known = (kind for kind in own.__mro__ if kind.__module__.startswith("torch.optim."))
     found = next(known, torch.optim.Optimizer)
     return own.__name__ if found is torch.optim.Optimizer else found.__name__
-
-
-def _options(groups: Groups) -> dict[str, dict[str, Any]]:
-    """A group's options by the name of each parameter in it."""
-    return {name: group["options"] for group in groups for name in group["params"]}
 
 
 def _target(name: str, param: Tensor, held: Any, metadata: TensorStorageMetadata, group: Mapping[str, Any]) -> Tensor:

@@ -86,7 +86,8 @@ class LocalRoute:
 class RankRoute:
     """SpreadRanks and an exchange over `transport`.
 
-    run: `layer_frame` of the layer. call: which every rank must be in.
+    run: `layer_frame` of the layer. call: which every rank must be in. announced: whether guarded ranks tell each other
+    what comes before rows move on the CPU.
     """
 
     transport: Transport
@@ -97,6 +98,7 @@ class RankRoute:
     slots: SplitSizes
     tokens: tuple[int, ...]
     call: CallId
+    announced: bool = True
 
     @not_in_graphs
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
@@ -133,7 +135,7 @@ class RankRoute:
             return cast(list[Tensor], run(send))
         with self.guard.alone(call.layer, phase):
             self.guard.at(call.layer, phase, direction, call.number)
-            if rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
+            if self.announced and rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
                 run(announce, self.transport, self.guard, splits, call, phase, direction, rows)
             received: list[Tensor] = run(send)
         after, turn, state = _AFTER[phase, direction]

@@ -134,6 +134,7 @@ class _ExpertReducer:
     def before_forward(self, wrapped: nn.Module, _: Any) -> None:
         """As DDP does, take from the forward whether its backward is to reduce."""
         self.wrapped, self.queued = wrapped, False
+        self.reached.clear()  # of a backward that failed
         if torch.is_grad_enabled():
             self.expected = bool(wrapped.require_backward_grad_sync)
 

@@ -65,7 +65,7 @@ class ExpertTensorGroup:
         route = RankRoute(
             transport=self.transport, guard=self.guard, run=self._frame, plan=_to_every_rank(rows, ranks, x_MD.device),
             rows=told.split_sizes(handshake.ROWS), slots=slots, call=call,
-            tokens=tuple(said[handshake.TOKENS] for said in told.received),
+            tokens=tuple(said[handshake.TOKENS] for said in told.received), announced=False,
         )  # fmt: skip
         known = None if min(slots.incoming) < 0 else sum(slots.incoming)
         return route, known, any(said[handshake.GRAD] for said in told.received)

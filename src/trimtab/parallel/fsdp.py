@@ -65,13 +65,13 @@ def fully_shard_moe(
 
     Raises:
         ConfigError: no parallel experts, meshes that do not fit together, experts with `main_grad`, whose buffers FSDP2
-            would not reduce, a pattern that matches nothing, a unit inside a layer that is sharded whole, or a number
-            of ranks to reshard to that does not divide those of dp_mesh. Nothing has been changed then.
+            would not reduce, a pattern that matches nothing, or a unit inside a layer that is sharded whole. Nothing
+            has been changed then.
     """
     if any(isinstance(module, ParallelExperts) and module.main_grad != "off" for module in model.modules()):
         raise ConfigError("FSDP2 keeps and reduces gradients itself: experts with main_grad go with ddp")
     check_meshes(dp_mesh=dp_mesh, efsdp_mesh=efsdp_mesh)
-    of_experts = options | _resharding(options.get("reshard_after_forward"), dp_mesh, efsdp_mesh)
+    of_experts = options | _resharding(options.get("reshard_after_forward"), efsdp_mesh)
     units = find_units(model, blocks, options.get("ignored_params") or ())
     experts = join_data_parallel(model, dp_mesh, efsdp_mesh)
     for module in experts:
@@ -94,16 +94,10 @@ def fully_shard_moe(
     return fully_shard(model, mesh=dp_mesh, **options)
 
 
-def _resharding(given: bool | int | None, dp_mesh: DeviceMesh, efsdp_mesh: DeviceMesh) -> dict[str, bool | int]:
+def _resharding(given: bool | int | None, efsdp_mesh: DeviceMesh) -> dict[str, bool | int]:
     """What experts are resharded to, if it is not what was given."""
     if given is None or isinstance(given, bool):
         return {}
-    ranks = dp_mesh.size(dp_mesh.ndim - 1)
-    if not isinstance(given, int) or given < 1 or ranks % given:
-        raise ConfigError(
-            f"reshard_after_forward={given!r}: a bool, or a number of ranks that divides the {ranks} that dp_mesh "
-            f"{dp_mesh} shards over"
-        )
     kept = gcd(given, efsdp_mesh.size(efsdp_mesh.ndim - 1))
     return {"reshard_after_forward": True if kept == 1 < given else kept}
 

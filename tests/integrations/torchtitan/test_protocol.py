@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.torchtitan.protocol import BASE, HOME, torchtitan_base
+from trimtab.integrations.torchtitan.exchange import BASE, HOME, torchtitan_base
 
 
 class Fits:

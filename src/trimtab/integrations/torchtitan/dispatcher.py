@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.dispatcher import CombineMode
-from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, transport_over
-from trimtab.integrations.torchtitan.protocol import torchtitan_base
+from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:
     Base = Any

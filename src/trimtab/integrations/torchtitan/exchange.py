@@ -1,4 +1,4 @@
-"""torchtitan's token dispatcher protocol over our exchange, in plain tensors: imports nothing of torchtitan.
+"""torchtitan's token dispatcher protocol over our exchange, in plain tensors; `torchtitan_base` alone imports it.
 
     rows_RD, counts_e, sent = exchange.dispatch(x_TD, scores_TK, ids_TK, counts_E)      collective, one host sync
     out_RD = experts(rows_RD, counts_e)                 torchtitan's own: rows grouped by expert, not weighted
@@ -14,7 +14,10 @@ padding), D model dim.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +31,14 @@ from trimtab.experts.composed import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.layout import ALIGNMENTS
 
+HOME = "torchtitan.models.common.token_dispatcher"
+BASE = "LocalTokenDispatcher"
+PROTOCOL = {
+    "dispatch": ("x_TD", "topk_scores_TK", "topk_expert_ids_TK", "num_local_tokens_per_expert_E"),
+    "combine": ("routed_output_RD", "metadata", "x_TD"),
+    "wire_meshes": ("ep_mesh",),
+}
+"""Arguments by method, self aside: those of torchtitan 0.3.0 and of its sources of August 2026."""
 TRANSPORT = "_trimtab_transport"
 """The attribute of a mesh that holds what carries its rows."""
 
@@ -129,3 +140,23 @@ def transport_over(ep_mesh: DeviceMesh) -> AllToAll:
         kept[TRANSPORT] = AllToAll(ep_mesh.get_group())
     transport: AllToAll = kept[TRANSPORT]
     return transport
+
+
+def torchtitan_base() -> Any:
+    """The class that torchtitan's dispatchers come from.
+
+    Raises:
+        ConfigError: torchtitan does not import, or its dispatchers have another protocol.
+    """
+    advice = "trimtab.integrations.torchtitan follows the protocol of torchtitan 0.3.0"
+    try:
+        base = getattr(import_module(HOME), BASE)
+        found = {name: tuple(inspect.signature(getattr(base, name)).parameters)[1:] for name in PROTOCOL}
+        fields = base.Config.__dataclass_fields__
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{HOME}.{BASE} cannot be used: {error}. {advice} (pip install torchtitan)") from error
+    problems = [f"{name}{found[name]}, expected {PROTOCOL[name]}" for name in PROTOCOL if found[name] != PROTOCOL[name]]
+    problems += [f"no field {name!r} in its Config" for name in ("num_experts", "top_k") if name not in fields]
+    if problems:
+        raise ConfigError(f"{HOME}.{BASE} has another protocol: {'; '.join(problems)}. {advice}")
+    return base

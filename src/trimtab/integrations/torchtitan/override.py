@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
-from trimtab.integrations.torchtitan.protocol import HOME
+from trimtab.integrations.torchtitan.exchange import HOME
 
 _config: Any = import_module("torchtitan.config.override")
 
