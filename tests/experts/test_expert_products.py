@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from experts.test_expert_mlp import CPU, E, T, route, tensors
 from helpers.comparing import assert_close
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_call import TwoProducts
+from trimtab.experts.lowered import LoweredProducts
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
-from trimtab.experts.plan import plan_experts
-from trimtab.experts.products import Products
+from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.recipes import RecipeState
+from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import get_backend
+
+
+class Plain(RecipeState):
+    """Does not quantise."""
+
+    def activation(self, x_RA: Tensor, offsets_e: Tensor, along: str) -> Tensor:
+        return x_RA
+
+    def weight(self, w_eAB: Tensor, along: str) -> Tensor:
+        return w_eAB
+
+    gradient = activation
+
+
+def unquantised(kernels: Backend, plan: ExpertPlan) -> tuple[LoweredProducts, LoweredProducts]:
+    return tuple(LoweredProducts(kernels, plan.offsets_e, Plain(), None) for _ in range(2))
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -21,23 +39,22 @@ def test_what_does_not_go_together_is_refused() -> None:
     plain, own = ExpertWeights(up=up, down=down), "take no function of one's own"
     with pytest.raises(ConfigError, match=own):
         expert_mlp(x, w, plan, plain, "swiglu", kernels, norm=norm, defer=lambda job, reads: None)
-    products = TwoProducts(*(Products(kernels, plan.offsets_e) for _ in range(2)))
+    low = unquantised(kernels, plan)
     turned = ExpertWeights(up=up.mT, down=down.mT, transposed=True)
     with pytest.raises(ConfigError, match=own):
-        expert_mlp(x, w, plan, plain, norm, kernels, products=products)
+        expert_mlp(x, w, plan, plain, norm, kernels, low=low)
     with pytest.raises(ConfigError, match="takes no transposed weights"):
-        expert_mlp(x, w, plan, turned, "swiglu", kernels, products=products)
+        expert_mlp(x, w, plan, turned, "swiglu", kernels, low=low)
 
 
 def test_products_that_do_not_quantise_give_the_same_numbers() -> None:
     """The whole-rows path against the block-by-block one."""
     plan, kernels = plan_experts(route("dropped", T), E), get_backend("torch", CPU)
-    products = TwoProducts(*(Products(kernels, plan.offsets_e) for _ in range(2)))
     found = []
-    for given in (None, products):
+    for given in (None, unquantised(kernels, plan)):
         args = tensors(torch.float64)
         weights = ExpertWeights(up=args[2], down=args[3])
-        y = expert_mlp(*args[:2], plan, weights, "swiglu", kernels, products=given)
+        y = expert_mlp(*args[:2], plan, weights, "swiglu", kernels, low=given)
         found.append([y, *torch.autograd.grad(y.square().sum(), args)])
     for name, a, b in zip(("y", "x", "w", "up", "down"), *found, strict=True):
         assert_close(a, b, 1e-12, name)

@@ -15,7 +15,8 @@ from helpers.stand_ins import PAIRS
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise, Recipe
-from trimtab.experts.recipes.base import Packed, Way
+from trimtab.experts.recipes.base import Way
+from trimtab.experts.recipes.hardware import Packed
 from trimtab.experts.weight_grad import MODES
 
 G, A, B = 4, 128, 256

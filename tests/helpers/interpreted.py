@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers.comparing import assert_close
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.recipes import FP8Blockwise
-from trimtab.experts.recipes.base import Engine, Packed, Way
-from trimtab.experts.recipes.hardware import BlockwiseEngine
+from trimtab.experts.recipes.base import Way
+from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, Packed
 from trimtab.kernels.fp8_blockwise import BLOCK, blockwise_groups, blockwise_rows
 
 FP8 = torch.float8_e4m3fn

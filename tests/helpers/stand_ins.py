@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise
-from trimtab.experts.recipes.base import Engine, Packed, Way
-from trimtab.experts.recipes.hardware import BlockwiseEngine, MXFP8Engine, RowwiseEngine
+from trimtab.experts.recipes.base import Way
+from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, MXFP8Engine, Packed, RowwiseEngine
 
 FP8, BLOCK = torch.float8_e4m3fn, 128
 

@@ -5,7 +5,7 @@ Legend: e local experts, D model dim, I width of the pre-activations, F expert h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
-from trimtab.kernels.api import Backend, Block
+from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
 
 if TYPE_CHECKING:
-    from trimtab.experts.products import Products
+    from trimtab.experts.lowered import LoweredProducts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,11 @@ class ExpertWeights:
         return self.up.shape[2] if self.transposed else self.up.shape[1:-1].numel()
 
 
-@dataclass(frozen=True)
-class TwoProducts:
-    """A recipe's products of one call with up, and with down."""
-
-    up: Products
-    down: Products
-
-
 @dataclass(kw_only=True)
 class ExpertCall:
     """What is not differentiated.
 
-    word: names the activation, see `activation_of`. products: of a recipe, if there is one.
+    word: names the activation, see `activation_of`. low: a recipe's products with up and with down.
     name: of the kernels, in operators. keep: whether a backward may come. defer: takes delayed weight gradients.
     trained: where they are delayed, which parameters wanted a gradient when the call was made.
     """
@@ -72,15 +64,11 @@ class ExpertCall:
     keep: bool
     defer: Defer | None
     trained: tuple[bool, ...]
-    products: TwoProducts | None = None
+    low: tuple[LoweredProducts, LoweredProducts] | None = None
 
     @property
     def activation(self) -> Activation:
         return activation_of(self.word)
-
-    def blocks(self) -> Iterator[Block]:
-        assert self.kernels is not None
-        return self.kernels.blocks(self.plan.offsets_e, self.plan.row_R.shape[0])
 
     def inputs(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """The parameters as autograd may meet them, and what stands in for those it may not."""
@@ -134,14 +122,14 @@ def joined(weight: Tensor) -> Tensor:
 
 def cast_weights(
     up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, plan: ExpertPlan, like: Tensor,
-    kernels: Backend, *, every: bool = False,
+    kernels: Backend,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The parameters as they are multiplied, up [e, I, D] (or turned) and its bias [e, I]: themselves, or copies in the
-    dtype of `like` for one pass, of the experts that have rows where not `every`."""
+    dtype of `like` for one pass, of the experts that have rows."""
     up, up_bias = joined(up), None if up_bias is None else up_bias.flatten(1)
     if up.dtype == down.dtype == like.dtype:
         return up, down, up_bias, down_bias
-    runs = None if every else with_rows(plan.offsets_e)
+    runs = with_rows(plan.offsets_e)
     up, down = (cast(weight, like.dtype, kernels, runs) for weight in (up, down))
     up_bias, down_bias = (bias if bias is None else bias.to(like.dtype) for bias in (up_bias, down_bias))
     return up, down, up_bias, down_bias

@@ -15,8 +15,8 @@ from trimtab.kernels.memory import codes
 from trimtab.validation import VALUES, check_dtype, check_flags
 
 if TYPE_CHECKING:
-    from trimtab.experts.products import Lowered
     from trimtab.experts.recipes.base import Recipe, RecipeState, Way
+    from trimtab.experts.recipes.hardware import Engine
 
 
 def check_options(
@@ -64,6 +64,10 @@ class GroupedModule(nn.Module):
                     phase="experts",
                 )
 
+    def _has_state(self) -> bool:
+        """Whether an option has state that a graph of `torch.compile` does not see."""
+        return self.main_grad != "off" or self.delay_wgrad or self.recipe is not None
+
     def _widths(self) -> Sequence[tuple[int, int]]:
         """(in, out) features of each product."""
         raise NotImplementedError
@@ -86,20 +90,21 @@ class GroupedModule(nn.Module):
     @property
     def recipe_way(self) -> Way | None:
         """How the recipe's products are computed where the parameters are: "hardware" or "emulated"."""
-        low = self._lowered()
-        return None if low is None else low.way
+        if self.recipe is None:
+            return None
+        return "emulated" if self.engine_for(self._widths()) is None else "hardware"
 
-    def _lowered(self) -> Lowered | None:
-        """The recipe as it works where the parameters are, None without one.
+    def engine_for(self, widths: Sequence[tuple[int, int]]) -> Engine | None:
+        """The recipe's hardware for weights of these (in, out) features where the parameters are; None where one of
+        them is emulated, and without a recipe.
 
         Raises:
-            BackendError: it cannot work there.
+            BackendError: the recipe cannot work there.
         """
         if self.recipe is None:
             return None
-        from trimtab.experts.products import lower
-
-        return lower(self.recipe, self._device(), self._widths())
+        ways = {self.recipe.check(self._device(), *width) for width in widths}
+        return self.recipe.engine() if ways == {"hardware"} else None
 
     def _new_state(self, num_groups: int) -> RecipeState | None:
         """A fresh state of the recipe, for one weight.
@@ -107,8 +112,9 @@ class GroupedModule(nn.Module):
         Raises:
             BackendError: the recipe cannot work where the parameters are.
         """
-        if self.recipe is None or self._lowered() is None:
+        if self.recipe is None:
             return None
+        self.engine_for(self._widths())
         state = self.recipe.state().to(self._device())
         state.reserve(num_groups)
         return state

@@ -14,24 +14,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
-from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
+from trimtab.backward import computed_in, forward_of, not_in_graphs, once_differentiable, refuse_transforms
 from trimtab.errors import InputError
+from trimtab.experts.composed import ToExperts
 from trimtab.experts.grouped_linear import linear_of
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.library import kernels_for
-from trimtab.experts.linear_function import LinearCall, align, linear_with_state
-from trimtab.experts.products import GroupWeights, Products
-from trimtab.experts.recipes.base import Recipe
+from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.sizes import GroupSizes, offsets_of
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import dense, described
+from trimtab.kernels.rows import combine_rows, gather_padded
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
+
+if TYPE_CHECKING:
+    from trimtab.experts.recipes.base import Recipe
 
 
 class GroupedLinear(GroupedModule):
@@ -126,45 +130,41 @@ class GroupedLinear(GroupedModule):
         Under `torch.compile` it is operators of the graph; with a recipe, `main_grad`, delayed gradients or kernels of
         one's own it runs eagerly, between two graphs.
         """
-        refuse_transforms("GroupedLinear")
         legal = dense(x_RD) and x_RD.ndim == 2 and x_RD.shape[1] == self.in_features
         if not legal or not holds_values(x_RD.dtype):
             wanted = f"floating [R, {self.in_features}], dense, in {VALUES}"
             raise InputError(f"x must be {wanted}, got {described(x_RD)}", phase="experts")
         self._refuse_codes((*self.weights, *self.biases))
-        where = self._device()
+        refuse_transforms("GroupedLinear")
+        where, dtype = self._device(), computed_in(self.weights[0])
         if x_RD.device != where:
             raise InputError(f"x is on {x_RD.device}, the weights on {where}", phase="experts")
         offsets_e = offsets_of(group_sizes, self.num_groups, x_RD.shape[0], where)
-        dtype = computed_in(self.weights[0])
         kernels = kernels_for(self.kernels, where, dtype)
-        if kernels is None or self.recipe is not None or self.delay_wgrad or self.main_grad != "off":
-            return self._stateful(x_RD, offsets_e)
-        y_RB = linear_of(
-            x_RD.to(dtype), self.weights, self.biases, offsets_e, stacked=self.single_parameter, kernels=kernels
-        )
+        if kernels is None or self._has_state():
+            y_RB = self._stateful(x_RD.to(dtype), offsets_e)
+        else:
+            y_RB = self._linear(x_RD.to(dtype), offsets_e, kernels=kernels)
         return y_RB.to(x_RD.dtype)
+
+    def _linear(self, x_RD: Tensor, offsets_e: Tensor, **options: Any) -> Tensor:
+        return linear_of(x_RD, self.weights, self.biases, offsets_e, stacked=self.single_parameter, **options)
 
     @not_in_graphs
     def _stateful(self, x_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        dtype, plan = computed_in(self.weights[0]), None
-        kernels, low = self.kernels.on(x_RD.device, dtype), self._lowered()
-        if low is None:
-            products = Products(kernels, offsets_e)
-        else:
-            plan = align(offsets_e, x_RD.shape[0], low.alignment)
-            products = low.products(kernels, plan.offsets_e, self.recipe_state)
-        call = LinearCall(
-            params=GroupWeights(self.weights, self.biases, self.single_parameter),
-            dtype=dtype,
-            products=products,
-            plan=plan,
-            main_grad=self.main_grad,
-            keep=torch.is_grad_enabled(),
-            defer=self._delayed.add if self.delay_wgrad else None,
-            trained=tuple(p.requires_grad for p in (*self.weights, *self.biases)),
-        )
-        return linear_with_state(x_RD, call)
+        kernels, defer = self.kernels.on(x_RD.device, x_RD.dtype), self._delayed.add if self.delay_wgrad else None
+        options: dict[str, Any] = {"kernels": kernels, "main_grad": self.main_grad, "defer": defer}
+        if self.recipe is None:
+            return self._linear(x_RD, offsets_e, **options)
+        from trimtab.experts.lowered import LoweredProducts
+
+        engine, state = self.engine_for(self._widths()), self.recipe_state
+        assert state is not None
+        plan = _aligned(offsets_e, x_RD.shape[0], (engine or self.recipe).alignment)
+        low = LoweredProducts(kernels, plan.offsets_e, state.call(), engine)
+        y_SB = self._linear(forward_of(ToExperts, x_RD, plan), plan.offsets_e, low=low, **options)
+        y_RB: Tensor = forward_of(_FromAligned, y_SB, plan)
+        return y_RB
 
     def _widths(self) -> Sequence[tuple[int, int]]:
         return [(self.in_features, self.out_features)]
@@ -211,3 +211,23 @@ def convert_state(state: MutableMapping[str, Any], prefix: str, name: str, num_g
         state[whole] = torch.stack([state.pop(f"{whole}{i}") for i in found])
     if not stacked and whole in state:
         state.update({f"{whole}{i}": value for i, value in enumerate(state.pop(whole).unbind())})
+
+
+class _FromAligned(Function):
+    """Rows in aligned segments [S, B] -> the rows that lie in them [R, B], zeros for others. Transpose of ToExperts."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SB: Tensor, plan: ExpertPlan) -> Tensor:
+        ctx.plan = plan
+        return combine_rows(y_SB, plan.row_csr)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RB: Tensor) -> tuple[Tensor, None]:
+        return gather_padded(dy_RB.contiguous(), ctx.plan.row_R), None
+
+
+def _aligned(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:
+    """A plan that copies `rows` rows, segments at `offsets_e`, into aligned segments."""
+    group_R = torch.searchsorted(offsets_e[1:], torch.arange(rows, device=offsets_e.device), right=True)
+    return plan_experts(group_R[:, None], offsets_e.shape[0] - 1, alignment=alignment)

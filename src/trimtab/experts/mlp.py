@@ -9,7 +9,7 @@ Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,16 @@ from torch.autograd.function import Function
 
 from trimtab.backward import computed_in, forward_of, needed, once_differentiable, without_autocast
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_call import ExpertCall, TwoProducts
+from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
 from trimtab.experts.library import name_of
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode
 from trimtab.kernels.api import Backend
+
+if TYPE_CHECKING:
+    from trimtab.experts.lowered import LoweredProducts
 
 RowFunction = Callable[[Tensor], Tensor]
 """Row by row, differentiable, for any number of rows including none."""
@@ -40,7 +43,7 @@ def expert_mlp(
     norm: RowFunction | None = None,
     main_grad: MainGradMode = "off",
     defer: Defer | None = None,
-    products: TwoProducts | None = None,
+    low: tuple[LoweredProducts, LoweredProducts] | None = None,
 ) -> Tensor:
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
@@ -54,32 +57,32 @@ def expert_mlp(
             ordinary gradients.
         defer: takes the work of the weight and bias gradients at each backward; until it is done the gradients of
             the pre-activations and of the result are kept. Nobody is told of them before `DelayedGradients.run`.
-        products: a recipe's, made for this call; the plan's segments are aligned for it. See `mlp_lowered`.
+        low: a recipe's products with up and with down, made for this call; the plan's segments are aligned for it.
 
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
 
     Raises:
-        ConfigError: `main_grad`, `defer` or `products` with a function of one's own; `products` with `transposed`.
+        ConfigError: `main_grad`, `defer` or `low` with a function of one's own; `low` with `transposed`.
     """
     dtype = computed_in(weights.up)
     if callable(activation) or norm is not None:
-        if main_grad != "off" or defer is not None or products is not None:
+        if main_grad != "off" or defer is not None or low is not None:
             raise ConfigError("main_grad, delayed weight gradients and recipes take no function of one's own")
         from trimtab.experts.composed import composed_experts
 
         return composed_experts(x_MD, w_MK, plan, weights, activation, norm, kernels, dtype)
-    if products is not None and weights.transposed:
+    if low is not None and weights.transposed:
         raise ConfigError("a recipe takes no transposed weights")
     call = ExpertCall(
         plan=plan, word=activation, kernels=None if isinstance(kernels, str) else kernels,
         name=kernels if isinstance(kernels, str) else name_of(kernels), weights=weights, main_grad=main_grad,
-        keep=torch.is_grad_enabled(), defer=defer, products=products,
+        keep=torch.is_grad_enabled(), defer=defer, low=low,
         trained=() if defer is None else tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
     x, w = x_MD.to(dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     inputs = call.inputs(x_MD)
     y: Tensor
-    if products is None:
+    if low is None:
         y = forward_of(_Experts, call, x, w, *inputs)
     else:
         from trimtab.experts.mlp_lowered import LoweredMLP

@@ -1,17 +1,13 @@
-"""The expert MLPs of one rank in low precision: all experts' rows at once, because scales belong to whole tensors.
+"""The expert MLP on a recipe's products: all experts' rows at once, because scales belong to whole tensors.
 
-    pre = Q(x[row]) Q(W_up) + b_up                                              saved, in the rows' dtype
-    h   = activation(pre) * w
-    out = Q(h) Q(W_down) + w b_down
+    pre = Q(x[row]) Q(W_up) + b_up                                  saved, in the rows' dtype
+    out = Q(activation(pre) * w) Q(W_down) + w b_down
     y   = sum of a row's outs
 
-Q is the recipe's quantisation of each operand along the axis that its product contracts; the activation sees what is
-not quantised. Six products, twelve operands.
+The activation sees what is not quantized. Saved for the backward: the rows, the weights and the pre-activations.
 
-Saved for the backward: the rows, the weights and the pre-activations. The rest is made again, quantised operands too.
-
-Legend: M rows, K slots per row, R expert rows in aligned segments, D model dim, I width of the pre-activations,
-F expert hidden dim.
+Legend: M rows, K slots per row, R expert rows in aligned segments, e experts, A and B widths, D model dim, I width of
+the pre-activations.
 """
 
 from __future__ import annotations
@@ -22,11 +18,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, needed
-from trimtab.experts.expert_call import ExpertCall, ExpertGradients, cast_weights, joined
-from trimtab.experts.grouped_linear import grouped_sum_op
+from trimtab.experts.expert_call import ExpertCall, ExpertGradients, joined
+from trimtab.experts.lowered import Kept, LoweredProducts
 from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import slot_grads, slot_weights
-from trimtab.experts.products import GroupWeights, Kept, Products
 from trimtab.experts.weight_grad import WeightGradient
 from trimtab.kernels.api import put
 from trimtab.kernels.rows import combine_rows, gather_padded
@@ -37,97 +32,80 @@ class LoweredMLP(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: ExpertCall,
-        x: Tensor,
-        w_MK: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        anchor: Tensor | None,
-    ) -> Tensor:
-        plan, kernels, products = call.plan, call.kernels, call.products
-        assert products is not None
-        assert kernels is not None
-        given = up, down, up_bias, down_bias
-        up, down, up_bias, down_bias = cast_weights(*given, plan, x, kernels, every=True)
+        ctx: Any, call: ExpertCall, x: Tensor, w_MK: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+        down_bias: Tensor | None, anchor: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        assert call.low is not None
+        plan, (ups, downs) = call.plan, call.low
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
-        pre = products.up.forward(gather_padded(x, plan.row_R), _grouped(up, up_bias))
+        bias = None if up_bias is None else up_bias.flatten(1).to(x.dtype)
+        pre = ups.forward(gather_padded(x, plan.row_R), _by_row(up, x), bias)
         h = call.activation.forward(pre) * w_R1  # 0 in padding: the activation of a bias must not take part in a scale
-        out_RD = products.down.forward(h, _grouped(down, None))
-        del h
+        out_RD = downs.forward(h, _by_row(down, x))
         if down_bias is not None:
-            for block in call.blocks():
-                bias = kernels.expand(down_bias[block.experts], block)
-                out_RD[block.rows] += bias * w_R1[block.rows]
+            out_RD += downs.expanded(down_bias.to(x.dtype), out_RD.shape[0]) * w_R1
         ctx.call = call
-        ctx.save_for_backward(x, w_MK, *given, pre if call.keep else None)
+        ctx.save_for_backward(x, w_MK, up, down, down_bias, pre if call.keep else None)
         return combine_rows(out_RD, plan.row_csr)
 
     @staticmethod
     @eager_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
-        plan, kernels, products = call.plan, call.kernels, call.products
-        assert products is not None
-        assert kernels is not None
-        x, w_MK, up, down, up_bias, down_bias, pre = ctx.saved_tensors
+        assert call.low is not None
+        plan, (ups, downs) = call.plan, call.low
+        x, w_MK, up, down, down_bias, pre = ctx.saved_tensors
         _, need_x, need_w, *needs = needed(ctx)
-        up, down, _, down_bias = cast_weights(up, down, up_bias, down_bias, plan, x, kernels, every=True)
         wanted = needs if call.defer is None else call.trained
         w_R1 = slot_weights(w_MK, plan).to(x.dtype)
         d_out = gather_padded(dy.contiguous(), plan.row_R)
-        dh = products.down.dgrad(d_out, _grouped(down, None))
+        dh = downs.dgrad(d_out, _by_row(down, x))
         h = call.activation.forward(pre)
         dw_R = row_dot(h, dh)
         if down_bias is not None:
-            for block in call.blocks():
-                dw_R[block.rows] += row_dot(kernels.expand(down_bias[block.experts], block), d_out[block.rows])
-        # Quantised now, also where the products come later: scales belong to this step.
-        hw = products.down.keep(h * w_R1, "activation") if wanted[1] else ()
-        d_out_kept = products.down.keep(d_out, "gradient") if wanted[1] else ()
-        del h
-        dh *= w_R1
-        d_pre = call.activation.backward(pre, dh)
-        del pre, dh
-        dx = None
-        if need_x:
-            dx = combine_rows(products.up.dgrad(d_pre, _grouped(up, None)), plan.row_csr)
-        rows = products.up.keep(gather_padded(x, plan.row_R), "activation") if wanted[0] else ()
-        d_pre_kept = products.up.keep(d_pre, "gradient") if wanted[0] else ()
-        d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
+            dw_R += row_dot(downs.expanded(down_bias.to(x.dtype), dw_R.shape[0]), d_out)
+        # Quantized now, also where the products come later: scales belong to this step.
+        of_down = _operands(downs, h * w_R1, d_out) if wanted[1] else None
+        d_pre = call.activation.backward(pre, dh * w_R1)
+        del h, dh
+        dx = combine_rows(ups.dgrad(d_pre, _by_row(up, x)), plan.row_csr) if need_x else None
+        of_up = _operands(ups, gather_padded(x, plan.row_R), d_pre) if wanted[0] else None
 
         def weight_gradients() -> ExpertGradients:
             grads = call.gradients(needs)
-            if grads.down is not None:
-                _weight(products.down, hw, d_out_kept, grads.down)
+            for products, kept, into in ((downs, of_down, grads.down), (ups, of_up, grads.up)):
+                if kept is not None and into is not None:
+                    _write(products, *kept, into)
             if grads.down_bias is not None:
-                _bias(products.down, d_out * w_R1, grads.down_bias)
-            if grads.up is not None:
-                _weight(products.up, rows, d_pre_kept, grads.up)
+                _write_sums(downs, d_out * w_R1, grads.down_bias)
             if grads.up_bias is not None:
-                _bias(products.up, d_pre, grads.up_bias)
+                _write_sums(ups, d_pre, grads.up_bias)
             return grads
 
+        d_w = slot_grads(dw_R, plan, w_MK) if need_w else None
         if call.defer is not None:
             call.defer(lambda: weight_gradients().deliver(), ())  # it reads copies
             return (None, dx, d_w, None, None, None, None, None)
         return (None, dx, d_w, *weight_gradients().close(), None)
 
 
-def _weight(products: Products, x: Kept, dy: Kept, into: WeightGradient) -> None:
+def _by_row(weight: Tensor, x: Tensor) -> Tensor:
+    """[e, in, out], in x's dtype."""
+    return joined(weight).to(x.dtype).mT
+
+
+def _operands(products: LoweredProducts, x_RA: Tensor, dy_RB: Tensor) -> tuple[Kept, Kept]:
+    return products.keep(x_RA, "activation"), products.keep(dy_RB, "gradient")
+
+
+def _write(products: LoweredProducts, x: Kept, dy: Kept, into: WeightGradient) -> None:
+    """Into the buffer, which may be in no memory that can be viewed as [e, I, D]."""
     direct = into.buffer.ndim < 4 or into.buffer.is_contiguous()
-    out = joined(into.buffer if direct else into.buffer.new_empty(into.buffer.shape))
-    products.wgrad(x, dy, [out], [into.adds and direct], True)
+    out = into.buffer if direct else into.buffer.new_empty(into.buffer.shape)
+    products.wgrad(x, dy, [joined(out)], [into.adds and direct], True)
     if not direct:
-        put(into.buffer, out.view(into.buffer.shape), into.adds)
+        put(into.buffer, out, into.adds)
 
 
-def _bias(products: Products, dy_RB: Tensor, into: WeightGradient) -> None:
-    out = into.buffer
-    out.copy_(grouped_sum_op(dy_RB, products.offsets_e, out.dtype, products.name).view_as(out))
-
-
-def _grouped(weight: Tensor, bias: Tensor | None) -> GroupWeights:
-    return GroupWeights((weight,), () if bias is None else (bias,), True)
+def _write_sums(products: LoweredProducts, rows_RB: Tensor, into: WeightGradient) -> None:
+    into.buffer.copy_(products.sums(rows_RB, into.buffer.dtype).view_as(into.buffer))

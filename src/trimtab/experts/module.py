@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
-from trimtab.experts.expert_call import ExpertWeights, TwoProducts
+from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import expert_mlp
@@ -172,27 +173,27 @@ class ExpertMLP(GroupedModule):
         plan = plan_for(ids_MK, self.num_experts, num_slots, kernels)
         return expert_mlp(x_MD, w_MK, plan, weights, self.activation, kernels)
 
-    def _has_state(self) -> bool:
-        """Whether an option has state that a graph of `torch.compile` does not see."""
-        return self.main_grad != "off" or self.delay_wgrad or self.recipe is not None
-
     @not_in_graphs
     def _stateful(
         self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None
     ) -> Tensor:
         """Between two graphs where `torch.compile` traces."""
-        low = self._lowered()
         kernels = self.kernels.on(x_MD.device, computed_in(weights.up))
-        alignment = 1 if low is None else low.alignment
+        engine = self.engine_for(self._widths())
+        alignment = 1 if self.recipe is None else (engine or self.recipe).alignment
         plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
-        products = None
-        if low is not None:
-            each = (low.products(kernels, plan.offsets_e, state) for state in (self.up_state, self.down_state))
-            products = TwoProducts(*each)
+        low = None
+        if self.recipe is not None:
+            from trimtab.experts.lowered import LoweredProducts
+
+            ups, downs = self.up_state, self.down_state
+            assert ups is not None
+            assert downs is not None
+            made = partial(LoweredProducts, kernels, plan.offsets_e, engine=engine)
+            low = made(ups.call()), made(downs.call())
         defer = self._delayed.add if self.delay_wgrad else None
         return expert_mlp(
-            x_MD, w_MK, plan, weights, self.activation, kernels, main_grad=self.main_grad, defer=defer,
-            products=products,
+            x_MD, w_MK, plan, weights, self.activation, kernels, main_grad=self.main_grad, defer=defer, low=low
         )  # fmt: skip
 
     def _widths(self) -> Sequence[tuple[int, int]]:

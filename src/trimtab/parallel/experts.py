@@ -24,7 +24,6 @@ from trimtab.dispatch.route import Combine, Dispatch, wants_gradient, with_other
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.products import lower
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias
 from trimtab.parallel.meshes import ExpertMesh, local_part
@@ -45,8 +44,7 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
     if experts.hidden % place.etp_size:
         raise ConfigError(f"F = {experts.hidden} does not divide over {place.etp_size} expert-tensor-parallel ranks")
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
-    if experts.recipe is not None:
-        lower(experts.recipe, experts.down.device, _widths(experts, place.etp_size))
+    experts.engine_for(_widths(experts, place.etp_size))
 
 
 def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trimtab.experts.recipes import NVFP4
-from trimtab.experts.recipes.blocks import Blocks
 from trimtab.experts.recipes.numbers import (
     E2M1,
     E4M3,
     E5M2,
+    Blocks,
     ElementFormat,
     e4m3_scale,
     e8m0_scale,

@@ -17,41 +17,22 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from trimtab.errors import BackendError, ConfigError, InputError
-from trimtab.experts.recipes.blocks import Blocks
-from trimtab.experts.recipes.numbers import E4M3, ElementFormat, Scale, encode
-from trimtab.layout import align_up
+from trimtab.experts.recipes.hardware import Engine
+from trimtab.experts.recipes.numbers import E4M3, Blocks, ElementFormat, Quantized, Scale, encode, float_scale
 from trimtab.validation import check_flags
 
 Role = Literal["activation", "gradient", "weight"]
 Along = Literal["row", "column", "in", "out"]
 Way = Literal["emulated", "hardware"]
 Backend = Literal["emulated", "hardware", "auto"]
-Packed = tuple[Tensor, Tensor]
-"""Bytes of E4M3, and scales in the kernel's layout."""
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """values: float32 on the format's grid. scale: as stored, one per block. factor: it, broadcastable to values.
-
-    `values.to(format.dtype)` is exact: those are the bytes that the hardware reads.
-    """
-
-    values: Tensor
-    scale: Tensor
-    factor: Tensor
-
-    def dequantized(self) -> Tensor:
-        """values * factor, rounded once to float32."""
-        return self.values * self.factor
 
 
 class Operands:
@@ -122,72 +103,30 @@ class RecipeState(Operands, nn.Module):
         return self
 
 
-class Engine:
-    """One recipe's layout of scales, and its two multiplications. Reads nothing on the host."""
+class StateBuffers(nn.Module):
+    """Buffers of a state. What was on the meta device begins anew; a checkpoint without the recipe changes nothing."""
 
-    alignment: int
-
-    def installed(self) -> bool:
-        """Whether what it needs beyond torch is there."""
-        return True
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Rows [S, C] times weights [e, N, C]: [S, N], not set in the padding."""
+    def begin(self) -> None:
+        """Set the buffers as they are before a first call."""
         raise NotImplementedError
 
-    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Columns [A, S] times columns [B, S], segment by segment: [e, A, B], not set for a segment without rows."""
-        raise NotImplementedError
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        unset = any(buffer.is_meta for buffer in self.buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if unset and not any(buffer.is_meta for buffer in self.buffers()):
+            self.begin()
+        return self
 
-    def row_scales(self, q: Quantized) -> Tensor:
-        """Of rows that are contracted along C."""
-        return q.scale.contiguous()
-
-    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
-        """Of a weight [e, C, N]; where `turned` of [e, N, C]."""
-        return (q.scale if turned else q.scale.mT).contiguous()
-
-    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
-        """Of rows [S, C] that are contracted along S."""
-        return q.scale.contiguous()
-
-    def product(
-        self, call: Operands, rows_RC: Tensor, w_eAB: Tensor, offsets_e: Tensor, role: Role, along: Literal["in", "out"]
-    ) -> Tensor:
-        """Rows times w, contracted along "in", or times w^T, contracted along "out": [R, N], zero in the padding."""
-        q = call.quantize(self._filled(rows_RC), offsets_e, role, "row")
-        w, turned = call.quantize(w_eAB, None, "weight", along), along == "out"
-        right = _stored(w.values if turned else w.values.mT), self.weight_scales(w, turned)
-        y = self.by_rows((_stored(q.values), self.row_scales(q)), right, offsets_e)
-        index_R = torch.arange(y.shape[0], device=y.device)
-        return y.masked_fill_((index_R >= offsets_e[-1])[:, None], 0)[: rows_RC.shape[0]]
-
-    def columns(self, call: Operands, rows_RC: Tensor, offsets_e: Tensor, role: Role) -> Packed:
-        """An operand of `wgrad`, one byte per value: quantized now, multiplied whenever it is wanted."""
-        q = call.quantize(self._filled(rows_RC), offsets_e, role, "column")
-        return _stored(q.values.t()), self.column_scales(q, offsets_e)
-
-    def wgrad(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
-        """[e, A, B], zero for a segment without rows."""
-        dw = self.by_groups(x, dy, offsets_e)
-        empty_e = offsets_e[1:] == offsets_e[:-1]
-        return dw.masked_fill_(empty_e[:, None, None], 0)
-
-    def _filled(self, rows_RC: Tensor) -> Tensor:
-        whole = max(align_up(rows_RC.shape[0], self.alignment), self.alignment)  # no kernel is called with no rows
-        return pad(rows_RC, (0, 0, 0, whole - rows_RC.shape[0]))
-
-
-def _stored(values: Tensor) -> Tensor:
-    return values.to(E4M3.dtype).contiguous()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(f"{prefix}{name}" in state_dict for name, _ in self.named_buffers()):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A low-precision recipe: frozen, hashable, compared by value.
 
-    Each has a name, an `alignment` that rows per expert segment must be multiples of, and says which hardware
-    multiplies its operands: a kernel, on which CUDA compute capabilities, with widths that are multiples of what.
+    Each has a name, and an `alignment` that rows per expert segment must be multiples of.
 
     backend: "emulated" computes the same values with ordinary arithmetic, on any device, slowly; "hardware" is
         refused by `check` where it cannot run; "auto" is hardware where it can run and emulation elsewhere.
@@ -195,9 +134,6 @@ class Recipe:
 
     name: ClassVar[str]
     alignment: ClassVar[int]
-    kernel: ClassVar[str]
-    capabilities: ClassVar[tuple[tuple[int, int], ...]]
-    multiple: ClassVar[int]
 
     backend: Backend
 
@@ -216,7 +152,7 @@ class Recipe:
 
     def scale(self, amax: Tensor, form: ElementFormat) -> Scale:
         """Of blocks with these largest magnitudes, float32."""
-        raise NotImplementedError
+        return float_scale(amax, form)
 
     def state(self) -> RecipeState:
         """A fresh state, for one weight."""
@@ -229,28 +165,18 @@ class Recipe:
     def check(self, device: torch.device, in_features: int, out_features: int) -> Way:
         """How products of these widths are computed on `device`. Emulation takes every device and every width.
 
-        A layer on the meta device will be materialized: the current CUDA device answers for it.
-
         Raises:
             BackendError: the recipe cannot run there; says what it needs and what this machine has.
         """
         if self.backend == "emulated":
             return "emulated"
-        found = None
-        if device.type in ("cuda", "meta") and torch.cuda.is_available():
-            found = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
-        fits = in_features % self.multiple == out_features % self.multiple == 0
         engine = self.engine()
-        if engine is not None and engine.installed() and found in self.capabilities and fits:
+        lacks = "trimtab calls no kernel for it" if engine is None else engine.lacks(device, in_features, out_features)
+        if not lacks:
             return "hardware"
         if self.backend == "auto":
             return "emulated"
-        wanted = " or ".join(f"{major}.{minor}" for major, minor in self.capabilities)
-        has = "no CUDA device" if found is None else "compute capability {}.{}".format(*found)
-        kernel = self.kernel if engine is not None else f"{self.kernel}, which trimtab does not call"
         raise BackendError(
-            f"recipe {self.name!r} with backend='hardware' needs {kernel}, compute capability {wanted} and widths of "
-            f"multiples of {self.multiple}. Here are torch {torch.__version__}, device {device} with {has}, "
-            f"in_features {in_features} and out_features {out_features}: use backend='emulated' or 'auto' for the same "
+            f"recipe {self.name!r} with backend='hardware': {lacks}. Use backend='emulated' or 'auto' for the same "
             "numbers on any device"
         )

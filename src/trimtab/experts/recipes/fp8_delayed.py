@@ -5,9 +5,9 @@ layer, forward and backward. Its first product of an operand takes the scale fro
 writes this step's magnitude; other products of that call use the same scale. An expert whose history is all zeros
 takes its scale from the data. In eval mode the history does not move.
 
-A forward that is computed again moves nothing and finds its scales by the activations' magnitudes, to the bit those of
-one of the last `REMEMBERED` calls in training, or in eval mode; its own mode is asked first, because calls on the same
-data have other scales in the other. An older one takes what a new call in eval mode would.
+A forward that is computed again moves nothing. It finds its scales by the activations' magnitudes, which are to the bit
+those of one of the last `REMEMBERED` calls, in its own mode first: calls on the same data have other scales in the
+other. An older one takes what a new call in eval mode would.
 
 Legend: H steps of history, e experts.
 """
@@ -17,17 +17,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab.backward import in_backward
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.recipes.base import Operands, RecipeState, Role
-from trimtab.experts.recipes.blocks import Blocks
+from trimtab.experts.recipes.base import Operands, RecipeState, Role, StateBuffers
 from trimtab.experts.recipes.fp8 import FP8Current
-from trimtab.experts.recipes.numbers import ElementFormat, Scale, float_scale
+from trimtab.experts.recipes.numbers import Blocks, ElementFormat, Scale, float_scale
 from trimtab.validation import is_whole
 
 LARGEST_MARGIN = 11
@@ -52,7 +51,7 @@ class FP8Delayed(FP8Current):
     margin: int = 0
     algorithm: Literal["max", "latest"] = "max"
 
-    name: ClassVar[str] = "fp8_delayed"
+    name = "fp8_delayed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +136,7 @@ class FP8DelayedCall(Operands):
         return torch.where(basis_e > 0, basis_e, amax_e)
 
 
-class AmaxHistory(nn.Module):
+class AmaxHistory(StateBuffers):
     """history_He [H, e], newest first. Without experts until `reserve` or a first call; follows the data's device."""
 
     history_He: Tensor
@@ -146,6 +145,9 @@ class AmaxHistory(nn.Module):
         super().__init__()
         self.algorithm = recipe.algorithm
         self.register_buffer("history_He", torch.zeros(recipe.history, 0))
+
+    def begin(self) -> None:
+        self.history_He.zero_()
 
     def reserve(self, num_groups: int) -> None:
         """Zeros for so many experts.
@@ -181,21 +183,13 @@ class AmaxHistory(nn.Module):
         if self.training:
             self.history_He[0].copy_(torch.maximum(self.history_He[0], amax_e))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
-        """Moves between devices only: a module cast to a narrower dtype keeps its history in float32. What was on the
-        meta device begins empty."""
-        before = self.history_He.is_meta
-        super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)  # type: ignore[no-untyped-call]
-        if before and not self.history_He.is_meta:
-            self.history_He.zero_()
-        return self
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As bits: a module cast to a narrower dtype keeps its history in float32."""
+        return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32), recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved. From a checkpoint
-        without the recipe nothing is taken."""
+        """Take the width of what is loaded where it is ours to choose: no experts yet, or none saved."""
         loaded = state_dict.get(f"{prefix}history_He")
-        if loaded is None:
-            return
-        if loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
+        if loaded is not None and loaded.dim() == 2 and 0 in (loaded.shape[1], self.history_He.shape[1]):
             self.history_He = self.history_He.new_zeros(len(self.history_He), loaded.shape[1])
         super()._load_from_state_dict(state_dict, prefix, *args)

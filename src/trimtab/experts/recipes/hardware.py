@@ -1,13 +1,9 @@
-"""The three products on tensor cores: quantize, lay out as the kernel reads, multiply the bytes.
-
-    forward   y[segment i]  = x[segment i] @ w[i]              x by rows        w contracted along in
-    dgrad     dx[segment i] = dy[segment i] @ w[i]^T           dy by rows       w contracted along out
-    wgrad     dw[i]         = x[segment i]^T @ dy[segment i]   x by columns     dy by columns
+"""What a recipe's operands are multiplied by on tensor cores: how their scales are laid out, and the kernels.
 
 Tensor cores read FP8 with the contracted axis contiguous, on both sides: rows [S, C], weights [e, N, C], columns
 [C, S], with S the rows filled up to a multiple of the alignment that is not zero. The results are bfloat16.
 
-Legend: R expert rows, S the same filled up, e experts, A in features, B out features, C either width, N the other.
+Legend: S rows, e experts, A in features, B out features, C either width, N the other.
 """
 
 from __future__ import annotations
@@ -20,8 +16,79 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.recipes.base import Engine, Packed, Quantized
+from trimtab.experts.recipes.numbers import E4M3, Quantized
 from trimtab.kernels.memory import count
+
+Packed = tuple[Tensor, Tensor]
+"""Bytes of E4M3, and scales in the kernel's layout."""
+
+
+class Engine:
+    """One recipe's layout of scales, and its two multiplications. Reads nothing on the host.
+
+    alignment: of segments. capability: the CUDA one that has it. multiple: that widths are multiples of.
+    """
+
+    kernel: str
+    alignment: int
+    capability: tuple[int, int]
+    multiple: int
+
+    def installed(self) -> bool:
+        """Whether what it needs beyond torch is there."""
+        return True
+
+    def lacks(self, device: torch.device, in_features: int, out_features: int) -> str:
+        """What it needs and what is here, "" where it runs. For a layer on the meta device, which will be materialized,
+        the current CUDA device answers."""
+        found = None
+        if device.type in ("cuda", "meta") and torch.cuda.is_available():
+            found = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+        fits = in_features % self.multiple == out_features % self.multiple == 0
+        if found == self.capability and fits and self.installed():
+            return ""
+        has = "no CUDA device" if found is None else "compute capability {}.{}".format(*found)
+        wanted = "{}.{}".format(*self.capability)
+        return (
+            f"it needs {self.kernel}, compute capability {wanted} and widths of multiples of {self.multiple}. Here are "
+            f"torch {torch.__version__}, device {device} with {has}, widths {in_features} and {out_features}"
+        )
+
+    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        """Rows [S, C] times weights [e, N, C]: [S, N], not set in the padding."""
+        raise NotImplementedError
+
+    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        """Columns [A, S] times columns [B, S], segment by segment: [e, A, B], not set for a segment without rows."""
+        raise NotImplementedError
+
+    def row_scales(self, q: Quantized) -> Tensor:
+        """Of rows that are contracted along C."""
+        return q.scale.contiguous()
+
+    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
+        """Of a weight [e, C, N]; where `turned` of [e, N, C]."""
+        return (q.scale if turned else q.scale.mT).contiguous()
+
+    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
+        """Of rows [S, C] that are contracted along S."""
+        return q.scale.contiguous()
+
+    def rows(self, x: Quantized, w: Quantized, turned: bool, offsets_e: Tensor) -> Tensor:
+        """Rows [S, C] times w [e, C, N], or, where `turned`, w^T of [e, N, C]: [S, N], zero in the padding."""
+        right = _stored(w.values if turned else w.values.mT), self.weight_scales(w, turned)
+        y = self.by_rows((_stored(x.values), self.row_scales(x)), right, offsets_e)
+        index_S = torch.arange(y.shape[0], device=y.device)
+        return y.masked_fill_((index_S >= offsets_e[-1])[:, None], 0)
+
+    def columns(self, rows: Quantized, offsets_e: Tensor) -> Packed:
+        """An operand of `wgrad`, one byte per value."""
+        return _stored(rows.values.t()), self.column_scales(rows, offsets_e)
+
+    def wgrad(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
+        """[e, A, B], zero for a segment without rows."""
+        empty_e = offsets_e[1:] == offsets_e[:-1]
+        return self.by_groups(x, dy, offsets_e).masked_fill_(empty_e[:, None, None], 0)
 
 
 class TorchEngine(Engine):
@@ -48,7 +115,8 @@ class TorchEngine(Engine):
 class RowwiseEngine(TorchEngine):
     """Hopper: scales [S] of rows, [e, N] of weights, [e * C] of columns."""
 
-    alignment, scaling = 16, "RowWise"
+    kernel, scaling = "torch.nn.functional.scaled_grouped_mm with row-wise scales", "RowWise"
+    alignment, capability, multiple = 16, (9, 0), 16
     options: Mapping[str, Any] = {"use_fast_accum": False}  # sums in float32 throughout
 
     def row_scales(self, q: Quantized) -> Tensor:
@@ -64,7 +132,8 @@ class RowwiseEngine(TorchEngine):
 class BlockwiseEngine(Engine):
     """Hopper, by Triton kernels of our own: torch has no grouped call of it."""
 
-    alignment = 128
+    kernel = "trimtab.kernels.fp8_blockwise (Triton)"
+    alignment, capability, multiple = 128, (9, 0), 128
 
     def installed(self) -> bool:
         return find_spec("triton") is not None
@@ -87,7 +156,8 @@ class MXFP8Engine(TorchEngine):
     Tiles of rows lie one segment after the other, those of columns as well: a tile belongs to one segment.
     """
 
-    alignment, scaling = 128, "BlockWise1x32"
+    kernel, scaling = "torch.nn.functional.scaled_grouped_mm with 1x32 E8M0 scales", "BlockWise1x32"
+    alignment, capability, multiple = 128, (10, 0), 32
 
     def __init__(self) -> None:
         swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
@@ -103,6 +173,10 @@ class MXFP8Engine(TorchEngine):
     def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
         made = _tiles(q.scale.t())
         return _by_segment(made, offsets_e.long() // 128).view(made.shape[0] * 128, -1)
+
+
+def _stored(values: Tensor) -> Tensor:
+    return values.to(E4M3.dtype).contiguous()
 
 
 def _tiles(scale: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Element formats, rounding to them, and the scale of a block from its largest magnitude.
+"""Element formats, rounding to them, blocks of values that share a scale, and the scale of a block.
 
     E4M3   1.4.3, bias 7, no infinity, largest 448      (arXiv 2209.05433; OCP OFP8)
     E5M2   1.5.2, bias 15, largest 57344                (same)
     E2M1   1.2.1, bias 1, largest 6                     (OCP Microscaling Formats v1.0)
 
-Rounding is to the nearest value, ties to even, saturating, or stochastic. One arithmetic serves all three, because
-torch's casts differ in what they make of values that do not fit.
+Legend: R rows, C columns, e experts, n blocks of rows, m blocks of columns. offsets_e: [e + 1].
 """
 
 from __future__ import annotations
@@ -15,9 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 LARGEST_SCALE = 2.0**126
 """Above this a scale's inverse would be subnormal, which some devices flush."""
+
+ROWS_PER_STEP = 16
+"""Every alignment is a multiple of it: so many rows belong to one segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,103 @@ E5M2 = ElementFormat(
 E2M1 = ElementFormat(name="E2M1", mantissa=1, min_exponent=0, largest=6.0, dtype=torch.float4_e2m1fn_x2)
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Of blocks, float32. decode multiplies a stored value; encode multiplies x before it is rounded.
+
+    stored: what the hardware holds per block, where that is not `decode`.
+    """
+
+    decode: Tensor
+    encode: Tensor
+    stored: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """values: float32 on the format's grid. scale: as stored, one per block. factor: it, broadcastable to values.
+
+    `values.to(format.dtype)` is exact: those are the bytes that the hardware reads.
+    """
+
+    values: Tensor
+    scale: Tensor
+    factor: Tensor
+
+    def dequantized(self) -> Tensor:
+        """values * factor, rounded once to float32."""
+        return self.values * self.factor
+
+
+class Blocks:
+    """Weights [e, A, B], or rows [R, C] in segments of which no block crosses a border.
+
+    Only finite magnitudes count: a NaN or an Inf comes out in its own place and does not spoil the scale of others.
+
+    Args:
+        x: weights or rows, any floating dtype.
+        rows, columns: of a block; 0 stands for all of a segment or matrix.
+        offsets_e: where the segments of rows begin, and the end of the last; multiples of `ROWS_PER_STEP`, on x's
+            device, not read on the host. Rows behind the last are taken as zeros. None for weights.
+    """
+
+    def __init__(self, x: Tensor, rows: int, columns: int, offsets_e: Tensor | None) -> None:
+        self.x, self.rows, self.columns, self.offsets_e = x.float(), rows, columns or x.shape[-1], offsets_e
+        self.by_segment = offsets_e is not None and rows == 0
+        if offsets_e is None:
+            self.rows = rows or x.shape[-2]
+        else:
+            index_R = torch.arange(x.shape[0], device=x.device)
+            self.x = self.x.masked_fill((index_R >= offsets_e[-1])[:, None], 0)
+
+    def amax(self) -> Tensor:
+        """Of each block: [e, m] for whole segments, [n, m] for others of rows, [e, n, m] for weights."""
+        if self.by_segment:
+            return self._segment_amax(_amax(self.x, 1, self.columns))
+        return _amax(self.x, self.rows, self.columns)
+
+    def tensor_amax(self) -> Tensor:
+        """Of the segment or matrix that each block is in: [e, 1], [n, 1] or [e, 1, 1]."""
+        if self.offsets_e is None:
+            return _amax(self.x, self.x.shape[1], self.x.shape[2])
+        of_segment = self._segment_amax(_amax(self.x, 1, self.x.shape[1]))
+        return of_segment if self.by_segment else of_segment.index_select(0, self._owner(self.rows))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Each block's value for each of its elements, broadcastable to x."""
+        r, c = self.x.shape[-2:]
+        if self.by_segment:
+            values = values.index_select(0, self._owner(1))
+        elif self.rows > 1 and values.shape[-2] > 1:
+            values = values.repeat_interleave(self.rows, -2)[..., :r, :]
+        if self.columns > 1 and values.shape[-1] > 1:
+            values = values.repeat_interleave(self.columns, -1)[..., :c]
+        return values
+
+    def _owner(self, rows_per_entry: int) -> Tensor:
+        """The expert of every `rows_per_entry`-th row; the last expert for padding."""
+        assert self.offsets_e is not None
+        first = torch.arange(0, self.x.shape[0], rows_per_entry, device=self.x.device)
+        last = self.offsets_e.shape[0] - 2
+        return torch.searchsorted(self.offsets_e[1:].long(), first, right=True).clamp(max=last)
+
+    def _segment_amax(self, amax_Rm: Tensor) -> Tensor:
+        """From each row's to each segment's: [e, m]; 0 where a segment is empty."""
+        assert self.offsets_e is not None
+        step_nm = _amax(amax_Rm, ROWS_PER_STEP, 1)
+        owner_nm = self._owner(ROWS_PER_STEP)[:, None].expand_as(step_nm)
+        none_em = step_nm.new_zeros(self.offsets_e.shape[0] - 1, step_nm.shape[1])
+        return none_em.scatter_reduce(0, owner_nm, step_nm, "amax")
+
+
+def _amax(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Largest finite |x| of each block of the last two axes, 0 where there is none: [..., R, C] -> [..., n, m]."""
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=0.0)
+    whole = pad(magnitude, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+    n, m = whole.shape[-2] // rows, whole.shape[-1] // columns
+    return whole.view(*x.shape[:-2], n, rows, m, columns).amax((-3, -1))
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """2 ** exponent in float32, exactly, for integers from -127 to 127; others are clamped to that range."""
     exponent = exponent.to(torch.int32).clamp(-127, 127)
@@ -52,13 +152,10 @@ def floor_log2(x: Tensor) -> Tensor:
 
 
 def round_to(x: Tensor, form: ElementFormat, noise: Tensor | None = None) -> Tensor:
-    """The value of `form` nearest to each x, in float32; ties go to the even mantissa, what is too large saturates.
+    """The value of `form` nearest to each float32 x; ties to even, what is too large saturates, NaN stays NaN.
 
-    Args:
-        x: float32, any shape. NaN stays NaN.
-        form: the format.
-        noise: uniform in [0, 1), of x's shape. If given, x goes to one of its two neighbors, up with the probability
-            that makes the mean right (arXiv 1502.02551); what the format holds stays as it is.
+    noise: uniform in [0, 1), of x's shape. If given, x goes to one of its two neighbors, up with the probability that
+    makes the mean right (arXiv 1502.02551); what the format holds stays as it is.
     """
     step = power_of_two(floor_log2(x).clamp(min=form.min_exponent) - form.mantissa)
     scaled = x / step  # exact: a power of two, and nothing that matters underflows
@@ -74,18 +171,6 @@ def encode(x: Tensor, multiplier: Tensor, form: ElementFormat, noise: Tensor | N
     """`x * multiplier` on the grid of `form`. NaN gives NaN, Inf gives Inf where the format has one, else NaN."""
     on_grid = round_to((x * multiplier).clamp(-form.largest, form.largest), form, noise)
     return torch.where(x.isfinite(), on_grid, x if form.has_inf else torch.nan)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """float32, of one shape. decode: multiplies a stored value. encode: multiplies x before it is rounded.
-
-    stored: what the hardware holds per block, where that is not `decode`.
-    """
-
-    decode: Tensor
-    encode: Tensor
-    stored: Tensor | None = None
 
 
 def float_scale(amax: Tensor, form: ElementFormat, *, exact: bool = False, margin: int = 0) -> Scale:

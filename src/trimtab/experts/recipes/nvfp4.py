@@ -8,16 +8,13 @@ grouped layer's tensors are its segments and its experts' matrices: g is per exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trimtab.experts.recipes.base import Along, Recipe, RecipeState, Role
-from trimtab.experts.recipes.blocks import Blocks
-from trimtab.experts.recipes.numbers import E2M1, ElementFormat, Scale, e4m3_scale, tensor_scale
+from trimtab.experts.recipes.base import Along, Recipe, RecipeState, Role, StateBuffers
+from trimtab.experts.recipes.numbers import E2M1, Blocks, ElementFormat, Scale, e4m3_scale, tensor_scale
 
 _MASK = 0xFFFFFFFF
 
@@ -35,11 +32,8 @@ class NVFP4(Recipe):
     stochastic_gradients: bool = True
     seed: int | None = None
 
-    name: ClassVar[str] = "nvfp4"
-    alignment: ClassVar[int] = 32  # 16 bytes of the contracted axis, two values to a byte; a multiple of 16
-    kernel: ClassVar[str] = "torch.nn.functional.scaled_grouped_mm with 1x16 E4M3 scales"
-    capabilities: ClassVar[tuple[tuple[int, int], ...]] = ((10, 0),)
-    multiple: ClassVar[int] = 32
+    name = "nvfp4"
+    alignment = 32  # 16 bytes of the contracted axis, two values to a byte; a multiple of 16
 
     def form(self, role: Role) -> ElementFormat:
         return E2M1
@@ -67,7 +61,7 @@ class NVFP4State(RecipeState):
         return None if self.noise is None or role != "gradient" else self.noise(x)
 
 
-class Noise(nn.Module):
+class Noise(StateBuffers):
     """Uniform numbers in [0, 1), new ones at each call, the same on every device, saved as a key and a counter.
 
     Element i of call c of key k is a hash of (i, c, k): no global generator, nothing read on the host, and a graph
@@ -96,19 +90,9 @@ class Noise(nn.Module):
     def _first_key(self) -> Tensor:
         return torch.randint(_MASK, ()) if self.seed is None else torch.tensor(self.seed & _MASK)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Noise:
-        """What was on the meta device begins anew."""
-        unset = self.key.is_meta
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if unset and not self.key.is_meta:
-            self.key.copy_(self._first_key())
-            self.calls.zero_()
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """From a checkpoint without the recipe nothing is taken."""
-        if any(f"{prefix}{name}" in state_dict for name in ("key", "calls")):
-            super()._load_from_state_dict(state_dict, prefix, *args)
+    def begin(self) -> None:
+        self.key.copy_(self._first_key())
+        self.calls.zero_()
 
 
 def _mix(h: Tensor) -> Tensor:
