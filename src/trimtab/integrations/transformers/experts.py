@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
+from trimtab.backward import computed_in, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of
-from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import codes
 
@@ -60,29 +59,11 @@ def experts_forward(
         )
     weights = weights_of(module)
     chosen = kernels_for(kernels, hidden_states.device, computed_in(weights.up))
-    given = (module, weights, hidden_states, top_k_index, top_k_weights)
-    return _between_graphs(*given, kernels, num_slots) if chosen is None else _run(*given, chosen, num_slots)
-
-
-def _run(
-    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: Backend | str,
-    num_slots: int | None,
-) -> Tensor:  # fmt: skip
-    experts = weights.up.shape[0]
-    whole = "" if module._is_expert_parallel else type(module).__name__  # else slots of other ranks have the sentinel
-    plan = plan_for(ids, experts, num_slots, kernels, whole)
+    assert chosen is not None  # the registered choice names its kernels
+    whole = "" if module._is_expert_parallel else who  # else slots of other ranks have the sentinel
+    plan = plan_for(top_k_index, weights.up.shape[0], num_slots, chosen, whole)
     norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
-    return expert_mlp(x, w, plan, weights, gate_of(module), kernels, norm=norm)
-
-
-@not_in_graphs
-def _between_graphs(
-    module: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, kernels: KernelChoice,
-    num_slots: int | None,
-) -> Tensor:  # fmt: skip
-    """Kernels of one's own, which no graph can name."""
-    chosen = kernels.on(x.device, computed_in(weights.up))
-    return _run(module, weights, x, ids, w, chosen, num_slots)
+    return expert_mlp(hidden_states, top_k_weights, plan, weights, gate_of(module), chosen, norm=norm)
 
 
 _NEEDS = (
