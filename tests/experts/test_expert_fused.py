@@ -228,33 +228,15 @@ def test_every_small_number_of_rows_has_the_bits_of_many(dtype: torch.dtype, tra
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "dim", "hidden"), [(7, 64, 96), (30, 416, 32), (80, 32, 544), (60, 3104, 64)])
 def test_few_rows_equal_oracle(
-    rows: int, dim: int, hidden: int, transposed: bool, variant: str, dtype: torch.dtype, threads: int
-) -> None:
+    rows: int, dim: int, hidden: int, transposed: bool, variant: str, dtype: torch.dtype, threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of weights that are read where they lie, and, the last ones, where their rows find no room together."""
-    torch.manual_seed(rows)
-    v = BUILT_IN[variant]
-    x, dy = torch.randn(2, rows, dim).to(dtype)
-    up, down = torch.randn(4, v.width * hidden, dim) * dim**-0.5, torch.randn(4, dim, hidden) * hidden**-0.5
-    ids, w = torch.tensor([0, 1, 3, -1])[torch.randint(0, 4, (rows, 2))], torch.rand(rows, 2)
-    given = [t.transpose(1, 2) if transposed else t for t in (up.to(dtype), down.to(dtype))]
-    leaves = [t.contiguous().requires_grad_() for t in (x, w, *given)]
-    with torch_threads(threads):
-        weights = ExpertWeights(up=leaves[2], down=leaves[3], transposed=transposed)
-        y = expert_mlp(
-            leaves[0], leaves[1], plan_experts(ids, 4), weights, v.ours,
-            get_backend("cpu", CPU),
-        )  # fmt: skip
-        grads = torch.autograd.grad(y, leaves, dy)
-    exact = [t.detach().double().requires_grad_() for t in (x, w, up.to(dtype), down.to(dtype))]
-    truth = oracle.moe(
-        exact[0], ids, *exact[1:], activation=lambda pre: v.truth(pre + (pre.to(dtype).double() - pre).detach())
-    )
+    monkeypatch.setattr(grid, "D", dim)
+    monkeypatch.setattr(grid, "F", hidden)
     bound = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    assert_close(y, truth, bound, "y")
-    wanted = torch.autograd.grad(truth, exact, dy.double())
-    for name, ours, true in zip(("x", "w", "up", "down"), grads, wanted, strict=True):
-        turned = transposed and name in ("up", "down")
-        assert_close(ours.transpose(1, 2) if turned else ours, true, bound, name)
+    with torch_threads(threads):
+        grid.check("cpu", dtype, "dropped", variant, False, transposed, tokens=rows, bound=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

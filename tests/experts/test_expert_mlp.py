@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.comparing import assert_close, cut
+from helpers.comparing import assert_close, cut, gradients, rounded
 from trimtab import oracle
 from trimtab.errors import BackendError
 from trimtab.experts.mlp import ExpertWeights, RowFunction, expert_mlp
@@ -79,7 +79,7 @@ def route(routing: str, tokens: int) -> Tensor:
 
 def check(
     kernels: str, dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool, tokens: int = T,
-    alignment: int = 1, norm: bool = False,
+    alignment: int = 1, norm: bool = False, bound: float | None = None,
 ) -> None:  # fmt: skip
     g = torch.Generator().manual_seed(5)
     v = VARIANTS[variant]
@@ -103,10 +103,6 @@ def check(
         post = own
         truth_post = lambda r: torch.nn.functional.rms_norm(r, (D,), eps=1e-3) * scale.double()  # noqa: E731
 
-    def truth_activation(pre: Tensor) -> Tensor:
-        # A clamp's slope is decided by the rounded value: round as the experts do, let the gradient through.
-        return v.truth(pre + (pre.to(dtype).double() - pre).detach())
-
     flip = (lambda t: t.transpose(1, 2).contiguous()) if transposed else (lambda t: t)
     y = expert_mlp(
         x,
@@ -119,19 +115,17 @@ def check(
     )
     truth = oracle.moe(
         x, ids.masked_fill(ids == E, -1), w, up, down, up_bias_EI=up_bias, down_bias_ED=down_bias,
-        activation=truth_activation, post_norm=truth_post,
+        activation=rounded(v.truth, dtype), post_norm=truth_post,
     )  # fmt: skip
     dy = torch.randn(tokens, D, generator=g, dtype=torch.float64)
     grads = torch.autograd.grad(y, leaves, dy.to(dtype))
-    wanted = [torch.zeros_like(t, dtype=torch.float64) for t in leaves]
-    if truth.requires_grad:
-        wanted = list(torch.autograd.grad(truth, leaves, dy, allow_unused=True, materialize_grads=True))
+    wanted, bound = gradients(truth, leaves, dy), bound or BOUNDS[dtype]
     names = ["x", "w", "up", "down"] + ["up_bias", "down_bias"] * bias + ["norm"] * norm
     assert y.dtype == dtype
-    assert_close(y, truth, BOUNDS[dtype], "output")
+    assert_close(y, truth, bound, "output")
     for name, leaf_, grad, true_grad in zip(names, leaves, grads, wanted, strict=True):
         assert grad.dtype == leaf_.dtype
-        assert_close(grad, true_grad, BOUNDS[dtype], f"gradient of {name}")
+        assert_close(grad, true_grad, bound, f"gradient of {name}")
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ def assert_close(ours: Tensor, truth: Tensor, bound: float, name: str) -> None:
             f"{name}{list(place)}: got {ours[place].item():.9g}, expected {truth[place].item():.9g} "
             f"(relative error {error:.2e} > {bound:.0e})"
         )
+
+
+def gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """Those of a true `y` in float64, zeros where it does not depend on a leaf."""
+    if not y.requires_grad:
+        return [torch.zeros_like(t, dtype=torch.float64) for t in leaves]
+    return list(torch.autograd.grad(y, leaves, dy.double(), allow_unused=True, materialize_grads=True))
+
+
+def rounded(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A true activation of pre-activations that are rounded as experts in `dtype` round them: a clamp's slope is
+    decided by the rounded value. The gradient goes through."""
+    return lambda pre: function(pre + (pre.to(dtype).double() - pre).detach())
 
 
 def cut(x: Tensor, high: float, low: float = -math.inf) -> Tensor:

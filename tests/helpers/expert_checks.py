@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from helpers.comparing import assert_close
+from helpers.comparing import assert_close, gradients
 from helpers.linear_cases import true_results
 from trimtab import oracle
 from trimtab.experts.linear import GroupedLinear
@@ -154,9 +154,7 @@ def mlp_is_true(device: str, tokens: int) -> None:
     )
     names = ["x", "w", *(name for name, _ in host.named_parameters())]
     inputs = [*leaves, *host.parameters()]
-    wanted = [torch.zeros_like(t, dtype=torch.float64) for t in inputs]
-    if true.requires_grad:  # some slot is kept
-        wanted = list(torch.autograd.grad(true.sum(), inputs, materialize_grads=True))
+    wanted = gradients(true, inputs, torch.ones_like(true))
     got = [x.grad, w.grad, *(p.grad for p in module.parameters())]
     assert_close(y.cpu(), true, 3e-2, "output")
     for name, ours, theirs in zip(names, got, wanted, strict=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helpers.comparing import assert_close
+from helpers.comparing import assert_close, gradients
 from trimtab import oracle
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
@@ -101,9 +101,7 @@ def experts_are_true(case: Case, device: str) -> None:
     up, down, true_x, true_w = (t.detach().cpu().double().requires_grad_() for t in (module.gate_up, module.down, x, w))
     leaves = [true_x, true_w, up, down]
     true = oracle.moe(true_x, ids.cpu(), true_w, up, down)
-    grads = [torch.zeros_like(t) for t in leaves]
-    if true.requires_grad and bool((ids >= 0).any()):
-        grads = list(torch.autograd.grad(true, leaves, dy.cpu().double(), allow_unused=True, materialize_grads=True))
+    grads = gradients(true, leaves, dy.cpu())
     stale = 3.0 if case.main_grad == "accumulate" else 0.0
     weights = [p.grad if case.main_grad == "off" else p.main_grad for p in (module.gate_up, module.down)]
     wanted = (true, *grads[:2], *(g + stale for g in grads[2:]))
