@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from helpers.compile_case import assert_same, inputs, results
-from helpers.layer_case import BOUNDS, E, build
+from helpers.compile_case import assert_same, inputs
+from helpers.layer_case import BOUNDS, E, build, results
 from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher

@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from helpers.compile_case import any_count, assert_same, assert_true, compiled, inputs, loss_of, results
-from helpers.layer_case import BOUNDS, E, K, build
+from helpers.compile_case import any_count, assert_same, compiled, inputs
+from helpers.layer_case import BOUNDS, E, K, assert_true, build, loss_of, results
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers.compile_case import inputs, results
-from helpers.layer_case import D, E, K, build
+from helpers.compile_case import inputs
+from helpers.layer_case import D, E, K, build, results
 from trimtab import exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError

@@ -11,8 +11,8 @@ from torch import nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 
-from helpers.compile_case import assert_same, inputs, results
-from helpers.layer_case import BOUNDS, E, build
+from helpers.compile_case import assert_same, inputs
+from helpers.layer_case import BOUNDS, E, build, results
 from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher

@@ -16,6 +16,8 @@ from trimtab.moe import MoE, MoEConfig, MoEOutput
 from trimtab.routing.config import RouterConfig
 
 D, HIDDEN, E, K = 16, 12, 6, 3
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""x, mask, ids."""
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 SHAPES = [(b, n) for b in (1, 3) for n in (1, 3, 8, 17)] + [(17,), (0,), (3, 0), (0, 5), (2, 1, 3)]
 
@@ -65,39 +67,74 @@ def truth(moe: MoE, p: dict[str, Tensor], x: Tensor, ids: Tensor, mask: Tensor |
     return y
 
 
+def slope(y: Tensor) -> Tensor:
+    """The gradient of the output in every test: random, and the same for the same shape."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(y.shape[0]), dtype=torch.float64).to(y.dtype)
+
+
+def loss_of(out: MoEOutput) -> Tensor:
+    return (out.y * slope(out.y)).float().sum() + sum(out.losses.values(), torch.zeros(()))
+
+
+def results(
+    forward: Callable[..., MoEOutput], moe: MoE, given: Inputs, mark: Callable[[Inputs], Inputs] | None = None
+) -> dict[str, Tensor]:
+    """All that a forward and a backward give, by name; the step's loads last, which this ends."""
+    x, mask, ids = (None if t is None else t.clone() for t in given)
+    assert x is not None
+    x.requires_grad_()
+    if mark is not None:
+        mark((x, mask, ids))
+    moe.zero_grad()
+    out = forward(x, token_mask=mask, ids=ids)
+    loss_of(out).backward()
+    found = {"y": out.y, "dx": x.grad, "loads": out.loads_E, "ids": out.ids_TK} | out.losses
+    found |= {name: p.grad for name, p in moe.named_parameters()}
+    assert all(t is not None for t in found.values()), [name for name, t in found.items() if t is None]
+    return {name: t.detach().clone() for name, t in found.items() if t is not None} | {
+        "counted": moe.router.take_loads()
+    }
+
+
+def assert_true(ours: dict[str, Tensor], moe: MoE, given: Inputs, dtype: torch.dtype) -> None:
+    """Output and every gradient as the float64 oracle's, for the ids that were chosen."""
+    x, mask, _ = given
+    c, mask_T = moe.config.router, torch.ones(x.shape[:-1], dtype=torch.bool) if mask is None else mask
+    true_x = x.double().masked_fill(~mask_T[..., None], 0).flatten(0, -2).requires_grad_()
+    mask_T, ids = mask_T.flatten(), ours["ids"][:, : c.top_k] if c.pad else ours["ids"]
+    p = {name: param.detach().double().requires_grad_() for name, param in moe.named_parameters()}
+    y = truth(moe, p, true_x, ids, mask_T)
+    total = (y * slope(ours["y"]).flatten(0, -2).double()).sum()
+    factors = {"aux": c.aux_loss, "sequence_aux": c.sequence_aux_loss, "z": c.z_loss}
+    batch = x.shape[0] if x.dim() > 2 else 1
+    # Before any of them is dropped for want of capacity.
+    chosen = ids if c.capacity_factor is None else moe.router(x.flatten(0, -2), token_mask_T=mask_T).ids_TK
+    losses = truth_losses(true_x @ p["router.weight"].T, chosen, mask_T, batch, c)
+    for name in ours.keys() & factors.keys():
+        assert_close(ours[name], losses[name] * factors[name], BOUNDS[dtype], name)
+        total = total + losses[name] * factors[name]
+    true = torch.autograd.grad(total, [true_x, *p.values()], allow_unused=True, materialize_grads=True)
+    assert_close(ours["y"].flatten(0, -2), y, BOUNDS[dtype], "y")
+    for name, grad in zip(("dx", *p), true, strict=True):
+        assert_close(ours[name].view(grad.shape), grad, BOUNDS[dtype], name)
+
+
 def check(moe: MoE, dtype: torch.dtype, shape: tuple[int, ...], mask: Tensor | None = None) -> MoEOutput:
+    """Random tokens through the layer; its output."""
     g = torch.Generator().manual_seed(sum(shape) + 1)
     x = torch.randn(*shape, D, generator=g, dtype=torch.float64).to(dtype)
-    true_x = x.flatten(0, -2).double()
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], float("nan"))
-        true_x = true_x.masked_fill(~mask.flatten()[:, None], 0)
-    x.requires_grad_()
-    true_x.requires_grad_()
-    moe.zero_grad()
-    out = moe(x, token_mask=mask)
-    losses = list(out.losses.values())
-    dy = torch.randn(out.y.shape, generator=g, dtype=torch.float64).to(dtype)
-    torch.autograd.backward([out.y, *losses], [dy, *(torch.ones_like(loss) for loss in losses)])
-    p = {name: param.detach().double().requires_grad_() for name, param in moe.named_parameters()}
-    c, mask_T = moe.config.router, torch.ones(true_x.shape[0], dtype=torch.bool) if mask is None else mask.flatten()
-    ids = out.ids_TK[:, : c.top_k] if c.pad else out.ids_TK  # padding has the weight 0
-    y = truth(moe, p, true_x, ids, mask_T)
-    total = (y * dy.flatten(0, -2).double()).sum()
-    if losses:
-        coefficients = {"aux": c.aux_loss, "sequence_aux": c.sequence_aux_loss, "z": c.z_loss}
-        batch = shape[0] if len(shape) > 1 else 1
-        logits = true_x @ p["router.weight"].T
-        chosen = truth_losses(logits, moe.router(x.flatten(0, -2), token_mask_T=mask_T).ids_TK, mask_T, batch, c)
-        total = total + sum(chosen[name] * coefficients[name] for name in out.losses)
-    true = torch.autograd.grad(total, [true_x, *p.values()], allow_unused=True, materialize_grads=True)
-    assert out.y.shape == x.shape
-    assert out.y.dtype == dtype
-    bound = BOUNDS[dtype]
-    assert_close(out.y.flatten(0, -2), y, bound, "y")
-    assert_close(x.grad.flatten(0, -2), true[0], bound, "dx")
-    for (name, param), true_grad in zip(moe.named_parameters(), true[1:], strict=True):
-        assert param.grad is not None, name
-        assert_close(param.grad, true_grad, bound, name)
-    assert out.loads_E.tolist() == torch.bincount(ids[ids >= 0], minlength=E).tolist()
-    return out
+    given = (x if mask is None else x.masked_fill(~mask[..., None], float("nan"))), mask, None
+    outs: list[MoEOutput] = []
+
+    def forward(x: Tensor, **more: Any) -> MoEOutput:
+        outs.append(moe(x, **more))
+        return outs[0]
+
+    found = results(forward, moe, given)
+    assert outs[0].y.shape == x.shape
+    assert outs[0].y.dtype == dtype
+    assert_true(found, moe, given, dtype)
+    router = moe.config.router
+    ids = found["ids"][:, : router.top_k] if router.pad else found["ids"]
+    assert found["loads"].tolist() == torch.bincount(ids[ids >= 0], minlength=E).tolist()
+    return outs[0]
