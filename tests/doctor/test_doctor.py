@@ -103,14 +103,13 @@ def test_only_variables_that_matter_are_shown() -> None:
     assert (shown.where, shown.what) == ("NCCL_DEBUG", "INFO")
 
 
-def test_process_groups_and_transports() -> None:
-    good = by_where(backends.judge(gloo=True, nccl=True, gpus=8))
-    assert {finding.severity for finding in good.values()} == {"ok"}
-    assert "CPU over gloo, GPU over nccl" in good["transport alltoall"].what
-    cpu = by_where(backends.judge(gloo=True, nccl=True, gpus=0))
-    assert (cpu["nccl"].severity, cpu["transport alltoall"].severity) == ("note", "ok")
-    bare = by_where(backends.judge(gloo=False, nccl=False, gpus=1))
-    assert [bare[name].severity for name in ("gloo", "nccl", "transport allgather")] == ["broken"] * 3
+def test_process_groups() -> None:
+    def severities(**there: Any) -> list[str]:
+        return [finding.severity for finding in backends.judge_groups(**there)]
+
+    assert severities(gloo=True, nccl=True, gpus=8) == ["ok", "ok"]
+    assert severities(gloo=True, nccl=True, gpus=0) == ["ok", "note"]
+    assert severities(gloo=False, nccl=False, gpus=1) == ["broken", "broken"]
 
 
 class Wrong(TorchBackend):
@@ -179,7 +178,7 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["ok"] is True
     assert {finding["part"] for finding in told["findings"]} == {
-        "versions", "machine and environment", "process groups and transports", "kernels, self-tested",
+        "versions", "machine and environment", "process groups", "kernels, self-tested",
         "a layer over two processes",
     }  # fmt: skip
     said = {f["where"]: f["what"] for f in told["findings"] if f["part"] == "a layer over two processes"}

@@ -68,6 +68,6 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
         return
     yield "versions", machine.versions()
     yield "machine and environment", machine.environment()
-    yield "process groups and transports", backends.transports()
+    yield "process groups", backends.process_groups()
     yield "kernels, self-tested", backends.kernels()
     yield "a layer over two processes", list(backends.layer())

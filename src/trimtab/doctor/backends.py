@@ -1,4 +1,4 @@
-"""Which process groups, transports and kernels can run here, why the others cannot; and a layer over two processes."""
+"""Which process groups and kernels can run here, why the others cannot; and a layer over two processes."""
 
 from __future__ import annotations
 
@@ -50,30 +50,24 @@ class Tried:
     fault: str | None = None
 
 
-def transports() -> list[Finding]:
-    """Findings about this build's process groups and the transports that stand on them."""
-    return judge(dist.is_gloo_available(), dist.is_nccl_available(), torch.cuda.device_count())
+def process_groups() -> list[Finding]:
+    """Findings about this build's process groups."""
+    return judge_groups(dist.is_gloo_available(), dist.is_nccl_available(), torch.cuda.device_count())
 
 
-def judge(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
+def judge_groups(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
     """What a build of torch with these backends can do on a host with that many GPUs."""
     found = [Finding("ok", "gloo", "process groups of CPU tensors")]
     if not gloo:
         what = "this torch has no Gloo, so ranks cannot exchange CPU tensors"
         do = "install an official wheel of torch, or build it with USE_DISTRIBUTED=1 USE_GLOO=1"
         found = [Finding("broken", "gloo", what, do)]
-    if nccl and gpus:
-        found.append(Finding("ok", "nccl", f"process groups of tensors on {gpus} GPU(s)"))
-    elif gpus:
-        what = "GPUs are here, but this torch has no NCCL for them"
-        found.append(Finding("broken", "nccl", what, "install a CUDA wheel of torch"))
-    else:
-        found.append(Finding("note", "nccl", "cannot run here: torch sees no GPU"))
-    devices = [name for name, there in (("CPU over gloo", gloo), ("GPU over nccl", nccl and gpus)) if there]
-    over = ", ".join(devices) or "no process group can run here"
-    for name, how in (("alltoall", "each row to the rank that needs it"), ("allgather", "every row to every rank")):
-        found.append(Finding("ok" if devices else "broken", f"transport {name}", f"{how}: {over}"))
-    return found
+    if not gpus:
+        return [*found, Finding("note", "nccl", "cannot run here: torch sees no GPU")]
+    if nccl:
+        return [*found, Finding("ok", "nccl", f"process groups of tensors on {gpus} GPU(s)")]
+    what = "GPUs are here, but this torch has no NCCL for them"
+    return [*found, Finding("broken", "nccl", what, "install a CUDA wheel of torch")]
 
 
 def kernels() -> list[Finding]:
