@@ -7,5 +7,4 @@ from __future__ import annotations
 import trimtab.dispatch.checks
 import trimtab.experts.grouped_ops
 import trimtab.experts.ops
-import trimtab.experts.sizes
 import trimtab.moe  # noqa: F401

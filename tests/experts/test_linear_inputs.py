@@ -8,8 +8,8 @@ import torch
 
 from experts.test_linear import A, B, G, linear, with_main_grad
 from trimtab.errors import BackendError, ConfigError, InputError
+from trimtab.experts.grouped_ops import _on_device
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.sizes import _on_device
 from trimtab.experts.weight_grad import MODES
 
 
