@@ -50,13 +50,6 @@ def test_values_and_gradients(kernels: str, dtype: torch.dtype) -> None:
             assert_close(b.grad, torch.stack(truth.db), BOUNDS[dtype], "bias")
 
 
-def test_no_rows_at_all() -> None:
-    w, x = torch.randn(3, B, A, requires_grad=True), torch.empty(0, A, requires_grad=True)
-    grouped_linear(x, w, torch.zeros(4, dtype=torch.int64)).sum().backward()
-    assert x.grad.shape == (0, A)
-    assert torch.equal(w.grad, torch.zeros_like(w))
-
-
 def run(x: Tensor, w: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return grouped_linear(x, w, offsets, b, kernels="torch")
 

@@ -11,7 +11,7 @@ from torch import nn
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.weight_grad import WeightGradient, check_mode
+from trimtab.experts.weight_grad import WeightGradient
 from trimtab.kernels.api import put
 
 
@@ -82,7 +82,7 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(InputError, match=r"main_grad is \(2, 3\) torch\.float32 on cpu, expanded, expected"):
         WeightGradient(wrong, "accumulate", "weight")
     with pytest.raises(ConfigError, match="main_grad='add'"):
-        check_mode("add")
+        GroupedLinear(2, 4, 4, main_grad="add")
 
 
 @pytest.mark.parametrize("kernels", ["torch", "grouped_mm", "auto"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
-from trimtab.experts.weight_grad import DelayedGradients, MainGradMode, check_mode
+from trimtab.experts.weight_grad import MODES, DelayedGradients, MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.memory import codes
 from trimtab.validation import VALUES, check_dtype, check_flags
@@ -29,7 +29,8 @@ def check_options(
     """
     check_dtype(dtype)
     check_flags(delay_wgrad=delay_wgrad)
-    check_mode(main_grad)
+    if main_grad not in MODES:
+        raise ConfigError(f"main_grad={main_grad!r} is not one of {MODES}")
     if recipe is not None and (isinstance(recipe, type) or not hasattr(recipe, "engine")):
         one = "MXFP8(backend='auto')"
         raise ConfigError(f"recipe={recipe!r} is no recipe: hand in one of trimtab.experts.recipes, as {one}")

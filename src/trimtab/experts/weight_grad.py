@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.backward import without_autocast
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import InputError
 from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite"]
@@ -35,14 +35,6 @@ WgradJob = Callable[[], list[tuple[Tensor, Tensor]]]
 
 Defer = Callable[[WgradJob, Sequence[Tensor]], None]
 """Takes such a job, and the tensors of others that it will read."""
-
-
-def check_mode(mode: str) -> None:
-    """Raises:
-    ConfigError: no such mode.
-    """
-    if mode not in MODES:
-        raise ConfigError(f"main_grad={mode!r} is not one of {MODES}")
 
 
 class WeightGradient:
