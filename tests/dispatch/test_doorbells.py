@@ -7,7 +7,7 @@ import signal
 import time
 
 from trimtab.dispatch.doorbells import Doorbells
-from trimtab.guard.memory import map_range, reserve
+from trimtab.guard.record import map_range, reserve
 
 
 def made() -> Doorbells:

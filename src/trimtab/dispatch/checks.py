@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.kernels.memory import dense, described
+from trimtab.operators import operator
 from trimtab.validation import VALUES, assert_on_device, holds_ids, holds_values, wide_ids
 
 _NAME_BYTES = 64
@@ -109,16 +110,9 @@ def name_bytes(layer: str) -> Tensor:
     return torch.tensor(list(name), dtype=torch.uint8, device="cpu")
 
 
-_OPERATORS = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
-_OPERATORS.define(  # type: ignore[no-untyped-call]
-    "checked_ids(Tensor ids_TK, Tensor w_TK, Tensor name, SymInt num_experts) -> Tensor"
-)
-checked_ids = torch.ops.trimtab.checked_ids.default
-"""(ids, weights without a gradient, `name_bytes`, E) -> the ids, if all slots are good. What is made of them needs this
-operator, so that it stays in a graph. Raises InputError; on a device an assertion there."""
-
-
-def _checked_on_cpu(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -> Tensor:
+def _checked_ids(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -> Tensor:
+    if ids_TK.device.type != "cpu":
+        return _checked_on_device(ids_TK, w_TK, name, num_experts)
     if bad := count_bad(ids_TK, w_TK, num_experts):
         raise_if_bad([bad], num_experts, layer=_layer(name), tokens=bad_tokens(ids_TK, w_TK, num_experts))
     return ids_TK.clone()
@@ -135,6 +129,10 @@ def _layer(name: Tensor) -> str:
     return bytes(name.tolist()).decode(errors="replace").rstrip()
 
 
-_OPERATORS.impl("checked_ids", _checked_on_cpu, "CPU")  # type: ignore[no-untyped-call]
-_OPERATORS.impl("checked_ids", _checked_on_device, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("trimtab::checked_ids", lambda ids_TK, *_: torch.empty_like(ids_TK), lib=_OPERATORS)
+checked_ids = operator(
+    "checked_ids(Tensor ids_TK, Tensor w_TK, Tensor name, SymInt num_experts) -> Tensor",
+    _checked_ids,
+    lambda ids_TK, *_: torch.empty_like(ids_TK),
+)
+"""(ids, weights without a gradient, `name_bytes`, E) -> the ids, if all slots are good. What is made of them needs this
+operator, so that it stays in a graph. Raises InputError; on a device an assertion there."""

@@ -3,9 +3,6 @@
     rows = dispatcher.dispatch(x, ids, weights)        collective; one host sync (none in a group of one)
     y    = dispatcher.combine(experts(rows.x_MD, rows.ids_MK, rows.weights_MK), rows)          collective; none
 
-What comes out of `dispatch` is itself a small MoE layer's input: rows, local expert ids with -1 for slots that
-are not this rank's, and weights. Any experts function that returns each row's weighted sum fits in between.
-
 Legend: T local tokens, K experts per token, M' rows received, D model dim, E experts, e local experts, P ranks.
 """
 
@@ -59,7 +56,8 @@ def check_combine(combine: str, layer: str = "") -> None:
 
 @dataclass(kw_only=True)
 class Dispatched:
-    """What a rank's experts run on, and the way home, of one layer call. With combine="ordered" a row per kept slot.
+    """What a rank's experts run on, itself a small MoE layer's input, and the way home, of one layer call: any function
+    that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
 
     x_MD: [M', D] in the tokens' dtype.
     ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".

@@ -1,14 +1,10 @@
-"""What ranks tell each other before rows move, in one shape for every movement: who is where, and how much will come.
+"""What ranks tell each other before rows move, in one shape for every movement: whatever two ranks meet at, they
+compare the same columns, so a rank out of step is an error with both sides' names on every rank.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
                          GRAD, LINES and SIZES of what is shared
-    combine   forward    ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
+    the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
-    combine   backward   the same
-    dispatch  backward   the same
-
-Whatever two ranks meet at, they compare the same columns, so a rank out of step is an error with both sides' names on
-every rank, and never rows of one call taken for those of another.
 
 Legend: P ranks, C columns.
 """

@@ -1,13 +1,9 @@
-"""Ranks of one host in shared memory: what each tells all, and the memory into which the others put its rows.
+"""Ranks of one host in shared memory: a control block of the group with a doorbell for each pair of ranks and two
+boards for each rank, and an arena of each rank, slots into which the others put its rows.
 
-    control    one for the group, made by rank 0: a doorbell for each pair of ranks, and for each rank two boards,
-               written in turn: its messages, at which meeting it is, and which slot of its arena takes the next rows
-    arena      one for each rank: slots of rows, in a file without a name that takes memory only where it is written
-
-A meeting is the only way in which ranks wait for each other: write to the own board, ring at every peer, wait until
-every peer has rung here. A board is written again two meetings later: by then every peer has read it, for it has rung
-for the meeting in between. A slot takes rows only after its owner has named it at a meeting, so nobody is in it. A
-ring does not say for what: all compare at which meeting each is, and a rank that gives up writes so and rings.
+Ranks wait for each other at meetings alone: write to the own board, ring at every peer, wait until every peer has rung
+here. A board is written again two meetings later, when every peer has read it; a slot takes rows only after its owner
+has named it at a meeting. A ring does not say for what: all compare at which meeting each is.
 
 Legend: P ranks, C columns of the message.
 """
@@ -26,8 +22,8 @@ from torch import Tensor
 from trimtab.dispatch.doorbells import STRIDE, Arrivals, Doorbells
 from trimtab.errors import BackendError, ConfigError, DesyncError, TrimtabError
 from trimtab.guard.guard import Waiting
-from trimtab.guard.memory import map_range, reserve
 from trimtab.guard.peers import Introductions, PeerInfo
+from trimtab.guard.record import map_range, reserve
 from trimtab.launched import cores
 
 SLOT_BYTES = 1 << 36

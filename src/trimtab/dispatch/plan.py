@@ -1,12 +1,6 @@
-"""The plan of an exchange: P = Exchange . SpreadRanks, as indices. Built once per layer call, immutable.
-
-    SpreadRanks    T tokens -> M rows, one per (token, rank that owns one of its experts), grouped by rank
-    Exchange       M rows -> M' rows on those ranks                                    (the transports)
-
-The grouping is one stable sort of narrow keys over the slots; nothing of size T x P is made. A slot that is dropped
-(id -1, or a masked token) gets the key behind the last group and so falls off the end: there is no other treatment of
-it. A stable sort leaves the slots of one token adjacent within a rank, so the rows of a rank are the places where the
-token changes. `trimtab.experts.plan` groups the rows that a rank holds by expert.
+"""The plan of an exchange, built once per layer call: T tokens -> M rows, one per (token, rank that owns one of its
+experts), grouped by rank, by one stable sort of narrow keys over the slots; nothing of size T x P is made. A slot that
+is dropped gets the key behind the last group and so falls off the end.
 
 Legend: T local tokens, K experts per token, N = T * K slots, P ranks, M rows sent.
 """

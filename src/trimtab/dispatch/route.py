@@ -3,10 +3,8 @@
     Dispatch   forward P,   backward P^T     tokens and routing weights -> rows on the ranks that own their experts
     Combine    forward P^T, backward P       rows -> sum per token, back home
 
-Each one's backward is the other, so both directions issue the same collectives. Neither saves a tensor, and neither can
-be differentiated twice. Combine also takes `sent`, of no elements, which Dispatch gave out beside the rows: so
-Dispatch's backward follows its own on every rank, even where the experts in between returned rows that depend on
-nothing. `RankRoute` composes SpreadRanks with a transport; `LocalRoute` is the identity of a group of one rank.
+Neither saves a tensor. Combine also takes `sent`, of no elements, which Dispatch gave out beside the rows: so
+Dispatch's backward follows its own on every rank, even where the experts returned rows that depend on nothing.
 
 Legend: T local tokens, K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -17,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -44,25 +42,6 @@ _AFTER = {
 """Where a rank is once a movement is done."""
 
 
-class Route(Protocol):
-    """One layer call on one rank. Each method is a collective of the group, the same on every rank.
-
-    `direction` says whose turn it is: the transpose of the one is the backward of the other.
-    """
-
-    def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
-
-    def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
-
-    def combine_slots(self, rows_RD: Tensor) -> Tensor:
-        """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
-
-    def refuse(self, error: InputError, like: Tensor) -> NoReturn:
-        """Raise `error` in place of a combine, on every rank that would wait for this one."""
-
-
 class LocalRoute:
     """The identity: all experts are on this rank, nothing moves and nothing is counted."""
 
@@ -84,7 +63,8 @@ class LocalRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRoute:
-    """SpreadRanks and an exchange over `transport`.
+    """One layer call on one rank, each of whose methods is a collective of the group: tokens to rows by `plan`, and an
+    exchange over `transport`. `direction` says whose turn it is: the transpose of the one is the other's backward.
 
     run: `layer_frame` of the layer. call: which every rank must be in. announced: whether guarded ranks tell each other
     what comes before rows move on the CPU.
@@ -102,17 +82,20 @@ class RankRoute:
 
     @not_in_graphs
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
         phase = "dispatch" if direction == "forward" else "combine"
         send = partial(self.transport.dispatch, tensors, self.plan.row_token_M, self.rows, self.tokens)
         return self._move(phase, direction, self.rows, tensors[0], send)
 
     @not_in_graphs
     def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
+        """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
         phase, splits = "combine" if direction == "forward" else "dispatch", self.rows.reversed()
         send = partial(self.transport.combine, tensors, splits, self.tokens)
         return combine_parts(self._move(phase, direction, splits, tensors[0], send), self.plan.token_csr)
 
     def combine_slots(self, rows_RD: Tensor) -> Tensor:
+        """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
         splits, csr = self.slots.reversed(), self.plan.slot_csr
         assert csr is not None
         send = partial(self.transport.combine, [rows_RD], splits, self.tokens)
@@ -120,6 +103,7 @@ class RankRoute:
         return combine_rows(received, csr)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
+        """Raise `error` in place of a combine, on every rank that would wait for this one."""
         if self.guard is not None and like.device.type == "cpu":
             with suppress(InputError), self.guard.alone(self.call.layer, "combine"):
                 announce(self.transport, self.guard, self.rows.reversed(), self.call, "combine", "forward", None)
@@ -141,6 +125,9 @@ class RankRoute:
         after, turn, state = _AFTER[phase, direction]
         self.guard.at(call.layer, after, turn, call.number, state)
         return received
+
+
+Route = LocalRoute | RankRoute
 
 
 def outside_graph(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,5 @@
-"""Sequence shards of tokens that a group holds in full: its own pair of maps, outside any dispatch.
-
-    Shard    forward: this rank's positions of every sequence     backward: all ranks' gradients, put together
-    Unshard  forward: all ranks' positions, put together          backward: this rank's positions
-
-A value that every rank of the group holds has a gradient that every rank holds, so each rank works on its own
-positions only and nothing is computed twice. Shards may differ in length or be empty.
+"""Sequence shards of tokens that a group holds in full: `shard` takes this rank's positions of every sequence,
+`unshard` puts all ranks' together, and each is the other's backward. Shards may differ in length or be empty.
 
 Legend: B batch, L positions, l positions of this rank, D width.
 """

@@ -1,11 +1,5 @@
-"""Shared memory between the ranks of one host: rows are gathered straight into the memory of the rank that needs them.
-
-    sender      rows of rank d -> the slot that d named last, behind those of the ranks before
-    all         meet
-    receiver    its slot is the received tensors; it comes back to the pool when the last of them is gone
-
-Each byte is copied once, and nothing passes through the kernel. The parts of a row lie apart, each as one contiguous
-tensor. Counts go the same way.
+"""Shared memory between the ranks of one host: a sender gathers rows straight into the memory that the receiver named,
+all meet, and that memory is the received tensors; it comes back to the pool when the last of them is gone.
 
 Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows received.
 """

@@ -1,12 +1,8 @@
 """The guard of one expert group: a hang or a death becomes a sentence that says who, where and for how long.
 
-    healthy    each rank writes its place into its own memory (a microsecond); nothing is sent, no thread runs
-    trouble    a collective fails, or a wait outlives its deadline: this rank looks at the records and the processes of
-               the ranks of its host, judges, and leaves its verdict in its own record, so that every rank raises the
-               first cause and none blames the neighbour who raised before it
-
-The host can only watch what the host waits for: collectives over Gloo. With a device backend the record is kept, and
-nothing waits. Of ranks on other hosts it sees nothing: they are named where nobody on this host is at fault.
+Each rank writes its place into its own memory; nothing is sent, no thread runs. Where a collective over Gloo fails or
+outlives its deadline, this rank looks at the records and processes of the ranks of its host, judges, and leaves its
+verdict in its record, so that all raise the first cause. With a device backend the record is kept, and nothing waits.
 """
 
 from __future__ import annotations
@@ -228,10 +224,8 @@ class Guard(SharedByCopies):
 
 
 class ExchangeLock:
-    """One thread of a rank at a time is in an exchange of a process group; it may enter again what it is in.
-
-    holder: the name of the thread that has it, or had it last.
-    """
+    """One thread of a rank at a time is in an exchange of a process group; it may enter again what it is in. `holder`:
+    the name of the thread that has it, or had it last."""
 
     def __init__(self) -> None:
         self._lock, self.holder = threading.RLock(), "another"

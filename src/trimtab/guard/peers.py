@@ -24,9 +24,9 @@ _NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 class PeerInfo:
     """What a rank says of itself through the group's store.
 
-    here: equal on ranks that can look at each other in /proc. record: descriptor of its `RankRecord`, or -1.
-    transport: the kind it exchanges by. device: type of its tensors. rows, control: descriptors of memory that it
-    shares, or -1. lack: why it can't share memory, if so. pid 0: it has not said who it is.
+    here: equal on ranks that can look at each other in /proc. record, rows, control: descriptors of its `RankRecord`
+    and of memory that it shares, or -1. transport: the kind it exchanges by. device: type of its tensors. lack: why it
+    can't share memory. pid 0: it has not said who it is.
     """
 
     rank: int
@@ -75,24 +75,19 @@ class Introductions:
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self.rank, self._world = dist.get_rank(group), dist.get_process_group_ranks(group)
-        self._start = start_of(os.getpid())  # now: shared memory may take the last descriptor
+        self._me = PeerInfo(
+            rank=self.rank, global_rank=self._world[self.rank], host=socket.gethostname(), here=_here(),
+            pid=os.getpid(), start=start_of(os.getpid()),  # now: shared memory may take the last descriptor
+        )  # fmt: skip
         store = group.get_group_store()
         number = store.add(f"trimtab/{what}/{self.rank}", 1)
         self._store = dist.PrefixStore(f"trimtab/{what}/{number}", store)
         self._keys = [f"rank/{rank}" for rank in range(len(self._world))]
         self._failure = ""
 
-    def say(
-        self, *, record: int = -1, transport: str = "", device: str = "", rows: int = -1, control: int = -1,
-        lack: str = "",
-    ) -> None:  # fmt: skip
+    def say(self, **fields: int | str) -> None:
         """Of this rank; see `PeerInfo`."""
-        me = PeerInfo(
-            rank=self.rank, global_rank=self._world[self.rank], host=socket.gethostname(), here=_here(),
-            pid=os.getpid(), start=self._start, record=record, transport=transport, device=device, rows=rows,
-            control=control, lack=lack,
-        )  # fmt: skip
-        self._store.set(self._keys[self.rank], json.dumps(asdict(me)))
+        self._store.set(self._keys[self.rank], json.dumps(asdict(self._me) | fields))
 
     def read(self) -> list[PeerInfo]:
         """What each rank has said, by rank; of those that have not spoken only who they are."""

@@ -1,22 +1,19 @@
-"""Where a rank is (layer, phase, direction, call), in memory that other processes of its host can read.
-
-They read it through /proc/<pid>/fd/<fd>: no file to clean up, readable while the process is stopped, and still there
-for those who have opened it when the process is killed. `trimtab doctor --places` prints the records of a host.
-"""
+"""Where a rank is (layer, phase, direction, call), in memory without a file name that other processes of its host can
+read through /proc/<pid>/fd/<fd>, also while it is stopped. `trimtab doctor --places` prints the records of a host."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from trimtab.guard.memory import map_range, reserve
 
 PHASES = ("route", "count", "dispatch", "experts", "combine")
 DIRECTIONS = ("forward", "backward")
@@ -31,6 +28,36 @@ _OWNER, _NOTE = struct.Struct("<q"), struct.Struct("<I")
 _STATE_AT, _OWNER_AT, _NOTE_AT = 13, 240, 256
 _MAGIC = b"ttg1"
 _LAYER_BYTES = 120
+
+
+def reserve(name: str, size: int) -> int:
+    """The descriptor of `size` bytes that take no memory until they are written, and are gone with the last process
+    that has them mapped; -1 where the system has none. OSError above `ulimit -f`."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_range(fd: int, size: int, offset: int = 0, *, writable: bool = True) -> Any:
+    """`size` bytes from `offset` (a multiple of the page size), as a buffer; unmapped when nobody holds it any more.
+    Python's `mmap` would keep a file descriptor for each mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    return memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +82,8 @@ class Place:
 
 
 class RankRecord:
-    """The record of one process: written by it, read by others.
-
-    rank: whose it is, within the group. owner: the process that writes it; others may hold it open, peers that read it
-    and children that inherited it. fd: the descriptor by which others find it; -1 where the system has none, and in a
-    reader.
-    """
+    """The record of one process. rank: its rank within the group. owner: the process that writes it; peers and children
+    may hold it open. fd: by which others find it; -1 where the system has none, and in a reader."""
 
     def __init__(self, memory: Any, fd: int = -1) -> None:
         self._memory, self.fd, self._version = memory, fd, 0
