@@ -21,24 +21,26 @@ _TWICE = "trimtab's backward is once_differentiable and cannot be differentiated
 
 
 def computed_in(param: Tensor) -> torch.dtype:
-    """The dtype that products with a parameter are made in: autocast's where it is at work on its device, the CPU or
-    CUDA, else the parameter's. As `nn.Linear`: float64 keeps its own."""
+    """What products with a parameter are made in: autocast's dtype where it is at work, but for float64, or its own."""
     kind = param.device.type
     return torch.get_autocast_dtype(kind) if _at_work(kind) and param.dtype is not torch.float64 else param.dtype
 
 
 def narrowed(x: Tensor, experts: nn.Module) -> Tensor:
-    """Rows on their way to experts that will multiply them in autocast's dtype: in it already, where it is narrower, so
-    that an exchange moves no more than that."""
+    """Rows on their way to experts, in autocast's dtype already where it is narrower: an exchange moves no more."""
     param = next(experts.parameters(), None) if _at_work(x.device.type) else None
     if param is None or computed_in(param).itemsize >= x.dtype.itemsize:
         return x
     return x.to(computed_in(param))
 
 
+def autocast_at_work() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def without_autocast() -> AbstractContextManager[object]:
     """Within, autocast is off for the CPU and for CUDA."""
-    if not any(map(torch.is_autocast_enabled, _KINDS)):
+    if not autocast_at_work():
         return nullcontext()
     stack = ExitStack()
     for kind in _KINDS:
@@ -68,9 +70,8 @@ def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
 def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) -> Callable[..., Any]:
     """A static `backward` of an autograd function, run without autocast, in the dtypes of the forward.
 
-    Under create_graph=True its results raise where they are differentiated, but for a function within a graph of
-    `torch.compile`. torch's own decorator leaves them without a graph if the gradient that comes in has none, as that
-    of a sum has not: a penalty on them would have no gradient, and nobody would be told.
+    Under create_graph=True its results raise where they are differentiated, but in a graph of `torch.compile`. torch's
+    own decorator may leave them without a graph: a penalty on them would have no gradient, and nobody would be told.
 
     traced: whether `torch.compile` may trace it, see `eager_backward`.
     """

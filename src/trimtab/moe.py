@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import narrowed, not_a_view, refuse_transforms, zeroed
+from trimtab.backward import autocast_at_work, narrowed, not_a_view, refuse_transforms, zeroed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
@@ -163,8 +163,8 @@ class MoE(nn.Module):
         self.fingerprint = _fingerprint(config)
         self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, fingerprint=self.fingerprint)
         self.tokens: Tokens = AllTokens()
-        self.to_latent = nn.Identity() if c.latent_dim is None else Projection(c.dim, width, **made)
-        self.from_latent = nn.Identity() if c.latent_dim is None else Projection(width, c.dim, **made)
+        self.to_latent = None if c.latent_dim is None else Projection(c.dim, width, **made)
+        self.from_latent = None if c.latent_dim is None else Projection(width, c.dim, **made)
         self.shared = None if not c.shared_hidden else SharedExperts(
             c.dim, c.shared_hidden, activation=c.activation, gated=c.shared_gate, **made
         )  # fmt: skip
@@ -194,7 +194,7 @@ class MoE(nn.Module):
             losses = self.router.losses(route)
             out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
             combined = self.dispatcher.combine(out, rows)
-        y_TD = self.from_latent(combined)
+        y_TD = combined if self.from_latent is None else self.from_latent(combined)
         if self.shared is not None:
             y_TD = y_TD + self.shared(own.x_TD)
         return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
@@ -219,8 +219,8 @@ class MoE(nn.Module):
 
     def _sent(self, x_TD: Tensor) -> Tensor:
         """What is sent to the experts, in the dtype that ours will multiply it in."""
-        sent = self.to_latent(x_TD)
-        return narrowed(sent, self.experts) if isinstance(self.experts, ExpertMLP) else sent
+        sent = x_TD if self.to_latent is None else self.to_latent(x_TD)
+        return narrowed(sent, self.experts) if autocast_at_work() and isinstance(self.experts, ExpertMLP) else sent
 
     def _shared(self, x: Tensor) -> Shared:
         """What of the input the ranks of the expert group must have as much of."""

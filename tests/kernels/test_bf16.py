@@ -26,7 +26,7 @@ from trimtab.kernels.selftest import self_test
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 CPU = torch.device("cpu")
 ALL, NO_CPU, NO_COMPILER, NO_SYSTEM = 0, 1, 2, 3
-"""What cpu/products.h answers."""
+"""What cpu/experts.cpp answers."""
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,16 @@ def test_a_grouped_linear_s_result_is_no_view() -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("hooked", ["experts", "from_latent"])
-@pytest.mark.parametrize("options", [{}, {"latent_dim": 8}, {"combine": "ordered"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "hooked"),
+    [
+        ({}, "experts"),
+        ({"latent_dim": 8}, "experts"),
+        ({"latent_dim": 8}, "from_latent"),
+        ({"combine": "ordered"}, "experts"),
+    ],
+    ids=str,
+)
 def test_who_has_saved_what_it_was_made_of_is_told_of_a_change(options: dict[str, object], hooked: str) -> None:
     """A hook's loss on a part's result: right if the residual is added elsewhere, refused by torch if in place."""
     found = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trimtab.experts.lowered import LoweredProducts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExpertWeights:
     """The parameters of all local experts.
 

@@ -79,7 +79,8 @@ def expert_mlp(
         keep=torch.is_grad_enabled(), defer=defer, low=low,
         trained=() if defer is None else tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
-    x, w = x_MD.to(dtype), w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
+    x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
+    w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     inputs = call.inputs(x_MD)
     y: Tensor
     if low is None:
@@ -89,7 +90,7 @@ def expert_mlp(
 
         with without_autocast():
             y = forward_of(LoweredMLP, call, x, w, *inputs)
-    return y.to(x_MD.dtype)
+    return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
 
 
 class _Experts(Function):

@@ -112,8 +112,9 @@ class ExpertMLP(GroupedModule):
 
     def expert_weights(self) -> ExpertWeights:
         """The parameters as they are now."""
-        up, up_bias = getattr(self, self._up), getattr(self, f"{self._up}_bias")
-        return ExpertWeights(up=up, down=self.down, up_bias=up_bias, down_bias=self.down_bias)
+        down_bias = self.down_bias
+        up_bias = None if down_bias is None else getattr(self, f"{self._up}_bias")
+        return ExpertWeights(up=getattr(self, self._up), down=self.down, up_bias=up_bias, down_bias=down_bias)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -1,10 +1,8 @@
 """The expert MLP by the C++ kernels: one call forward, one backward, one more where weight gradients come later.
 
-They cover activations that C++ knows by name, with or without biases, of contiguous weights in float32 or bfloat16 in
-either layout. What they do not cover goes block by block.
+They cover activations that C++ knows by name, of contiguous weights in float32 or bfloat16 in either layout.
 
-Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations,
-F expert hidden dim.
+Legend: M rows, K slots per row, R expert rows, e experts, D model dim, I width of the pre-activations, F hidden dim.
 """
 
 from __future__ import annotations
@@ -28,22 +26,19 @@ NAMES = ("up", "down", "up_bias", "down_bias")
 
 def covers(o: Operands) -> bool:
     """Whether the C++ kernels compute this call."""
-    up, down, dtype = o.up, o.down, o.up.dtype
+    params = o.up, o.down, o.up_bias, o.down_bias
     return (
         isinstance(o.kernels, CompiledKernels)
         and _known(o.word) is not None
         and o.x.dtype in TYPES
-        and down.dtype is dtype
-        and up.is_contiguous()
-        and down.is_contiguous()
-        and all(bias is None or (bias.dtype is dtype and bias.is_contiguous()) for bias in (o.up_bias, o.down_bias))
+        and all(p is None or (p.dtype is o.up.dtype and p.is_contiguous()) for p in params)
     )
 
 
 def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
     """y [M, D], and the pre-activations [R, I], none unless `keep`."""
     kernels, x = _kernels(o), o.x.contiguous()
-    fields = _fields(o, x, reads_biases=True)
+    fields = _fields(o, x) | _weights(o, x)
     pre = kernels.empty(fields["R"] if keep else 0, o.width, dtype=x.dtype)
     y = kernels.empty(*x.shape, dtype=x.dtype)
     kernels.forward(fields | {"pre": pre if keep else None, "y": y})
@@ -55,25 +50,22 @@ def backward(
 ) -> tuple[Tensor | None, Tensor]:
     """dx [M, D] and dw [M, K]; see `by_blocks.backward`."""
     kernels, x = _kernels(o), o.x.contiguous()
-    fields = _fields(o, x, reads_biases=True)
+    fields = _fields(o, x) | _weights(o, x)
     if pre.shape[0] < fields["R"] or pre.shape[1:] != (o.width,):
         raise InputError(f"the pre-activations came back as {tuple(pre.shape)}", phase="experts")
     dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
     dw = torch.zeros(o.w.shape, dtype=torch.float32, device="cpu")
-    fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw}
-    if d_pre is None:
-        later = _written(fields, targets)
-        kernels.backward(fields)
-        _put(later)
-    else:
-        kernels.backward(fields | {"d_pre": d_pre})
+    fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw, "d_pre": d_pre}
+    later = _written(fields, targets) if d_pre is None else []
+    kernels.backward(fields)
+    _put(later)
     return dx, dw.to(o.w.dtype)
 
 
 def weight_gradients(o: Operands, dy: Tensor, pre: Tensor, d_pre: Tensor, targets: Targets) -> None:
     """The parameters' gradients, from what the backward left."""
     x = o.x.contiguous()
-    fields = _fields(o, x, reads_biases=False)
+    fields = _fields(o, x)
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "d_pre": d_pre}
     later = _written(fields, targets)
     _kernels(o).weight_gradients(fields)
@@ -98,33 +90,38 @@ def _known(word: str) -> Fields | None:
     return number | numbers | {"interleaved": int(activation.interleaved)}
 
 
-def _fields(o: Operands, x: Tensor, *, reads_biases: bool) -> Fields:
-    """What all three calls read, and what keeps it alive. reads_biases: whether the weights are read at all, too."""
-    plan, (M, D), e, K, F = o.plan, x.shape, o.down.shape[0], o.w.shape[1], o.hidden
-    wanted = (e, F, D) if o.transposed else (e, D, F)
-    known = _known(o.word)
+def _fields(o: Operands, x: Tensor) -> Fields:
+    """What all three calls read, and what keeps it alive."""
+    plan, (M, D), (e, _, F), width, known = o.plan, x.shape, o.down.shape, o.width, _known(o.word)
+    wanted = (e, D, F)
+    if o.transposed:
+        F = o.down.shape[1]
+        wanted = (e, F, D)
     assert known is not None
-    fits = o.down.shape == wanted and o.up.shape[1 if o.transposed else -1] == D and o.w.shape == (M, K)
-    fits = fits and o.width == (2 * F if activation_of(o.word).gated else F) and o.up.shape[0] == e
-    fits = fits and plan.offsets_e.shape[0] == e + 1 and plan.bag_offsets.shape[0] == M + 1
-    if not fits:
+    fits = o.down.shape == wanted and o.up.shape[0] == e and o.up.shape[1 if o.transposed else -1] == D
+    fits = fits and width == (2 * F if activation_of(o.word).gated else F) and o.w.shape[0] == M
+    if not fits or plan.offsets_e.shape[0] != e + 1 or plan.bag_offsets.shape[0] != M + 1:
         raise InputError(
             f"x {tuple(x.shape)}, weights {tuple(o.w.shape)}, up {tuple(o.up.shape)} and down {tuple(o.down.shape)} "
             "do not fit together",
             phase="experts",
         )
-    fields = known | {
-        "type": TYPES[x.dtype], "folded": 1, "transposed": int(o.transposed), "M": M, "R": plan.row_R.shape[0], "E": e,
+    w = o.w if o.w.dtype is torch.float32 else o.w.to(torch.float32)
+    return known | {
+        "type": TYPES[x.dtype], "transposed": int(o.transposed), "M": M, "R": plan.row_R.shape[0], "E": e,
         "D": D, "F": F, "row_R": plan.row_R, "slot_R": plan.slot_R, "offsets": plan.offsets_e, "x": x,
-        "w": o.w.to(torch.float32).contiguous(),
+        "w": w.contiguous(),
     }  # fmt: skip
-    if reads_biases:
-        up, down, up_bias, down_bias = o.up, o.down, o.up_bias, o.down_bias
-        if (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those C++ rounds weights itself
-            up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, plan, x, o.kernels)
-        fields |= {"up": up, "down": down, "type_weights": TYPES[up.dtype]}
-        if up_bias is not None and down_bias is not None:
-            fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
+
+
+def _weights(o: Operands, x: Tensor) -> Fields:
+    """The parameters where they are read, in one of the types that may lie beside x."""
+    up, down, up_bias, down_bias = o.up, o.down, o.up_bias, o.down_bias
+    if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those C++ rounds
+        up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, o.plan, x, o.kernels)
+    fields: Fields = {"up": up, "down": down, "type_weights": TYPES[up.dtype]}
+    if up_bias is not None and down_bias is not None:
+        fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
     return fields
 
 

@@ -76,7 +76,7 @@ class Targets:
 
 def width_of(up: Tensor, transposed: bool) -> int:
     """I."""
-    return up.shape[2] if transposed else up.shape[1:-1].numel()
+    return up.shape[1] * up.shape[2] if up.ndim == 4 else up.shape[2 if transposed else 1]
 
 
 def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:

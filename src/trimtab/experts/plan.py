@@ -1,7 +1,6 @@
 """The rows that a rank holds, grouped by expert: M rows -> R rows, one per kept (row, slot), segments aligned.
 
-One stable sort of narrow keys over the slots; nothing of size M x E is made. A slot that is dropped gets the key behind
-the last expert and so falls off the end.
+One stable sort of narrow keys over the slots; that of a dropped one lies behind the last expert. Nothing is M x E.
 
 Legend: M rows, K experts per row, N = M * K slots, R expert rows (with padding), e local experts.
 """
@@ -18,11 +17,6 @@ from trimtab.layout import ALIGNMENTS
 from trimtab.validation import wide_ids
 
 
-def _in_memory(t: Tensor) -> bool:
-    """Whether its values lie where the host can read them: no subclass, nothing fake, nothing on a device."""
-    return type(t) is Tensor and type(t.new_empty(0)) is Tensor and t.device.type == "cpu"
-
-
 def plan_experts(
     ids_MK: Tensor,
     num_experts: int,
@@ -35,9 +29,8 @@ def plan_experts(
     """Group the slots of `ids_MK` [M, K] by local expert.
 
     Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
-    `num_slots` is the number of kept slots, or a bound of it, where the caller knows one. Without it a static plan (the
-    default on a device, of tensors without values and under `torch.compile`: nothing is read back) takes the bound N
-    (+ padding); its expert rows beyond offsets_e[-1] are padding too.
+    `num_slots` is the number of kept slots, or a bound of it, if known; else a static plan (the default where nothing
+    may be read back) takes the bound N (+ padding); its expert rows beyond offsets_e[-1] are padding too.
     `kernels`: those that the plan is for, if they are known; the compiled ones make it themselves.
 
     Raises:
@@ -48,9 +41,10 @@ def plan_experts(
         raise ConfigError(f"alignment {alignment} is not one of {ALIGNMENTS}")
     ids_MK = wide_ids(ids_MK)
     rows, top_k = ids_MK.shape
-    static = static_by_default(ids_MK) if static is None else static
+    by_default = static_by_default(ids_MK)
+    static = by_default if static is None else static
     place = getattr(kernels, "place_slots", None)
-    if place is not None and not static and _in_memory(ids_MK):
+    if place is not None and not (static or by_default) and type(ids_MK) is Tensor:
         plan: ExpertPlan = place(ids_MK, num_experts, alignment)
         _check_slots(num_slots, plan.bag_index.shape[0])
         return plan

@@ -24,13 +24,13 @@ _LACKS = (
     "the compiler that made the kernels does not know it",
     "the operating system does not permit it",
 )
-"""By their numbers in cpu/products.h."""
+"""By their numbers in cpu/experts.cpp."""
 
 
 class Bf16Products:
     """What makes them now.
 
-    name: one of `PRODUCTS`. refused: what would be faster, and why it does not run.
+    name: one of `PRODUCTS`. number: its own in cpu/call.h. refused: what would be faster, and why it does not run.
 
     Args:
         lack: the number of what a library lacks for the products of a number.
@@ -45,12 +45,7 @@ class Bf16Products:
             raise BackendError(f"no products of bfloat16 called {wanted!r}: choose one of {PRODUCTS}")
         self._lack, self._alone = lack, wanted is not None
         self.refused: dict[str, str] = {}
-        self.name = self._first(PRODUCTS[::-1] if wanted is None else (wanted,))
-
-    @property
-    def number(self) -> int:
-        """In cpu/call.h."""
-        return PRODUCTS.index(self.name)
+        self._take(PRODUCTS[::-1] if wanted is None else (wanted,))
 
     def give_up(self, fault: str) -> bool:
         """Take the next ones instead of these, which failed a test, and say so.
@@ -61,17 +56,18 @@ class Bf16Products:
         if not self.number or self._alone:
             return False
         self.refused[failed] = f"wrong results: {fault}"
-        self.name = self._first(PRODUCTS[: self.number][::-1])
+        self._take(PRODUCTS[: self.number][::-1])
         warnings.warn(f"{failed} products: {fault}. Those called {self.name!r} are used instead", stacklevel=4)
         return True
 
     def __str__(self) -> str:
         return "; ".join((self.name, *(f"not {name}: {why}" for name, why in self.refused.items())))
 
-    def _first(self, names: Iterable[str]) -> str:
+    def _take(self, names: Iterable[str]) -> None:
         for name in names:
             why = _LACKS[self._lack(PRODUCTS.index(name))]
             if not why:
-                return name
+                self.name, self.number = name, PRODUCTS.index(name)
+                return
             self.refused[name] = why
         raise BackendError("; ".join(f"products of bfloat16 by {name}: {why}" for name, why in self.refused.items()))

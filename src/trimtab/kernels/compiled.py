@@ -3,7 +3,7 @@
     forward            y from x                                                                        cpu/forward.h
     backward           dx, dw and, if there is no d_pre to keep for later, the parameters' gradients   cpu/backward.h
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
-    place_slots        the plan of a rank's experts                                                    cpu/places.h
+    place_slots        the plan of a rank's experts                                                    cpu/experts.cpp
 
 What these do not cover goes block by block, see `trimtab.experts.by_blocks`. Sums are taken in float32, and an expert
 row's bits depend on no other row, on no thread and on no number of threads. A weight in float32 beside rows in bfloat16
@@ -43,14 +43,14 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 """In the order of their numbers in cpu/call.h."""
 
 _NUMBERS = (
-    "type", "type_weights", "products", "act", "threads", "folded", "transposed", "type_up", "type_down", "add_up",
-    "add_down", "interleaved", "alpha", "limit", "shift", "M", "R", "E", "D", "F",
+    "act", "transposed", "type_up", "type_down", "add_up", "add_down", "interleaved", "alpha", "limit",
+    "shift", "M", "R", "E", "D", "F",
 )  # fmt: skip
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
     "dw", "d_up", "d_down", "d_up_bias", "d_down_bias",
 )  # fmt: skip
-_CALL = struct.Struct("12i 3f 5q 19P 2P")
+_CALL = struct.Struct("11i 3f 5q 19P 2P")
 """cpu/call.h, field by field: int32, float, int64 and addresses, of which the library sets the last two."""
 
 
@@ -81,7 +81,7 @@ class CompiledKernels(TorchBackend):
         lib.trimtab_scratch_floats.argtypes = (ctypes.c_char_p,)
         lib.trimtab_count_slots.argtypes = (address, *[number] * 3, address, address)
         lib.trimtab_place_slots.argtypes = (address, *[number] * 3, *[address] * 6)
-        for name in ("scratch_floats", "call_bytes", "count_slots"):
+        for name in ("scratch_floats", "call_bytes"):
             getattr(lib, f"trimtab_{name}").restype = number
         lib.trimtab_isa.restype = ctypes.c_char_p
         if not lib.trimtab_runs_here():
@@ -167,7 +167,7 @@ class CompiledKernels(TorchBackend):
 
     def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> ExpertPlan:
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
-        ids = ids_MK.to(torch.int64).contiguous()
+        ids = (ids_MK if ids_MK.dtype is torch.int64 else ids_MK.long()).contiguous()
         rows, top_k = ids.shape
 
         def made(size: int) -> Tensor:
@@ -176,7 +176,8 @@ class CompiledKernels(TorchBackend):
         counts_e, offsets_e = made(num_experts), made(num_experts + 1)
         given = ids.data_ptr(), rows * top_k, num_experts
         of_e = counts_e.data_ptr(), offsets_e.data_ptr()
-        slots = self._lib.trimtab_count_slots(*given, alignment, *of_e)
+        self._lib.trimtab_count_slots(*given, alignment, *of_e)
+        slots = int(offsets_e[-1])  # of a tensor: `make_fx`, which would take it for a constant, raises
         kept = slots if alignment == 1 else int(counts_e.sum())
         slot_R, row_R, bag_index, bag_offsets = made(slots), made(slots), made(kept), made(rows + 1)
         places = slot_R.data_ptr(), row_R.data_ptr(), bag_index.data_ptr(), bag_offsets.data_ptr()
@@ -191,13 +192,14 @@ class CompiledKernels(TorchBackend):
         return self._faults[asked]
 
     def _run(self, name: str, fields: Mapping[str, Any]) -> None:
-        usual = {"threads": torch.get_num_threads(), "products": self.bf16.number, "type_weights": fields["type"]}
-        get = {**usual, **fields}.get
+        get, own = fields.get, fields["type"]
+        threads = get("threads") or torch.get_num_threads()
+        numbers = [get(field, 0) for field in _NUMBERS]
         addresses = [0 if (t := get(field)) is None else t.data_ptr() for field in _TENSORS]
-        call = _CALL.pack(*[get(field, 0) for field in _NUMBERS], *addresses, 0, 0)
+        call = _CALL.pack(own, get("type_weights", own), self.bf16.number, threads, *numbers, *addresses, 0, 0)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         sums = None
-        if fields["type"] != TYPES[torch.float32] and (fields.get("y") is not None or fields.get("dx") is not None):
+        if own != TYPES[torch.float32] and (get("y") is not None or get("dx") is not None):
             sums = self.pool.empty(fields["M"] * fields["D"], dtype=torch.float32)
         scratch = self.pool.empty(self._lib.trimtab_scratch_floats(call), dtype=torch.float32)
         getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())

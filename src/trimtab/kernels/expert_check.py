@@ -121,7 +121,7 @@ def _by_cpu(kernels: CompiledKernels, p: _Problem, transposed: bool, later: bool
     results = {"y": torch.full_like(p.x, torch.nan), "dx": torch.full_like(p.x, torch.nan), "dw": torch.zeros_like(p.w)}
     results |= {"d_up": torch.full_like(up, torch.nan), "d_down": torch.full_like(down, torch.nan)}
     fields: dict[str, Any] = {
-        "type": dtype, "type_weights": stored, "type_up": stored, "type_down": stored, "act": 0, "folded": 1,
+        "type": dtype, "type_weights": stored, "type_up": stored, "type_down": stored, "act": 0,
         "transposed": int(transposed), "threads": threads, "M": M, "R": rows, "E": E, "D": D, "F": F,
         "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "w": p.w, "x": p.x, "dy": p.dy, "up": up,
         "down": down, **made, **results,

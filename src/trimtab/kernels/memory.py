@@ -24,8 +24,8 @@ def modes() -> list[type]:
 def no_values(device: torch.device) -> bool:
     """Whether tensors on `device` are shapes alone, none of whose values can be read: on the meta device, and under
     PyTorch's `FakeTensorMode`, but where a graph is traced from fake tensors: what is computed must be in it."""
-    if device.type == "meta":
-        return True
+    if device.type == "meta" or not _get_current_dispatch_mode_stack():  # as nearly always
+        return device.type == "meta"
     at_work = {kind.__name__ for mode in modes() for kind in mode.__mro__}
     return "FakeTensorMode" in at_work and "ProxyTorchDispatchMode" not in at_work
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, needed, once_differentiable
+from trimtab.backward import autocast_at_work, forward_of, needed, once_differentiable
+from trimtab.kernels.rows import static_by_default
 
 _LOWEST = -80.0
 """Below it softplus underflows in float32 and its root has no finite slope; the true slope is below 1e-17."""
@@ -60,7 +61,8 @@ class _Logits(Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.dtype = dtype
-        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta has none
+        without = x_TD.is_meta or not (autocast_at_work() or static_by_default(x_TD))  # a graph may meet it later
+        with nullcontext() if without else torch.autocast(x_TD.device.type, enabled=False):
             return x_TD.to(dtype) @ weight_ED.to(dtype).T
 
     @staticmethod
@@ -75,8 +77,8 @@ class _Logits(Function):
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, E] in float32, under autocast too; in float64 for float64 tokens."""
-    logits: Tensor = forward_of(_Logits, x_TD, weight_ED, torch.promote_types(x_TD.dtype, torch.float32))
-    return logits
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    return forward_of(_Logits, x_TD, weight_ED, dtype)  # type: ignore[no-any-return]
 
 
 def pick_weights(
@@ -86,8 +88,7 @@ def pick_weights(
     """Weights [T, K] of the experts picked; 0 where the id is negative. Not `normalize`d they are scale * score, else
     scale * score / sum of the scores picked; of a softmax that is a softmax over the picked logits: no underflow.
 
-    Ids that name no expert read some score of their token: the dispatcher refuses them. complete: all name one.
-    """
+    complete: all ids name an expert; else those that do not read some score, and the dispatcher refuses them."""
     index = ids_TK if complete else ids_TK.clamp(0, scores_TE.shape[1] - 1)
 
     def filled(t_TK: Tensor, value: float) -> Tensor:
@@ -111,6 +112,6 @@ def count_ids(ids: Tensor, num_experts: int, *, complete: bool = False) -> Tenso
     flat = ids.flatten()
     ones = torch.ones_like(flat)
     if complete:
-        return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, ones)
+        return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, ones)
     counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add(0, flat.clamp(-1, num_experts) + 1, ones)[1:-1]
+    return counts.scatter_add_(0, flat.clamp(-1, num_experts) + 1, ones)[1:-1]

@@ -50,11 +50,11 @@ def experts_forward(
     """
     who = type(module).__name__
     refuse_transforms(who)
-    rows, slots = tuple(hidden_states.shape), tuple(top_k_index.shape)
-    if len(rows) != 2 or len(slots) != 2 or slots[0] != rows[0] or tuple(top_k_weights.shape) != slots:
+    rows, slots, given = hidden_states.shape, top_k_index.shape, top_k_weights.shape
+    if len(rows) != 2 or len(slots) != 2 or slots[0] != rows[0] or given != slots:
         raise InputError(
-            f"{who}: expected rows [T, D], ids [T, K] and weights [T, K], got {rows}, {slots} and "
-            f"{tuple(top_k_weights.shape)}",
+            f"{who}: expected rows [T, D], ids [T, K] and weights [T, K], got {tuple(rows)}, {tuple(slots)} and "
+            f"{tuple(given)}",
             phase="experts",
         )
     weights = weights_of(module)

@@ -75,10 +75,11 @@ def known(act_fn: object) -> str | None:
             return None
         if any(getattr(act_fn, on) for on in _HOOKS):
             return None
-    kind, inside = type(act_fn), getattr(act_fn, "act", None)
-    tanh = isinstance(inside, partial) and inside.func is F.gelu and inside.keywords == {"approximate": "tanh"}
+    kind = type(act_fn)
     if act_fn is F.silu or kind in (nn.SiLU, SiLUActivation):
         return "silu"
+    inside = getattr(act_fn, "act", None)
+    tanh = isinstance(inside, partial) and inside.func is F.gelu and inside.keywords == {"approximate": "tanh"}
     if act_fn is F.gelu or (kind is GELUActivation and inside is F.gelu) or _torch_gelu(act_fn, "none"):
         return "gelu"
     if kind in (NewGELUActivation, FastGELUActivation) or (kind is GELUTanh and tanh) or _torch_gelu(act_fn, "tanh"):

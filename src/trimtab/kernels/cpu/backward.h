@@ -111,7 +111,7 @@ void backward(const Call& c) {
                 const Ahead then = !next ? Ahead()
                     : c.threads == 1 ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, c.D, c.F)
                                      : first_of<Op>(back_of_up<W>(c, next->expert).from(dx.from), next->count, I, dx.wide());
-                combined_rows<Op>(c, t, from, I, back_of_up<W>(c, t.expert), (const T*)nullptr, true, dx, s, then);
+                combined_rows<Op>(c, t, from, I, back_of_up<W>(c, t.expert), (const T*)nullptr, dx, s, then);
             },
             [&](const Wave& wave) {
                 if (c.d_pre) return;

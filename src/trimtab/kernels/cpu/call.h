@@ -5,14 +5,17 @@
 // up of `pre` are halves of a row however the parameters hold them.
 #pragma once
 #include <cstdint>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 enum Type : int32_t { FLOAT = 0, BFLOAT = 1 };
 enum Products : int32_t { WIDENED = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
 
 struct Call {
-    int32_t type, type_weights, products, act, threads;  // products: of bf16
-    int32_t folded;       // the routing weight is taken into the hidden rows, else into the combine
+    int32_t type, type_weights, products, threads;  // products: of bf16
+    int32_t act;
     int32_t transposed;   // up is [E, D, I] and down [E, F, D], else [E, I, D] and [E, D, F]
     int32_t type_up, type_down;  // of the gradients
     int32_t add_up, add_down;    // to what they hold
@@ -41,3 +44,19 @@ inline Call with_memory(Call c, float* sums, float* scratch) {
 
 inline bool gated(const Call& c) { return c.act <= CLAMPED; }
 inline int64_t width(const Call& c) { return gated(c) ? 2 * c.F : c.F; }
+
+// How a thread rounds and whether denormals count to it: a team takes the word of the thread that called, for a row's
+// bits must not depend on who computes it. On x86 alone.
+#if defined(__x86_64__)
+inline unsigned control_word() { return _mm_getcsr(); }
+inline void set_control_word(unsigned word) { _mm_setcsr(word); }
+#else
+inline unsigned control_word() { return 0; }
+inline void set_control_word(unsigned) {}
+#endif
+
+struct Controlled {  // by the caller's word, until its end
+    const unsigned own = control_word();
+    explicit Controlled(unsigned word) { set_control_word(word); }
+    ~Controlled() { set_control_word(own); }
+};

@@ -43,9 +43,8 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
                     keep_row(v, nn, bias ? shift[part] : nullptr, pre ? pre + part * F : nullptr);
                 }
                 if (!c.y) continue;
-                const float w = c.folded ? weight_of(c, r) : 1.0f;
                 typename Op::Value* row = hidden + i * ldh;
-                act.forward(got, got + Op::wide / 2, nn, w, shape_of(c), got);
+                act.forward(got, got + Op::wide / 2, nn, weight_of(c, r), shape_of(c), got);
                 Op::put_row(got, row + n0, nn);
                 Op::end_row(row, F);
             }
@@ -73,7 +72,7 @@ void forward(const Call& c) {
                     : c.threads == 1 ? first_of<Op>(up_of<W>(c, next->expert), next->count, c.D, c.F)
                                      : first_of<Op>(down_of<W>(c, next->expert).from(y.from), next->count, c.F, y.wide());
                 const T* bias = c.down_bias ? (const T*)c.down_bias + t.expert * c.D : nullptr;
-                combined_rows<Op>(c, t, from, c.F, down_of<W>(c, t.expert), bias, c.folded, y, s, then);
+                combined_rows<Op>(c, t, from, c.F, down_of<W>(c, t.expert), bias, y, s, then);
             },
             [](const Wave&) {});
         y.end();

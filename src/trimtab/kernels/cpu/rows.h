@@ -6,7 +6,6 @@
 
 #include "activation.h"
 #include "call.h"
-#include "control.h"
 #include "gemm.h"
 
 struct Rows {  // expert rows of one expert that one thread takes
@@ -154,14 +153,14 @@ struct Combine {
         until = std::min<long>(c.D, (i + 1) * blocks / n * NR);
         for (long m = 0; m < c.M; m++) memset(sums + m * c.D + from, 0, (until - from) * sizeof(float));
     }
-    // Columns d0 : d0 + n of a row's product, times w.
-    INLINE void add(long r, long d0, long n, const float* got, float w) const {
+    // Columns d0 : d0 + n of a row's product.
+    INLINE void add(long r, long d0, long n, const float* got) const {
         if (c.row_R[r] < 0) return;
         const float* soon = sums + c.row_R[std::min(r + COMING, c.R - 1)] * c.D;  // a prefetch reads nothing
         float* row = sums + c.row_R[r] * c.D;
         for (long d = d0; d < d0 + n; d += VL, got += VL) {
             __builtin_prefetch(soon + d, 1);
-            store(row + d, multiply_add(splat(w), load(got), load(row + d, d0 + n - d)), d0 + n - d);
+            store(row + d, load(got) + load(row + d, d0 + n - d), d0 + n - d);
         }
     }
     long wide() const { return until - from; }
@@ -176,11 +175,11 @@ struct Combine {
 };
 
 // The second product of a piece's rows, [count, K] at `left`, for this thread's columns, and their bias, into their
-// tokens' sums. Where hidden rows are not `weighted` yet, the sums are.
+// tokens' sums: the rows are weighted.
 template <class Op, class W, class T>
 void combined_rows(
     const Call& c, Rows t, const typename Op::Value* left, long K, const Right<W>& weight, const T* bias,
-    bool weighted, const Combine<T>& to, Scratch s, const Ahead& then
+    const Combine<T>& to, Scratch s, const Ahead& then
 ) {
     using Word = typename Op::Word;
     if (!to.to) return;
@@ -189,10 +188,10 @@ void combined_rows(
         then, [&](long m0, long mn, long n0, long nn, float* got) {
             n0 += to.from;
             for (long i = m0; i < m0 + mn; i++, got += LDC) {
-                const float w = weight_of(c, t.start + i), of_bias = weighted ? w : 1.0f;
+                const float w = weight_of(c, t.start + i);
                 for (long n = 0; bias && n < nn; n += VL)
-                    store(got + n, load(got + n) + load(bias + n0 + n, nn - n) * of_bias);
-                to.add(t.start + i, n0, nn, got, weighted ? 1.0f : w);
+                    store(got + n, load(got + n) + load(bias + n0 + n, nn - n) * w);
+                to.add(t.start + i, n0, nn, got);
             }
         });
 }

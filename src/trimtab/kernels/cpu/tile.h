@@ -81,7 +81,7 @@ struct Floats {
     static constexpr long values = 1;      // in a word
     static constexpr long deep = KC;       // words of K that are brought at once
     static constexpr long wide = 128;      // columns of B that are brought at once
-    static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (gemm.h)
+    static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (few_rows.h)
     static constexpr long depth = deep * values;
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
     static constexpr long along = 64;      // words of K up to which sums that leave do so by rows of tiles
