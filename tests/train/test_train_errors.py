@@ -20,7 +20,7 @@ from trimtab.train import report
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
-from trimtab.train.prepare import check_data, plan_run
+from trimtab.train.prepare import make_room, plan_run
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import closing_words, draw_loads
 
@@ -43,8 +43,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "keys.jsonl").write_text('{"prompt": "x"}\n')
-    (tmp_path / "broken.jsonl").write_text("{\n")
     good = '{"text": "as it should be"}\n' * 2000
     (tmp_path / "late.jsonl").write_text(good + '{"text": null}\n' + good)
     (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 5)
@@ -58,11 +56,9 @@ def folder(tmp_path: Path) -> Path:
     [
         (["--data", "missing.txt"], ["missing.txt", "no such file"]),
         (["--data", "empty.txt"], ["empty"]),
-        (["--data", "keys.jsonl"], ["keys.jsonl:1", "`text`", "`messages`", "prompt"]),
-        (["--data", "broken.jsonl"], ["broken.jsonl:1", "not JSON"]),
         (["--data", "late.jsonl"], ["late.jsonl:2001", "a `text` of the type NoneType"]),
-        (["--data", "asked.jsonl"], ["no text, and no turn of the role `assistant`"]),
-        (["--data", "list.json"], ["list.json", ".jsonl"]),
+        (["--data", "asked.jsonl"], ["the data is empty", "left out: 5 without an answer to learn"]),
+        (["--data", "list.json"], ["list.json", "holds no records"]),
         (["--data", "pipe"], ["pipe", "neither a file nor a folder"]),
         (["--seed", "5000000000"], ["--seed 5000000000", "at most 4294967295"]),
         (["--model", "missing"], ["missing", "qwen3_moe"]),
@@ -141,7 +137,8 @@ def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     with pytest.raises(InputError, match=r"chat\.jsonl:1.* chat template"):
-        check_data(plan_run(TrainConfig(model=str(model), data=(str(chat),), out=str(tmp_path / "run")), 1))
+        make_room(plan_run(TrainConfig(model=str(model), data=(str(chat),), out=str(tmp_path / "run")), 1))
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_names_the_presets_and_imports_little() -> None:

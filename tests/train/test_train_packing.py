@@ -1,133 +1,222 @@
-"""Documents to blocks to ranks: nothing lost, order kept, memory bounded, every rank its own."""
+"""Records to blocks to ranks: nothing is cut from its prompt, nothing is lost unsaid, every rank has its own."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import family_config
+from helpers.families import build_model, family_names
 from trimtab.errors import InputError
-from trimtab.train import packing
-from trimtab.train.chat import IGNORED, Piece
-from trimtab.train.packing import RankBlocks, TokenStream, pack
-from trimtab.train.sources import find_files
+from trimtab.train import packing, records
+from trimtab.train.blocks import Blocks, RankBlocks, turns
+from trimtab.train.chat import IGNORED
+from trimtab.train.models import keeps_documents_apart, mask_by_positions
+from trimtab.train.packing import Packer, best_fit, prepare_data
+from trimtab.train.report import DataReport
+from trimtab.train.sources import find_groups
 from trimtab.train.tokens import byte_tokenizer
 
 EOS = 256
 
 
-@given(st.lists(st.integers(0, 40)), st.integers(1, 30))
-def test_packing_loses_nothing_and_keeps_the_order(lengths: list[int], seq_len: int) -> None:
-    tokens = iter(range(10**6))
-    pieces = [(ids, [-i for i in ids]) for n in lengths if (ids := list(itertools.islice(tokens, n))) is not None]
-    drawn = 0
-
-    def stream() -> Iterator[Piece]:
-        nonlocal drawn
-        for piece in pieces:
-            drawn += len(piece[0])
-            yield piece
-
-    packed: list[int] = []
-    for ids, labels in pack(stream(), seq_len):
-        assert len(ids) == seq_len
-        assert labels == [-i for i in ids]
-        packed += ids
-        # Held at any time: less than a block and the piece being cut.
-        assert drawn - len(packed) < seq_len + max(lengths)
-    total = sum(lengths)
-    assert packed == list(range(total - total % seq_len))
+def conversation(size: int, mark: str = "a") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": mark}, {"role": "assistant", "content": mark * size}]}
 
 
-def endless(start: int = 0) -> Iterator[Piece]:
-    for i in itertools.count(start):
-        yield [i] * 7, [i] * 7
+def prepare(
+    folder: Path, rows: list[dict[str, Any]] | None = None, draws: int | None = None, names: Any = None, **more: Any
+) -> tuple[Blocks, list[DataReport]]:
+    """The blocks of some rows, or of what is named."""
+    if rows is not None:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        names = [str(folder / "rows.jsonl")]
+    out = folder / f"blocks-{len(list(folder.iterdir()))}"
+    packer = Packer(**{"tokenizer": byte_tokenizer(), "seq_len": 64, "seed": 0, **more})
+    reports = prepare_data(find_groups(names), packer, out, draws)
+    return Blocks(out), reports
 
 
-@given(st.integers(1, 4), st.integers(1, 4))
-def test_ranks_share_one_global_batch(size: int, batch: int) -> None:
-    steps = 3
-
-    def blocks(batch: int, rank: int, size: int) -> list[tuple[int, ...]]:
-        rows = RankBlocks(endless(), seq_len=5, batch=batch, rank=rank, size=size, seed=3, mixed=50)
-        return [tuple(row["input_ids"].tolist()) for row in itertools.islice(rows, batch * steps)]
-
-    alone = blocks(batch * size, 0, 1)
-    shares = [blocks(batch, rank, size) for rank in range(size)]
-    for step in range(steps):
-        together = [row for share in shares for row in share[step * batch : (step + 1) * batch]]
-        assert together == alone[step * batch * size : (step + 1) * batch * size]
+def documents(block: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
+    """The documents of a block, as ids and labels."""
+    starts = [*(block["position_ids"] == 0).nonzero().flatten().tolist(), len(block["input_ids"])]
+    ids, labels = block["input_ids"].tolist(), block["labels"].tolist()
+    return [(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(starts)]
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 30))
-def test_a_run_that_goes_on_reads_what_is_left(batch: int, size: int, skip: int) -> None:
-    def blocks(rank: int, skip: int, count: int) -> list[int]:
-        stream = (([i] * 2, [i] * 2) for i in itertools.count())
-        rows = RankBlocks(stream, seq_len=2, batch=batch, rank=rank, size=size, seed=3, mixed=20, skip=skip)
-        return [int(row["input_ids"][0]) for row in itertools.islice(rows, count)]
-
-    for rank in range(size):
-        assert blocks(rank, skip, 10) == blocks(rank, 0, skip + 10)[skip:]
+@given(st.lists(st.integers(1, 20)))
+def test_best_fit_puts_each_item_where_the_least_room_is_left(lengths: list[int]) -> None:
+    bins = best_fit(lengths, 20)
+    assert sorted(n for items in bins for n in items) == list(range(len(lengths)))
+    sizes = sorted(sum(lengths[n] for n in items) for items in bins)
+    assert all(0 < size <= 20 for size in sizes)
+    assert all(a + b > 20 for a, b in itertools.pairwise(sizes))  # no two would fit in one
 
 
-def test_blocks_without_targets_are_left_out() -> None:
-    def stream() -> Iterator[Piece]:
-        for i in itertools.count():
-            yield [i] * 4, [i if i % 3 == 0 else IGNORED] * 4
-
-    rows = itertools.islice(RankBlocks(stream(), seq_len=4, batch=1, rank=0, size=1, seed=0, mixed=20), 50)
-    assert all(row["input_ids"][0] % 3 == 0 for row in rows)
-
-
-def test_endless_blocks_without_targets_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "DRY_BLOCKS", 10)
-    stream = itertools.repeat(([1] * 4, [IGNORED] * 4))
-    with pytest.raises(InputError, match="assistant"):
-        next(iter(RankBlocks(stream, seq_len=4, batch=1, rank=0, size=1, seed=0, mixed=20)))
-
-
-def read(stream: TokenStream, pieces: int) -> list[int]:
-    return [i for ids, _ in itertools.islice(stream, pieces) for i in ids]
-
-
-def test_text_and_records_are_separated_by_eos_and_repeat(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\nzwö")
-    (tmp_path / "b.jsonl").write_text('{"text": "three \\ud800"}\n{"text": ""}\n')
-    stream = TokenStream(find_files([str(tmp_path)]).files, byte_tokenizer(), seed=0)
-    documents = bytes(i % EOS for i in read(stream, 8)).split(b"\0")
-    assert sorted(documents[:4]) == sorted([b"one\nzw\xc3\xb6", b"three ?"] * 2)
+@pytest.mark.parametrize("window", [1, 1 << 20])
+def test_every_answer_lies_behind_its_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    monkeypatch.setattr(packing, "WINDOW_TOKENS", window)
+    rows = [conversation(size, chr(97 + size % 26)) for size in range(1, 60)]
+    blocks, (report,) = prepare(tmp_path, rows, seq_len=96)
+    tok, found = byte_tokenizer(), []
+    for block in blocks:  # type: ignore[attr-defined]
+        assert all(len(block[name]) == 96 for name in ("input_ids", "labels", "position_ids"))
+        for ids, labels in documents(block):
+            assert labels[0] == IGNORED  # what the document before it would predict
+            if any(label != IGNORED for label in labels):
+                found.append(tok.decode(ids))
+                assert tok.decode([label for label in labels if label != IGNORED]).endswith("<|end|>")
+            else:
+                assert ids == (block["input_ids"].tolist() * 2)[: len(ids)]  # no padding of one token
+    assert sorted(found) == sorted(tok.apply_chat_template(row["messages"], tokenize=False)[:-1] for row in rows)
+    assert report.summary().startswith(f"59 conversation(s), {sum(map(len, map(tok.encode, found))):,} tokens, ")
+    if window > 1:
+        assert len(blocks) <= 1.1 * sum(map(len, map(tok.encode, found))) / 96 + 1
 
 
-def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PIECE_CHARS", 100)
-    text = "".join(f"line {i}\n" for i in range(200))
-    (tmp_path / "a.txt").write_text(text)
-    stream = TokenStream([tmp_path / "a.txt"], byte_tokenizer(), seed=0)
-    pieces = list(itertools.takewhile(lambda piece: piece[0] != [EOS], stream))
-    assert max(len(ids) for ids, _ in pieces) < 120
-    assert b"".join(bytes(ids) for ids, _ in pieces) == text.encode()
+def test_what_does_not_fit_is_cut_or_left_out_and_counted(tmp_path: Path) -> None:
+    long, prompt = conversation(100), conversation(5)
+    prompt["messages"][0]["content"] = "x" * 100
+    rows = [
+        conversation(5),
+        long,
+        prompt,
+        {"messages": long["messages"][:1]},
+        {"text": ""},
+        {"prompt": "1", "completion": "2"},
+    ]
+    (blocks, (report,)), (_, (dropped,)) = prepare(tmp_path, rows), prepare(tmp_path, rows, too_long="drop")
+    assert report.summary() == (
+        "2 conversation(s) and 1 completion(s), 150 tokens, 52 of them learnt, in 2 block(s); cut to a block: 1; left "
+        "out: 1 without a token to learn among its first 64, 1 without an answer to learn, 1 empty"
+    )
+    assert ", 2 longer than 64 tokens" in dropped.summary().replace("left out:", ",")
+    cut = max(documents(blocks[1]) + documents(blocks[0]), key=lambda document: len(document[0]))
+    assert cut[0] == byte_tokenizer().apply_chat_template(long["messages"])["input_ids"][:64]
+    shown = "\n".join(report.details(byte_tokenizer()))
+    assert "<|start|>user\na<|end|>\n<|start|>assistant\n⟦aaaaa<|end|>⟧" in shown
+    assert "1⟦2<|eos|>⟧" in shown
+    assert f"{tmp_path / 'rows.jsonl'}: 2 conversation(s), 147 tokens" in shown
 
 
-def test_conversations_carry_their_labels(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    ids, labels = next(iter(TokenStream([path], byte_tokenizer(), seed=0)))
-    assert ids[-1] == EOS
-    assert labels[-1] == IGNORED
-    assert [i for i in labels if i != IGNORED] == [ord("b"), 258]
+@pytest.mark.parametrize("rows", [[{"text": ""}], [{"messages": [{"role": "user", "content": "a"}]}]])
+def test_data_without_anything_to_learn_is_refused(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match=r"the data is empty, 1 file\(s\), .*rows.jsonl …: nothing, 0 tokens"):
+        prepare(tmp_path, rows)
 
 
-def test_data_without_an_answer_or_an_eos_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(InputError, match="empty"):
-        next(iter(TokenStream([path], byte_tokenizer(), seed=0)))
+def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     tokenizer: Any = byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="EOS"):
-        next(iter(TokenStream([path], tokenizer, seed=0)))
+        prepare(tmp_path, [{"text": "x"}], tokenizer=tokenizer)
+
+
+def test_texts_are_wrapped_with_eos_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "PIECE_CHARS", 100)
+    texts = ["".join(f"line {n}\n" for n in range(200)), "zwö"]
+    for n, text in enumerate(texts):
+        (tmp_path / f"{n}.txt").write_text(text)
+    blocks, (report,) = prepare(tmp_path, names=[str(tmp_path)], seed=1)
+    total = sum(len(text.encode()) + 1 for text in texts)
+    ids = torch.cat([block["input_ids"] for block in blocks]).tolist()  # type: ignore[attr-defined]
+    labels = torch.cat([block["labels"] for block in blocks]).tolist()  # type: ignore[attr-defined]
+    assert sorted(bytes(i % EOS for i in ids[:total]).split(b"\0")) == sorted([b"", *(t.encode() for t in texts)])
+    assert labels == ids[:total] + [IGNORED] * (len(ids) - total)
+    assert f"2 text(s), {total:,} tokens, {total:,} of them learnt, in {-(-total // 64)} block(s)" in report.summary()
+
+
+def test_text_is_read_as_far_as_the_steps_reach(tmp_path: Path) -> None:
+    """But for a mixture with conversations, whose shares are those of the data."""
+    rows = [{"text": "x" * 63}] * 10
+    blocks, (report,) = prepare(tmp_path, rows, draws=3)
+    assert len(blocks) == 3
+    assert "left out: 7 beyond the steps of the run" in report.summary()
+    assert len(prepare(tmp_path, [*rows, conversation(1)], draws=3)[0]) == 11
+    assert len(prepare(tmp_path, [conversation(1), *rows], draws=3)[0]) == 11
+    (tmp_path / "seldom.txt").write_text("It is.")
+    seldom = [f"{tmp_path / 'rows.jsonl'}=1", f"{tmp_path / 'seldom.txt'}=0.01"]
+    assert prepare(tmp_path, names=seldom, draws=3)[0].sizes == [11, 1]
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4))
+def test_groups_take_turns_by_weight(weights: list[float]) -> None:
+    weights = [weight / sum(weights) for weight in weights]
+    drawn = list(itertools.islice(turns(weights), 300))
+    for n, weight in enumerate(weights):
+        assert all(abs(drawn[:k].count(n) - weight * k) < len(weights) for k in (1, 10, 100, 300))
+
+
+class Numbered(Blocks):
+    """Blocks that are their own number."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.weights, self.packed = list(sizes), [0.75, 0.25][: len(sizes)], True
+
+    def of(self, group: int, index: int) -> Any:
+        return group * 100 + index
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 30))
+def test_ranks_share_one_global_batch_and_go_on_where_they_were(size: int, batch: int, skip: int) -> None:
+    def blocks(batch: int, rank: int, size: int, skip: int, count: int) -> list[Any]:
+        rows = RankBlocks(Numbered(7, 3), batch=batch, rank=rank, size=size, seed=3, skip=skip)
+        return list(itertools.islice(rows, count))
+
+    alone = blocks(batch * size, 0, 1, 0, batch * size * 9)
+    shares = [blocks(batch, rank, size, 0, batch * 9) for rank in range(size)]
+    for step in range(9):
+        together = [row for share in shares for row in share[step * batch : (step + 1) * batch]]
+        assert together == alone[step * batch * size : (step + 1) * batch * size]
+    assert blocks(batch, size - 1, size, skip, 10) == blocks(batch, size - 1, size, 0, skip + 10)[skip:]
+
+
+def test_each_epoch_has_every_block_in_an_order_of_its_own() -> None:
+    drawn = list(itertools.islice(RankBlocks(Numbered(50), batch=1, rank=0, size=1, seed=3), 150))  # type: ignore
+    epochs = [tuple(drawn[start : start + 50]) for start in (0, 50, 100)]
+    assert len(set(epochs)) == 3
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+
+
+CAUSAL = [name for name in family_names() if "openai_privacy" not in name and "qwen3_omni" not in name]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_loss_of_a_block_is_that_of_its_conversations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, in float64, in windows shorter than they are; families that let documents see each other are not
+    packed, and what follows a conversation in its block does not matter to it. An index takes all of its keys: of a
+    few equal ones it would take those that come first, which depends on the block's length."""
+    monkeypatch.setitem(family_config.SMALL, "index_topk", 64)
+    monkeypatch.setitem(family_config.FAMILY["qwen4_exp"], "indexer_budget", 64)
+    model = build_model(name, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    packs = keeps_documents_apart(model)
+    if packs:
+        mask_by_positions(model)
+    vocabulary = min(int(model.get_input_embeddings().num_embeddings), 60)
+    documents = [torch.randint(1, vocabulary, (1, n), generator=torch.Generator().manual_seed(n)) for n in (11, 5, 17)]
+
+    @torch.no_grad()
+    def hidden(ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        found = model(input_ids=ids, use_cache=False, **more)
+        return getattr(found, "logits", None) if hasattr(found, "logits") else found.last_hidden_state  # type: ignore
+
+    apart = [hidden(ids) for ids in documents]
+    if packs:
+        positions = torch.cat([torch.arange(ids.shape[1])[None] for ids in documents], 1)
+        rows = hidden(torch.cat(documents, 1), position_ids=positions).split([ids.shape[1] for ids in documents], 1)
+    else:
+        rows = [hidden(torch.cat([ids, ids], 1))[:, : ids.shape[1]] for ids in documents]  # type: ignore[assignment]
+    losses = [
+        F.cross_entropy(torch.cat(each, 1)[0].double(), torch.cat(documents, 1)[0] % each[0].shape[-1])
+        for each in (apart, rows)
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)

@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -25,6 +27,7 @@ from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.prepare import make_room, plan_run, write_init
 from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, resumed, rewind
+from trimtab.train.sources import Group
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -35,14 +38,18 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def config(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """Four steps of two batches on each of two ranks; attention drops out, so that random numbers are drawn."""
+    """Four steps of two batches on each of two ranks, of packed conversations in a table and of text, by weight;
+    attention drops out, so that random numbers are drawn."""
     model = tmp_path_factory.mktemp("dropout") / "model"
     shutil.copytree(checkpoint, model)
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**fields, "attention_dropout": 0.3}))
+    chats = model.with_name("chats.parquet")
+    turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * n}] for n in range(1, 9)]
+    parquet.write_table(pa.table({"messages": turns}), chats)
     return TrainConfig(
-        model=str(model), data=(str(text),), seq_len=32, batch_size=1, grad_accum=2, max_steps=4, lr=0.01,
-        out=str(tmp_path_factory.mktemp("runs") / "whole"), save_every=2,
+        model=str(model), data=(f"{text}=0.4", f"{chats}=0.6"), seq_len=64, batch_size=1, grad_accum=2, max_steps=4,
+        lr=0.01, out=str(tmp_path_factory.mktemp("runs") / "whole"), save_every=2,
     )  # fmt: skip
 
 
@@ -95,7 +102,7 @@ def half(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ({"seq_len": 64}, ["--seq-len 64", "32"]),
+        ({"seq_len": 32}, ["--seq-len 32", "64"]),
         ({"batch_size": 2}, ["--batch-size 2", "has 1"]),
         ({"grad_accum": 1}, ["--grad-accum 1", "has 2"]),
         ({"max_steps": 8}, ["--max-steps 8", "has 4", "--stop-after"]),
@@ -104,7 +111,7 @@ def half(whole: Path, tmp_path: Path) -> Path:
         ({"seed": 1}, ["--seed 1", "has 0"]),
         ({"dtype": "bfloat16"}, ["--dtype bfloat16", "float32"]),
         ({"model": "olmoe"}, ["--model olmoe", "dropout"]),
-        ({"data": (__file__,)}, ["--data", "1 file(s)", "6 of"]),
+        ({"data": (__file__,)}, ["--data", "1 file(s)", "7 of", "--accept-new-data"]),
         ({"nproc": 1}, ["2 rank(s)", "1 would now", "--nproc"]),
         ({"stop_after": 2}, ["step 2 is taken"]),
     ],
@@ -121,9 +128,14 @@ def test_what_must_not_change_is_refused(half: Path, given: dict[str, Any], part
 def test_what_may_change(half: Path, text: Path) -> None:
     moved = half / "moved"
     shutil.copytree(text, moved)
-    config = resumed({"resume": str(half / "checkpoints"), "data": (str(moved),), "ep": 1, "stop_after": 3, "lr": 0.01})
+    data = (f"{moved}=0.4", resumed({"resume": str(half)}).data[1])
+    config = resumed({"resume": str(half / "checkpoints"), "data": data, "ep": 1, "stop_after": 3, "lr": 0.01})
     check_resume(config, 2)
     assert (config.out, config.ep, config.stop_after, config.save_every) == (str(half), 1, 3, 2)
+    (moved / "0.txt").write_text("A line that is put right.")
+    with pytest.raises(ConfigError, match="--accept-new-data"):
+        check_resume(config, 2)
+    check_resume(replace(config, accept_new_data=True), 2)
     with pytest.raises(ConfigError, match="say with --out"):
         resumed({"resume": str((half / "checkpoints" / "step-00000002").rename(half / "step-00000002"))})
 
@@ -218,7 +230,7 @@ def test_what_is_in_the_way_goes_only_where_that_is_asked_for(config: TrainConfi
         check_options(new, 2)
 
     make_room(plan_run(replace(new, overwrite=True), 2)).close()
-    assert sorted(path.name for path in out.iterdir()) == ["logs", "run.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["data", "logs", "run.json"]
 
 
 def test_what_came_after_the_checkpoint_goes(whole: Path, tmp_path: Path) -> None:
@@ -353,7 +365,8 @@ def test_metrics_that_are_damaged_are_not_taken_for_none(half: Path) -> None:
 def test_data_may_have_names_of_any_bytes(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"caf\xe9.txt")
     file.write_text("text")
-    assert describe_data([file])["names"] != describe_data([file.rename(tmp_path / "cafe.txt")])["names"]
+    one = describe_data([Group([file])])["names"]
+    assert one != describe_data([Group([file.rename(tmp_path / "cafe.txt")])])["names"]
 
 
 def test_advice_can_be_pasted(half: Path) -> None:

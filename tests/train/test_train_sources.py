@@ -1,152 +1,227 @@
-"""Files to documents: kinds, order, messages."""
+"""Files to records: kinds, folders, splits, weights, shapes of rows, and what is wrong with one."""
 
 from __future__ import annotations
 
-import random
+import gzip
+import json
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import zstandard
+from pyarrow import parquet
 
 from trimtab.errors import InputError
-from trimtab.train.sources import SNIFF_BYTES, check_documents, check_lines, documents, find_files, mix
+from trimtab.train.records import SNIFF_BYTES, Record, records
+from trimtab.train.sources import find_groups
+
+CALLS = [
+    {"function": {"name": "add", "arguments": {"a": 1}}},
+    {"function": {"name": "find", "arguments": {"what": ["x"], "where": {"deep": None}}}},
+]
+ROWS = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]} for call in CALLS]
+READ = [
+    [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in CALLS
+]
 
 
-def test_directory_gives_text_files_only(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / ".git").mkdir()
-    for name, content in {
-        "a.txt": b"a", "sub/b.py": b"b", "c.bin": b"\0\1", ".hidden": b"h", ".git/x": b"x",
-    }.items():  # fmt: skip
-        (tmp_path / name).write_bytes(content)
-    assert [p.name for p in find_files([str(tmp_path)]).files] == ["a.txt", "b.py"]
+def read(*names: object) -> list[Record]:
+    """All records of the data, in the order of their files and places."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    files = [path for group in find_groups([str(name) for name in names]) for path in group.files]
+    found = [record for path in files for record in records([path], 0, nothing, nothing, lambda: False)]
+    return [Record(r.path, r.place, list(r.text), r.prompt, r.messages, r.tools) for r in found]
 
 
-def test_what_runs_left_is_no_data(tmp_path: Path) -> None:
-    """Else a run would train on its own logs, and could not go on: its data had changed."""
-    for name in ("a.txt", "runs/train/run.json", "runs/train/metrics.jsonl", "runs/train/logs/rank-0.log",
-                 "runs/train/checkpoints/step-00000002/config.json", "runs/notes.txt", "other/run.json"):  # fmt: skip
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("{}")
-    found = [p.relative_to(tmp_path).as_posix() for p in find_files([str(tmp_path)]).files]
-    assert found == ["a.txt", "other/run.json", "runs/notes.txt"]
+def names(*asked: object) -> list[list[str]]:
+    return [[path.name for path in group.files] for group in find_groups([str(each) for each in asked])]
 
 
-def test_default_is_the_standard_library() -> None:
-    names = {p.name for p in find_files([]).files}
-    assert {"argparse.py", "os.py"} <= names
+def write(folder: Path, **files: str | bytes) -> Path:
+    """Files by name, `__` for a slash and `_` before the suffix for a dot."""
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
 
 
-def test_other_encodings_are_left_out_by_name(tmp_path: Path) -> None:
-    """Not read with letters replaced. A letter of UTF-8 that the look at the beginning cuts is none."""
-    for name, content in {
-        "latin.txt": "naïve".encode("latin-1"), "utf16.txt": "English".encode("utf-16"), "c.bin": b"\0\xff",
-        "cut.txt": b"a" * (SNIFF_BYTES - 1) + "é".encode(), "bom.txt": "x".encode("utf-8-sig"), "l.jsonl": b"\xff",
-    }.items():  # fmt: skip
-        (tmp_path / name).write_bytes(content)
-    found = find_files([str(tmp_path), str(tmp_path / "cut.txt")])
-    assert [p.name for p in found.files] == ["bom.txt", "cut.txt", "l.jsonl", "cut.txt"]
-    assert [p.name for p in found.left_out] == ["latin.txt", "utf16.txt"]
-    assert str(found) == f" (2 left out that are not UTF-8, as {tmp_path / 'latin.txt'})"
-    for name in ("bom.txt", "cut.txt", "l.jsonl"):
-        (tmp_path / name).unlink()
-    with pytest.raises(
-        InputError, match=r"no text file found there \(2 left out that are not UTF-8, as .*latin\.txt\)"
-    ):
-        find_files([str(tmp_path)])
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "latin.txt", "empty"])
-def test_refuses_unusable_paths(tmp_path: Path, name: str) -> None:
-    (tmp_path / "binary.txt").write_bytes(b"\0")
-    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=name):
-        find_files([str(tmp_path / name)])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.ndjson", "a.json", "a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz"]
+)
+def test_every_kind_of_file_gives_the_same_conversations(tmp_path: Path, name: str) -> None:
+    """Arguments of other calls are not mixed in, though a table has one schema for all rows."""
+    path = tmp_path / name
+    table = pa.Table.from_pylist(ROWS)
+    if name.endswith(".parquet"):
+        parquet.write_table(table, path)
+    elif name.endswith(".arrow"):
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        content = (json.dumps(ROWS, indent=1) if ".json." in f"{name}." else LINES).encode()
+        packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(content)
+        path.write_bytes(packed)
+    read_back = [record.messages for record in read(path)]
+    if path.suffix in (".parquet", ".arrow"):  # None stands for "no such key" there
+        assert read_back == [READ[0], json.loads(json.dumps(READ[1]).replace('"deep": null', ""))]
+    else:
+        assert read_back == READ
 
 
-def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
-    for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(str(i))
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(f'{{"text": "{i}"}}\n\n' for i in range(50)))
-    files = find_files([str(tmp_path)]).files
-
-    def order(seed: int, epoch: int) -> list[str]:
-        return [document.place for document in documents(files, seed, epoch)]
-
-    assert order(1, 0) == order(1, 0)
-    assert len({tuple(order(*key)) for key in [(1, 0), (1, 1), (2, 0)]}) == 3
-    assert len(set(order(1, 0))) == 70
-    assert sorted(order(1, 0)) == sorted(order(2, 5))
+def test_tables_and_texts(tmp_path: Path) -> None:
+    write(tmp_path, a_csv='text,more\n"one\nNA",1\n"",2\nNA,3\n', b_txt="whole\n", c_parquet="")
+    parquet.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")
+    assert [(r.place[len(str(tmp_path)) + 1 :], *r.text) for r in read(tmp_path)] == [
+        ("a.csv: row 1", "one\nNA"), ("a.csv: row 2", ""), ("a.csv: row 3", "NA"),
+        ("b.txt", "whole\n"), ("c.parquet: row 1", "x"), ("c.parquet: row 2", "y"),
+    ]  # fmt: skip
 
 
-@given(st.lists(st.integers(0, 50), max_size=200), st.integers(1, 20), st.integers(0, 200))
-def test_mixing_loses_nothing_and_holds_little(sizes: list[int], items: int, most: int) -> None:
-    drawn = 0
+QUOTED = '{"a": "\\"1\\""}'
 
-    def stream() -> object:
-        nonlocal drawn
-        for size in sizes:
-            drawn += 1
-            yield drawn, size
 
-    given_back: list[tuple[int, int]] = []
-    for item in mix(stream(), random.Random(0), items=items, size=lambda item: item[1], most=most):  # type: ignore
-        given_back.append(item)
-        assert drawn - len(given_back) < max(items, 1)
-    assert sorted(given_back) == list(enumerate(sizes, start=1))
+def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
+    turn = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}, {"from": "observation", "value": "3"}]
+    call = {
+        "role": "model",
+        "content": None,
+        "tool_calls": json.dumps([{"name": "f", "arguments": '{"a": "\\"1\\""}'}]),
+    }
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rows: list[dict[str, Any]] = [
+        {"text": "plain \ud800", "messages": None},
+        {"conversations": turn, "id": 3},
+        {"messages": [{"role": "user", "content": parts, "name": None}, call], "tools": '[{"name": "f"}]', "text": "x"},
+        {"prompt": "2+2=", "completion": "4"},
+        {"prompt": [{"role": "assistant", "content": "no"}], "completion": [{"role": "assistant", "content": "yes"}]},
+    ]
+    path = write(tmp_path, a_jsonl="".join(json.dumps(row) + "\n\n" for row in rows)) / "a.jsonl"
+    text, said, called, asked, both = read(path)
+    assert list(text.text) == ["plain ?"]
+    assert said.messages == [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "3"},
+    ]  # fmt: skip
+    assert called.messages == [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": '"1"'}}]},
+    ]
+    assert called.tools == [{"name": "f"}]
+    assert (asked.prompt, list(asked.text), asked.place) == ("2+2=", ["4"], f"{path}:7")
+    assert both.messages == [
+        {"role": "assistant", "content": "no", "train": False}, {"role": "assistant", "content": "yes"},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{broken", "is not JSON"),
+        ('{"text": ' + "[" * 100_000, "is not JSON"),
+        (b'{"text": "caf\xe9"}', "not UTF-8"),
         ('{"content": "x"}', "the keys ['content']"),
         ('{"text": 3}', "a `text` of the type int"),
+        ('{"text": null}', "a `text` of the type NoneType"),
         ("[1]", "a list"),
+        ('{"messages": "hi"}', "`messages` is a string that is not JSON"),
+        ('{"messages": [{"content": "hi"}]}', "objects with `role` and `content`"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "`content` of a message"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part of the type image"),
+        ('{"messages": [], "tools": 1}', "`tools` must be a list"),
+        ('{"messages": [{"role": "a", "tool_calls": 1}]}', "`tool_calls` must be a list of objects"),
+        ('{"messages": [{"role": "a", "tool_calls": [{"arguments": "{"}]}]}', "`arguments` is a string that is not"),
+        ('{"prompt": "x", "completion": []}', "a `completion` of the type list"),
     ],
 )
-def test_bad_records_name_file_and_line(tmp_path: Path, line: str, reason: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(f"\n{line}\n")
+def test_bad_records_name_file_and_line(tmp_path: Path, line: str | bytes, reason: str) -> None:
+    good = '{"text": "caf\u00e9"}\n\n'.encode()
+    line = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path, x_jsonl=b"\xef\xbb\xbf" + good * 700 + line + b"\n" + good) / "x.jsonl"
     with pytest.raises(InputError) as error:
-        check_documents([path], seed=0)
-    assert f"{path}:2" in str(error.value)
+        read(path)
+    assert str(error.value).startswith(f"{path}:1401")
     assert reason in str(error.value)
 
 
-def test_data_without_any_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(InputError, match="empty"):
-        check_documents(find_files([str(tmp_path)]).files, seed=0)
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.json", "a.csv"])
+def test_half_a_file_is_named(tmp_path: Path, name: str) -> None:
+    content = {
+        ".gz": gzip.compress(b'{"text": "x"}\n' * 9)[:-9], ".zst": zstandard.compress(LINES.encode() * 9)[:-3],
+        ".json": b'[{"text": "x"}, {"text": ', ".csv": b'text,more\n"x",1\n"y',
+    }.get(Path(name).suffix, b"PAR1")  # fmt: skip
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"{name}:? (is not JSON|cannot be read|row 1 )"):
+        read(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"text": "caf\xe9"}', "not UTF-8"),
-        (b'{"text": null}', "a `text` of the type NoneType"),
-        (b'{"text": ' + b"[" * 100_000, "is not JSON"),
-        (b'{"messages": [{"content": "hi"}]}', "objects with `role` and `content`"),
-        (b'{"messages": [{"role": "user", "content": 5}]}', "`content` of a message"),
-        (b'{"messages": [{"role": "user", "content": "hi"}], "tools": 1}', "`tools` must be a list"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_no_line_of_json_is_left_unread(tmp_path: Path, line: bytes, reason: str) -> None:
-    told = SimpleNamespace(chat_template="…")
-    good = b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}\n\n{"text": "caf\xc3\xa9"}\n'
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + good * 700)
-    check_lines(find_files([str(tmp_path)]).files, told)
-    with pytest.raises(InputError, match=r"x\.jsonl:1.*the model's tokenizer has none"):
-        check_lines(find_files([str(tmp_path)]).files, SimpleNamespace(chat_template=None))
-    (tmp_path / "x.jsonl").write_bytes(good * 700 + line + b"\n" + good)
-    with pytest.raises(InputError) as error:
-        check_lines(find_files([str(tmp_path)]).files, told)
-    assert f"{tmp_path / 'x.jsonl'}:2101" in str(error.value)
-    assert reason in str(error.value)
+def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
+    row = '{"text": "x"}\n'
+    hub = write(
+        tmp_path / "hub", README_md="read me", LICENSE="mine", data__train_jsonl=row, data__test_jsonl=row,
+        dataset_infos_json='{"text": 1}', notes_txt="a text",
+    )  # fmt: skip
+    (hub / ".gitattributes").write_text("x")
+    (group,) = find_groups([str(hub)])
+    assert [path.name for path in group.files] == ["train.jsonl", "notes.txt"]
+    assert group.unread == [
+        f"split test (1 file(s)), given by {hub}:test", "2 file(s) beside the data, as LICENSE",
+    ]  # fmt: skip
+    assert names(f"{hub}:test") == [["test.jsonl", "notes.txt"]]
+    with pytest.raises(InputError, match="no split dev there, but train, test"):
+        names(f"{hub}:dev")
+    for split in ("train", "test"):
+        write(tmp_path / "disk", **{f"{split}__data-0_arrow": "", f"{split}__state_json": "{}"})
+    (group,) = find_groups([str(tmp_path / "disk:test")])
+    assert [str(p.relative_to(tmp_path)) for p in group.files] == ["disk/test/data-0.arrow"]
+    alone = write(tmp_path / "alone", alpaca_json='[\n {"prompt": "a", "completion": "b"}]', README_md="#")
+    assert names(alone) == [["alpaca.json"]]
+    code = write(tmp_path / "code", main_py="x", package_json='{"name": 1}', README_md="#", c_bin=b"\0")
+    (group,) = find_groups([str(code)])
+    assert [path.name for path in group.files] == ["README.md", "main.py", "package.json"]
+    assert group.unread == [f"1 file(s) that are no text, as {code / 'c.bin'}"]
+
+
+def test_weights_and_splits_are_told_from_names(tmp_path: Path) -> None:
+    write(tmp_path, **{"a_jsonl": "{}", "b_jsonl": "{}", "lang=0.5__c_txt": "c", "d:e_txt": "d"})
+    first, second = find_groups([f"{tmp_path / 'a.jsonl'}=3", f"{tmp_path / 'b.jsonl'}:train=1e0"])
+    assert (first.weight, second.weight) == (0.75, 0.25)
+    assert names(tmp_path / "a.jsonl", tmp_path / "lang=0.5", tmp_path / "d:e.txt") == [["a.jsonl", "c.txt", "d:e.txt"]]
+    for asked, why in {
+        ("a.jsonl=1", "b.jsonl"): "to each path", ("a.jsonl=0",): "no positive number", ("a.jsonl:test",): "alone",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=why):
+            names(*(tmp_path / each for each in asked))
+
+
+def test_what_runs_left_and_what_is_hidden_is_no_data(tmp_path: Path) -> None:
+    """Else a run would train on its own logs, and could not go on: its data had changed."""
+    for name in ("a.txt", "runs/train/run.json", "runs/train/metrics.jsonl", "runs/train/logs/rank-0.log",
+                 "runs/train/checkpoints/step-00000002/config.json", "runs/notes.txt", "other/run.json",
+                 ".git/x", ".hidden"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert names(tmp_path) == [["a.txt", "run.json", "notes.txt"]]
+    assert {"argparse.py", "os.py"} <= set(names()[0])
+
+
+def test_other_encodings_are_left_out_by_name(tmp_path: Path) -> None:
+    """Not read with letters replaced. A letter of UTF-8 that the look at the beginning cuts is none."""
+    cut = b"a" * (SNIFF_BYTES - 1) + "é".encode()
+    write(tmp_path, latin_txt="naïve".encode("latin-1"), utf16_txt="English".encode("utf-16"), cut_txt=cut)
+    write(tmp_path, bom_txt="x".encode("utf-8-sig"))
+    (group,) = find_groups([str(tmp_path)])
+    assert [path.name for path in group.files] == ["bom.txt", "cut.txt"]
+    assert group.unread == [f"2 file(s) that are not UTF-8, as {tmp_path / 'latin.txt'}"]
+    assert [next(iter(record.text))[0] for record in read(tmp_path / "bom.txt")] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "binary.txt", "latin.txt", "empty", "list.json"])
+def test_refuses_unusable_paths(tmp_path: Path, name: str) -> None:
+    write(tmp_path, binary_txt=b"\0", latin_txt="naïve".encode("latin-1"), list_json="[]")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=name):
+        names(tmp_path / name)

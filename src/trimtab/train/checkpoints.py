@@ -30,7 +30,7 @@ class Checkpoints:
         self.every, self.stop_after, self.keep = config.save_every, config.stop_after, config.keep
         self.resume = None if config.resume is None else Path(config.resume)
         self.start = 0 if self.resume is None else step_of(self.resume)
-        self._run = describe_run(config, plan.mesh, plan.stream.files)
+        self._run = describe_run(config, plan.mesh, plan.groups)
         base = Path(plan.checkpoint)
         self._files = {path.name: path.read_bytes() for path in (base / CONFIG, *carried_files(base))}
         self._loaded: Loaded | None = None

@@ -11,11 +11,11 @@ from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import FINAL, RUN
 from trimtab.train.resume import CHECKPOINTS, check_resume
-from trimtab.train.sources import check_documents, find_files
+from trimtab.train.sources import find_groups
 
 
 def check_options(config: TrainConfig, world: int) -> None:
-    """Check ranks, model folder, output folder and the data's beginning. Raises ConfigError or InputError."""
+    """Check ranks, model folder, output folder and that there is data. Raises ConfigError or InputError."""
     Mesh.of(config, world=world)
     full = config.resolved(preset=config.model in PRESETS)
     if config.resume is None and full.warmup and full.warmup >= (full.max_steps or 0):
@@ -30,7 +30,7 @@ def check_options(config: TrainConfig, world: int) -> None:
     check_kept(config)
     if config.resume is not None:
         check_resume(config, world)
-    check_documents(find_files(config.data).files, config.seed)
+    find_groups(config.data)
 
 
 def check_kept(config: TrainConfig) -> None:

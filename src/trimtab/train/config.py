@@ -61,7 +61,18 @@ class TrainConfig:
     attn: str | None = option("model", "attention, as transformers names it: eager, sdpa …", shown="NAME", fixed=True)
     gradient_checkpointing: bool = option("model", "compute activations again in backward", default=False)
     data: tuple[str, ...] = option(
-        "data", "text in UTF-8, or .jsonl with `text` or `messages`", default=(), shown="FILE|DIR"
+        "data", "files, folders: .jsonl, .json, .parquet, .arrow, .csv of text, messages, conversations or prompts and "
+        "completions; or text in UTF-8; also .gz and .zst", default=(), shown="PATH[:SPLIT][=WEIGHT]",
+    )  # fmt: skip
+    too_long: str = option(
+        "data", "a conversation longer than --seq-len is cut or left out (default truncate)", default="truncate",
+        choices=("truncate", "drop"), fixed=True,
+    )  # fmt: skip
+    data_report: bool = option(
+        "data", "tell what the data holds and what of it is learnt, and end", default=False, per_run=True
+    )
+    accept_new_data: bool = option(
+        "data", "with --resume: go on though the data has changed", default=False, per_run=True
     )
     seq_len: int | None = option(
         "data", "tokens per sequence (default 128 for presets, 512 for checkpoints)", least=2, fixed=True

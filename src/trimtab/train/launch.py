@@ -25,7 +25,7 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     """Run the training that `config` describes, on `nproc` local ranks or in the group that torchrun started.
 
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
-    ranks are gone by then.
+    ranks are gone by then. With `data_report` no rank is started: what the data holds is printed.
     """
     if group_size() is not None:
         if nproc is not None:
@@ -37,12 +37,24 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     with signals_raise():
         check_options(config, nproc or 1)
         import_transformers("trimtab train")
-        if nproc is None or nproc == 1:
+        if config.data_report:
+            _report_data(config, nproc or 1)
+        elif nproc is None or nproc == 1:
             from trimtab.train.session import run_session
 
             run_session(config, prepared=False)
         else:
             _launch_ranks(config, nproc)
+
+
+def _report_data(config: TrainConfig, nproc: int) -> None:
+    from trimtab.train.packing import prepare_data
+    from trimtab.train.prepare import plan_run
+
+    plan = plan_run(config, nproc)
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
+        for report in prepare_data(plan.groups, plan.packer, Path(scratch) / "data", plan.draws):
+            print("\n".join([report.summary(), *report.details(plan.tokenizer)]))
 
 
 def _launch_ranks(config: TrainConfig, nproc: int) -> None:
@@ -52,7 +64,7 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     from transformers.utils import logging as transformers_logging
 
-    from trimtab.train.prepare import check_data, make_room, plan_run
+    from trimtab.train.prepare import make_room, plan_run
 
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise ConfigError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPU(s)")
@@ -61,7 +73,6 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
         transformers_logging.set_verbosity_error()
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     plan = plan_run(config, nproc)
-    check_data(plan)
     inherited = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))} | (
         {} if config.debug else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     )

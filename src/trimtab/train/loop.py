@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from trimtab.errors import TrimtabError
+from trimtab.train.blocks import RankBlocks
 from trimtab.train.chat import IGNORED
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loads import LoadCounter, balance_loss, load_metrics
-from trimtab.train.packing import RankBlocks
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Bar(ProgressCallback):  # type: ignore[misc]
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` for one mesh of ranks over an endless stream of packed blocks.
+    """`Trainer` for one mesh of ranks over an endless stream of blocks.
 
     Args:
         model: what `load_model` gave.
@@ -199,6 +199,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def _forward(self, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """What the model gives for a batch, and the sum of its targets' losses."""
+        if "position_ids" in inputs and "flash" in str(self.model.config._attn_implementation):
+            # Its kernels look at positions in a batch of one row alone.
+            inputs = {key: value.flatten()[None] for key, value in inputs.items()}
         mask = inputs.get("attention_mask")
         self.counter.real = None if mask is None else mask.flatten().bool()
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)

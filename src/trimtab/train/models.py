@@ -26,6 +26,7 @@ class Facts:
         vocab_size: rows of the input embedding.
         positions: tokens of the longest sequence that its config.json is for, or None where that says none.
         plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
+        packs: whether documents of one row that `position_ids` tell apart do not see each other.
         resums: whether its tp plan sums what a gradient holds so far, over the ranks, in every backward.
     """
 
@@ -35,6 +36,7 @@ class Facts:
     vocab_size: int
     positions: int | None
     resums: bool
+    packs: bool
 
     @property
     def num_experts(self) -> int:
@@ -70,7 +72,35 @@ def inspect(model: str, attn: str | None = None) -> Facts:
     plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
     rows = int(skeleton.get_input_embeddings().num_embeddings)
     positions = getattr(skeleton.config, "max_position_embeddings", None)
-    return Facts(name, experts, plans, rows, positions, RESUMS in (skeleton.tp_plan or {}).values())
+    resums = RESUMS in (skeleton.tp_plan or {}).values()
+    return Facts(name, experts, plans, rows, positions, resums, keeps_documents_apart(skeleton))
+
+
+def keeps_documents_apart(model: Any) -> bool:
+    """Whether masks and `position_ids` that begin anew keep documents of one row apart in every layer: not where a
+    state or a convolution runs over the row, or keys are compressed or chosen for a block of it."""
+    from torch import nn
+
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    mixes = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    return not mixes and kinds <= {"full_attention", "sliding_attention"}
+
+
+def mask_by_positions(model: Any) -> None:
+    """Let a model make its masks from `position_ids`: not every one hands them on to the functions that do, and GPT-OSS
+    and AFMoE would let documents of one row see each other."""
+    import torch
+    from transformers.masking_utils import create_masks_for_generate
+
+    def with_masks(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None:
+            return args, kwargs
+        embedded = torch.empty(*positions.shape, 0, dtype=module.dtype, device=positions.device)
+        masks = create_masks_for_generate(module.config, embedded, None, None, positions)
+        return args, {**kwargs, "attention_mask": masks}
+
+    model.base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def check_plans(facts: Facts, mesh: Mesh, grad_accum: int) -> None:

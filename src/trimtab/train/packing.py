@@ -1,158 +1,235 @@
-"""Documents become blocks of exactly `seq_len` tokens, dealt out to the data-parallel ranks.
+"""Records become blocks of exactly `seq_len` tokens, once and before the first step.
 
-All ranks read the same stream and each keeps its own blocks, so the global batch of a step does not depend on how
-many ranks share it, and no rank can run dry before another. Blocks are mixed, so that a batch is not one document.
-Memory holds one piece of a document and MIXED_TOKENS tokens, however long the data.
+Conversations are packed whole, the best fitting ones together; positions begin anew with each, and so no token sees
+another conversation. Texts are joined by EOS and cut where a block is full.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import random
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset
+import numpy as np
 
 from trimtab.errors import InputError
+from trimtab.train.blocks import INDEX, turns
 from trimtab.train.chat import IGNORED, Piece, encode_chat
-from trimtab.train.sources import Document, documents, mix
+from trimtab.train.records import Record, records
+from trimtab.train.report import DataReport
+from trimtab.train.sources import Group
 
-PIECE_CHARS = 1 << 18
-LINE_CHARS = 1 << 16
-MIXED_TOKENS = 1 << 18
-DRY_BLOCKS = 10_000
+WINDOW_TOKENS = 1 << 23
+"""Conversations that are packed at a time: memory holds so many tokens."""
+
+Document = np.ndarray[Any, np.dtype[np.int32]]
+"""Token ids and labels, [2, length]."""
 
 
-def pack(pieces: Iterable[Piece], seq_len: int) -> Iterator[Piece]:
-    """Cut a stream of pieces into blocks of `seq_len` tokens: order kept, nothing lost but the last, short rest."""
-    ids: list[int] = []
-    labels: list[int] = []
-    for more_ids, more_labels in pieces:
-        ids += more_ids
-        labels += more_labels
-        start = 0
-        while len(ids) - start >= seq_len:
-            yield ids[start : start + seq_len], labels[start : start + seq_len]
-            start += seq_len
-        del ids[:start], labels[:start]
+class Encoder:
+    """Records to tokens and labels."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
+        if self.eos is None:
+            raise InputError("the model's tokenizer has no EOS token to separate documents with")
+        # BOS, where the tokenizer adds one.
+        self.opening = [i for i in tokenizer("")["input_ids"] if i != self.eos]
+
+    def text(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """A plain text, piece by piece, and EOS; nothing for an empty one."""
+        began = False
+        for ids in map(self._ids, filter(None, pieces)):
+            yield ids if began else self.opening + ids
+            began = True
+        if began:
+            yield [self.eos]
+
+    def pieces(self, record: Record) -> Iterator[Piece]:
+        """A conversation, or a prompt with its completion, labelled where the model is to learn."""
+        if record.messages is not None:
+            yield from encode_chat(self.tokenizer, record.messages, record.place, record.tools)
+            return
+        ids = [*self.opening, *self._ids("".join([record.prompt or "", *record.text])), self.eos]
+        before = self.opening + self._ids(record.prompt or "")
+        start = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))))
+        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learnt
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Put items into bins, the longest first, each where it leaves the least room. Returns the bins' items by index.
+
+    As TRL's packing does, but for bins of many thousand items rather than of one batch of a `map`.
+    """
+    bins: dict[int, list[list[int]]] = {}
+    spaces: list[int] = []  # those that a bin has, sorted
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(spaces, lengths[item])
+        if at == len(spaces):
+            space, chosen = room, []
+        else:
+            space = spaces[at]
+            chosen = bins[space].pop()
+            if not bins[space]:
+                del bins[space], spaces[at]
+        chosen.append(item)
+        left = space - lengths[item]
+        if left not in bins:
+            bins[left] = []
+            bisect.insort(spaces, left)
+        bins[left].append(chosen)
+    return [each for _, same in sorted(bins.items()) for each in same]
+
+
+class _Writer:
+    """Appends blocks to a file, as [3, seq_len] of int32: token ids, labels and positions."""
+
+    def __init__(self, file: Any, seq_len: int, packed: bool) -> None:
+        self.file, self.seq_len, self.packed = file, seq_len, packed
+        self.texts = self.chats = self._held = 0
+        self._rest: list[int] = []
+        self._window: list[Document] = []
+
+    def text(self, ids: list[int]) -> None:
+        """Add to the text; full blocks are written."""
+        self._rest += ids
+        full = len(self._rest) // self.seq_len * self.seq_len
+        for block in np.array(self._rest[:full], np.int32).reshape(-1, self.seq_len):
+            self._write([np.stack([block, block])])
+        self.texts += full // self.seq_len
+        del self._rest[:full]
+
+    def document(self, document: Document) -> None:
+        """Add a document that is not cut."""
+        self._window.append(document)
+        self._held += document.shape[1]
+        if self._held >= WINDOW_TOKENS:
+            self._pack()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._pack()
+        if len(self._rest) > 1:
+            self._write([np.array([self._rest, self._rest], np.int32)])
+            self.texts += 1
+
+    def _pack(self) -> None:
+        lengths = [document.shape[1] for document in self._window]
+        for items in best_fit(lengths, self.seq_len) if self.packed else [[n] for n in range(len(lengths))]:
+            self._write([self._window[n] for n in items])
+            self.chats += 1
+        self._window, self._held = [], 0
+
+    def _write(self, documents: list[Document]) -> None:
+        """Documents and, where they end early, their own tokens once more, without labels: tokens of padding would
+        all go to the same experts, and loads and balance loss would see it."""
+        if missing := self.seq_len - sum(document.shape[1] for document in documents):
+            again = np.resize(np.concatenate(documents, 1)[0], missing)
+            documents = [*documents, np.stack([again, np.full_like(again, IGNORED)])]
+        positions = np.concatenate([np.arange(document.shape[1], dtype=np.int32) for document in documents])
+        self.file.write(np.concatenate(documents, 1).tobytes() + positions.tobytes())
 
 
 @dataclass(frozen=True)
-class TokenStream:
-    """The endless stream of labelled tokens of some files: epoch after epoch, documents separated by EOS.
+class Packer:
+    """How records become blocks.
 
-    Args:
-        files: what `find_files` gave.
+    Attributes:
         tokenizer: a Hugging Face tokenizer with an EOS token.
-        seed: decides the order of the documents.
+        seq_len: tokens of a block.
+        seed: of the order of texts.
+        packed: whether several conversations share a block; else each has one of its own.
+        too_long: "truncate" what is longer than a block from the right, or "drop" it.
     """
 
-    files: Sequence[Path]
     tokenizer: Any
+    seq_len: int
     seed: int
+    packed: bool = True
+    too_long: str = "truncate"
 
-    def __iter__(self) -> Iterator[Piece]:
-        if self.tokenizer.eos_token_id is None:
-            raise InputError("the model's tokenizer has no EOS token to separate documents with")
-        for epoch in itertools.count():
-            targets = 0
-            for document in documents(self.files, self.seed, epoch):
-                for ids, labels in self._encode(document):
-                    targets += len(labels) - labels.count(IGNORED)
-                    yield ids, labels
-            if not targets:
-                raise InputError(
-                    f"the data is empty: no text, and no turn of the role `assistant`, in {len(self.files)} file(s), "
-                    f"{self.files[0]} …"
-                )
+    def write(self, group: Group, path: Path, most: int | None, progress: Callable[[int], object]) -> DataReport:
+        """Read and check all of a group and write its blocks: of plain text at most `most`, if that is all it holds.
 
-    def _encode(self, document: Document) -> Iterator[Piece]:
-        eos = self.tokenizer.eos_token_id
-        if document.line is None:
-            yield from self._encode_text(_read(document.path))
-            return
-        record = document.record()
-        if "messages" not in record:
-            # JSON can spell lone surrogates, which no tokenizer takes.
-            yield from self._encode_text([record["text"].encode("utf-8", "replace").decode()])
-            return
-        for ids, labels in encode_chat(self.tokenizer, record["messages"], document.place, record.get("tools")):
-            yield (ids, labels) if ids[-1:] == [eos] else ([*ids, eos], [*labels, IGNORED])
+        Raises InputError for a record that is malformed, or that the tokenizer's template refuses.
+        """
+        report, encoder = DataReport(group.unread), Encoder(self.tokenizer)
+        with path.open("wb") as file:
+            writer = _Writer(file, self.seq_len, self.packed)
 
-    def _encode_text(self, texts: Iterable[str]) -> Iterator[Piece]:
-        eos = self.tokenizer.eos_token_id
-        opening = [i for i in self.tokenizer("")["input_ids"] if i != eos]  # BOS, where the tokenizer adds one
-        empty = True
-        for text in filter(None, texts):
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if ids and empty:
-                ids, empty = opening + ids, False
-            yield ids, ids
-        if not empty:
-            yield [eos], [eos]
+            def enough() -> bool:
+                return most is not None and writer.texts >= most
+
+            for record in records(group.files, self.seed, progress, report.add_unread, enough):
+                tally = report.of(record)
+                if record.kind != "text":
+                    self._add(list(encoder.pieces(record)), record, report, writer)
+                elif enough():
+                    tally.left_out["beyond the steps of the run"] += 1
+                else:
+                    length = 0
+                    for ids in encoder.text(record.text):
+                        report.samples.setdefault("text", (record.place, (ids[:256], ids[:256])))
+                        writer.text(ids)
+                        length += len(ids)
+                    tally.add(length, length)
+            writer.close()
+        if enough() and writer.chats:  # a mixture: the share of texts in it is that of all of them
+            return self.write(group, path, None, lambda _: None)
+        report.blocks = writer.texts + writer.chats
+        return report
+
+    def _add(self, pieces: list[Piece], record: Record, report: DataReport, writer: _Writer) -> None:
+        tally = report.of(record)
+        if not pieces:
+            tally.left_out["without an answer to learn"] += 1
+        for piece in pieces:
+            whole = np.array(piece, np.int32)
+            whole[1, 0] = IGNORED  # nothing comes before it
+            document = whole[:, : self.seq_len]
+            learnt, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
+            if cut and self.too_long == "drop":
+                tally.left_out[f"longer than {self.seq_len} tokens"] += 1
+            elif not learnt:
+                tally.left_out[f"without a token to learn among its first {self.seq_len}"] += 1
+            else:
+                report.samples.setdefault(record.kind, (record.place, piece))
+                tally.add(whole.shape[1], learnt)
+                tally.truncated += cut
+                writer.document(document)
 
 
-def _read(path: Path) -> Iterator[str]:
-    """A text file in pieces of about PIECE_CHARS characters that end at a line's end where lines are sane."""
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            while piece := file.read(PIECE_CHARS):
-                yield piece + file.readline(LINE_CHARS)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
-    """This data-parallel rank's blocks of a stream, as `input_ids` and `labels` of shape [seq_len], int64.
-
-    Global batch s consists of blocks s * size * batch … of which rank r holds the r-th run of `batch` blocks.
-    Blocks without a single target are left out on all ranks alike.
+def prepare_data(groups: Sequence[Group], packer: Packer, folder: Path, draws: int | None) -> list[DataReport]:
+    """Write the blocks of all groups, and what they are, to a folder, which is made anew; `Blocks` opens it.
 
     Args:
-        stream: pieces, the same on every rank.
-        seq_len: tokens per block.
-        batch: sequences per data-parallel rank and forward pass.
-        rank, size: this rank's place among the data-parallel ranks.
-        seed: decides how blocks are mixed.
-        mixed: tokens that are held to mix blocks.
-        skip: blocks of this rank that are left out at the beginning, for a run that goes on.
+        draws: blocks that a run takes; plain text is read only as far as they reach. None: all.
+
+    Raises InputError for the first record that is malformed, and where a group has nothing to learn from.
     """
+    from tqdm import tqdm
 
-    def __init__(
-        self,
-        stream: Iterable[Piece],
-        *,
-        seq_len: int,
-        batch: int,
-        rank: int,
-        size: int,
-        seed: int,
-        mixed: int = MIXED_TOKENS,
-        skip: int = 0,
-    ) -> None:
-        self.stream, self.seq_len, self.batch = stream, seq_len, batch
-        self.rank, self.size, self.seed, self.mixed = rank, size, seed, mixed
-        self.skip = skip
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        rng = random.Random(self.seed)
-        mixed = mix(self._blocks(), rng, items=max(1, self.mixed // self.seq_len))
-        mine = (block for index, block in enumerate(mixed) if index // self.batch % self.size == self.rank)
-        for block in itertools.islice(mine, self.skip, None):
-            yield {"input_ids": block[0].long(), "labels": block[1].long()}
-
-    def _blocks(self) -> Iterator[torch.Tensor]:
-        """Blocks that hold a target, as [2, seq_len] (ids, labels), int32."""
-        dry = 0
-        for ids, labels in pack(self.stream, self.seq_len):
-            if any(label != IGNORED for label in labels[1:]):  # the first position predicts nothing
-                dry = 0
-                yield torch.tensor([ids, labels], dtype=torch.int32)
-            else:
-                dry += 1
-                if dry == DRY_BLOCKS:
-                    raise InputError(f"{dry} blocks of {self.seq_len} tokens in a row hold no assistant's token")
+    weights = [group.weight for group in groups]
+    taken = Counter(itertools.islice(turns(weights), draws)) if draws is not None else None
+    size = sum(path.stat().st_size for group in groups for path in group.files)
+    reports = []
+    folder.mkdir(parents=True)
+    with tqdm(total=size, desc="reading data", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+        for n, group in enumerate(groups):
+            report = packer.write(group, folder / f"{n}.blocks", max(1, taken[n]) if taken else None, bar.update)
+            if not report.blocks:
+                found = f"{len(group.files)} file(s), {group.files[0]} …"
+                raise InputError(f"the data is empty, {found}: {report.summary()}")
+            reports.append(report)
+    held = {"seq_len": packer.seq_len, "packed": packer.packed, "weights": weights}
+    held |= {"blocks": [each.blocks for each in reports], "said": [each.summary() for each in reports]}
+    (folder / INDEX).write_text(json.dumps(held), encoding="utf-8")
+    return reports

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import shutil
 import sys
@@ -12,18 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from trimtab import __version__
 from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
+from trimtab.train.blocks import Blocks
 from trimtab.train.checks import check_kept
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
-from trimtab.train.packing import TokenStream
+from trimtab.train.packing import Packer, prepare_data
 from trimtab.train.presets import is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
-from trimtab.train.resume import CHECKPOINTS
-from trimtab.train.sources import Found, check_lines, find_files
+from trimtab.train.resume import CHECKPOINTS, describe_data
+from trimtab.train.sources import Group, find_groups
 
-INIT = "init"
+INIT, DATA = "init", "data"
+FINGERPRINT = "made-of"
+"""Lies beside the blocks: the files and options that they are made of."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system says that cannot keep two runs out of one folder."""
 
@@ -37,13 +43,24 @@ class Plan:
     mesh: Mesh
     checkpoint: str
     tokenizer: Any
-    found: Found
-    stream: TokenStream
+    groups: list[Group]
 
     @property
     def out(self) -> Path:
         """The output folder."""
         return Path(self.config.out)
+
+    @property
+    def packer(self) -> Packer:
+        """How records become blocks."""
+        config = self.config
+        return Packer(self.tokenizer, config.seq_len or 0, config.seed, self.facts.packs, config.too_long)
+
+    @property
+    def draws(self) -> int:
+        """Blocks that the run takes, on all ranks together."""
+        config = self.config
+        return (config.max_steps or 0) * config.grad_accum * config.batch_size * self.mesh.data_size
 
 
 def plan_run(config: TrainConfig, world: int) -> Plan:
@@ -66,8 +83,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
             f"--seq-len {config.seq_len}: {config.model} has {facts.positions} positions (max_position_embeddings); "
             f"use at most as many{more}"
         )
-    found = find_files(config.data)
-    return Plan(config, facts, mesh, checkpoint, tokenizer, found, TokenStream(found.files, tokenizer, config.seed))
+    return Plan(config, facts, mesh, checkpoint, tokenizer, find_groups(config.data))
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -82,28 +98,47 @@ def _check_names(config: TrainConfig) -> None:
             raise ConfigError(f"--report-to {name}: not installed here; there is {', '.join(found) or 'none'}")
 
 
-def check_data(plan: Plan) -> None:
-    """Read all lines of JSON and tokenise the beginning of the data, so that what is wrong with it shows before ranks
-    start; say which files are left out for their encoding. A run that goes on has read and said it."""
+def ready_data(plan: Plan) -> None:
+    """Read all of the data, so that what is wrong with it shows before ranks start, into blocks in the output folder,
+    and say what was read and what was not. What lies there of the same files and options is taken as it is."""
+    folder, made_of = plan.out / DATA, _made_of(plan)
+    known = folder / FINGERPRINT
+    if not (known.is_file() and known.read_text(encoding="utf-8") == made_of):
+        half = folder.with_name(f"{DATA}.unfinished")
+        clear(half)
+        prepare_data(plan.groups, plan.packer, half, plan.draws)
+        (half / FINGERPRINT).write_text(made_of, encoding="utf-8")
+        clear(folder)
+        half.rename(folder)
     if plan.config.resume is None:
-        if plan.found.left_out:
-            print(f"trimtab: --data: {len(plan.found.files)} file(s){plan.found}", file=sys.stderr)
-        check_lines(plan.stream.files, plan.tokenizer)
-    next(iter(plan.stream))
+        for said in Blocks(folder).said:
+            print(f"trimtab: data: {said}", file=sys.stderr)
+
+
+def _made_of(plan: Plan) -> str:
+    times = [path.stat().st_mtime_ns for group in plan.groups for path in group.files]
+    packer, tokenizer = plan.packer, plan.tokenizer
+    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    values = [__version__, times, describe_data(plan.groups), dataclasses.replace(packer, tokenizer=None), plan.draws]
+    return hashlib.sha256(repr([*values, tokenizer.chat_template, words]).encode()).hexdigest()
 
 
 def make_room(plan: Plan) -> TextIO:
-    """Make the output folder, drop what an earlier run left there, and write a preset's first weights.
+    """Make the output folder and the data in it, drop what an earlier run left there, and write a preset's weights.
 
     A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded. Returns the file that
     marks the folder as this run's: no other run begins there before it is closed.
 
-    Raises ConfigError where another run is writing there, or has left what nobody asked to remove.
+    Raises ConfigError where another run is writing there, or has left what nobody asked to remove, and InputError for
+    data that cannot be trained on: then nothing has been removed, and no folder is left that was not there.
     """
     out, config = plan.out, plan.config
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     with ExitStack() as failed:
+        failed.callback(_unmake, made, out)
         try:
             mark = failed.enter_context(claim(plan))
+            ready_data(plan)
             if config.resume is None:
                 for name in (METRICS, HEATMAP):
                     (out / name).unlink(missing_ok=True)
@@ -114,11 +149,23 @@ def make_room(plan: Plan) -> TextIO:
                 with suppress(OSError):
                     (out / CHECKPOINTS).rmdir()
             (out / LOGS).mkdir(exist_ok=True)
+            mark.truncate(0)
+            mark.write(json.dumps({**config.made_of(), "out": config.out}, indent=1) + "\n")
+            mark.flush()
         except OSError as error:
             raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
         write_init(plan)
         failed.pop_all()
     return mark
+
+
+def _unmake(made: list[Path], out: Path) -> None:
+    clear(out / f"{DATA}.unfinished")
+    if out in made:
+        (out / RUN).unlink(missing_ok=True)
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def claim(plan: Plan) -> TextIO:
@@ -134,9 +181,6 @@ def claim(plan: Plan) -> TextIO:
             if error.errno not in NO_LOCKS:
                 raise
         check_kept(plan.config)  # what another run has left since
-        mark.truncate(0)
-        mark.write(json.dumps({**plan.config.made_of(), "out": plan.config.out}, indent=1) + "\n")
-        mark.flush()
         failed.pop_all()
     return mark
 

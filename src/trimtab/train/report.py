@@ -1,18 +1,28 @@
-"""What a run leaves, by name, and what of it is for people: the load heatmap and the closing words."""
+"""What a run leaves, by name, and what is for people: what its data holds, the load heatmap, the closing words."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import first_line
+from trimtab.train.records import Record
 
 METRICS, HEATMAP, FINAL, LOGS = "metrics.jsonl", "load.png", "final", "logs"
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
+
+
+MOST_UNREAD = 4
+"""Things that the one line on the data names."""
+PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -104,3 +114,85 @@ def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
 
 def _short(name: str) -> str:
     return next((part for part in name.split(".") if part.isdigit()), name)
+
+
+@dataclass
+class Tally:
+    """What became of the records of one kind in one file, or in all plain text files."""
+
+    tokens: int = 0
+    learnt: int = 0
+    truncated: int = 0
+    lengths: array[int] = field(default_factory=lambda: array("I"))
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, length: int, learnt: int) -> None:
+        """Count a record of so many tokens, of which so many are learnt; an empty one is left out."""
+        if not length:
+            self.left_out["empty"] += 1
+            return
+        self.lengths.append(length)
+        self.tokens += length
+        self.learnt += learnt
+
+
+class DataReport:
+    """What a group of files held: `tallies` by file and kind, what is `unread`, a sample of each kind, `blocks`."""
+
+    def __init__(self, unread: Iterable[str]) -> None:
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        self.unread = list(unread)
+        self.samples: dict[str, tuple[str, tuple[list[int], list[int]]]] = {}
+        self.blocks = 0
+
+    def of(self, record: Record) -> Tally:
+        """The tally that a record counts in."""
+        where = "plain text files" if record.place == str(record.path) else str(record.path)
+        return self.tallies.setdefault((where, record.kind), Tally())
+
+    def add_unread(self, path: Path, what: Iterable[str]) -> None:
+        """Note what of a file is not read."""
+        self.unread.append(f"{', '.join(sorted(what))} of {path}")
+
+    def summary(self) -> str:
+        """What is read, cut, left out and not read, in one line."""
+        found, left_out, tokens, learnt, cut = Counter[str](), Counter[str](), 0, 0, 0
+        for (_, kind), tally in self.tallies.items():
+            found[kind] += len(tally.lengths)
+            left_out += tally.left_out
+            tokens, learnt, cut = tokens + tally.tokens, learnt + tally.learnt, cut + tally.truncated
+        records = " and ".join(f"{n:,} {kind}(s)" for kind, n in found.items() if n) or "nothing"
+        parts = [f"{records}, {tokens:,} tokens, {learnt:,} of them learnt, in {self.blocks:,} block(s)"]
+        if cut:
+            parts.append(f"cut to a block: {cut:,}")
+        if left_out:
+            parts.append(f"left out: {_listed(left_out)}")
+        if self.unread:
+            more = f" and {len(self.unread) - MOST_UNREAD} more" if len(self.unread) > MOST_UNREAD else ""
+            parts.append(f"not read: {', '.join(self.unread[:MOST_UNREAD])}{more}")
+        return "; ".join(parts)
+
+    def details(self, tokenizer: Any) -> Iterator[str]:
+        """By file and kind, with the percentiles of lengths; and a sample of each kind, what is learnt in ⟦ ⟧."""
+        for (where, kind), tally in self.tallies.items():
+            sizes = sorted(tally.lengths)
+            yield f"{where}: {len(sizes):,} {kind}(s), {tally.tokens:,} tokens, {tally.learnt:,} of them learnt"
+            if sizes:
+                marks = [f"{sizes[(len(sizes) - 1) * p // 100]:,} ({p} %)" for p in PERCENTILES]
+                yield f"  tokens in one: {', '.join(marks)}"
+            if tally.truncated:
+                yield f"  cut to a block: {tally.truncated:,}"
+            if tally.left_out:
+                yield f"  left out: {_listed(tally.left_out)}"
+        yield from (f"not read: {word}" for word in self.unread)
+        for kind, (place, (ids, labels)) in self.samples.items():
+            yield f"a {kind}, {place}, what is learnt in ⟦ ⟧:"
+            shown = ""
+            for learnt, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0):
+                text = tokenizer.decode([token for token, _ in run])
+                shown += f"⟦{text}⟧" if learnt else text
+            yield shown
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{n:,} {why}" for why, n in counts.items())

@@ -22,7 +22,7 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import FIXED, OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import FINAL, HEATMAP, METRICS
-from trimtab.train.sources import find_files
+from trimtab.train.sources import Group, find_groups
 
 CHECKPOINTS = "checkpoints"
 
@@ -77,14 +77,13 @@ def check_resume(config: TrainConfig, world: int) -> None:
             f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
             "would not be the same; give the --nproc of then, or change --tp, --fsdp or --replicate"
         )
-    found = find_files(config.data)
-    now = describe_data(found.files)
-    if now != run["data"]:
+    now = describe_data(find_groups(config.data))
+    if now != run["data"] and not config.accept_new_data:
         asked = " ".join(config.data) or "(the standard library)"
         raise ConfigError(
-            f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now{found}, "
-            f"{run['data']['files']} of {run['data']['bytes']} then, or other names. A line of JSON is left out "
-            'without a change of size by {"text": ""} and spaces in its place'
+            f"--data {asked}: not the data of {folder}: {now['files']} file(s) of {now['bytes']} bytes now, "
+            f"{run['data']['files']} of {run['data']['bytes']} then, or other names or weights; --accept-new-data goes "
+            "on with it, as many blocks into its order as were read"
         )
     steps = config.max_steps or step + 1
     last = min(config.stop_after or steps, steps)
@@ -93,20 +92,20 @@ def check_resume(config: TrainConfig, world: int) -> None:
     read_metrics_until(folder, step)
 
 
-def describe_data(files: Sequence[Path]) -> dict[str, Any]:
-    """Number and size of the data's files, and a hash of their names and sizes in order; contents are not read."""
-    sizes = [path.stat().st_size for path in files]
-    lines = "".join(f"{path.name} {size}\n" for path, size in zip(files, sizes, strict=True))
+def describe_data(groups: Sequence[Group]) -> dict[str, Any]:
+    """Number and size of the data's files, and a hash of names, sizes and weights in order; contents are not read."""
+    files = [(path, path.stat().st_size, group.weight) for group in groups for path in group.files]
+    lines = "".join(f"{path.name} {size} {weight}\n" for path, size, weight in files)
     names = os.fsencode(lines)  # of any bytes
-    return {"files": len(files), "bytes": sum(sizes), "names": hashlib.sha256(names).hexdigest()}
+    return {"files": len(files), "bytes": sum(size for _, size, _ in files), "names": hashlib.sha256(names).hexdigest()}
 
 
-def describe_run(config: TrainConfig, mesh: Mesh, files: Sequence[Path]) -> dict[str, Any]:
+def describe_run(config: TrainConfig, mesh: Mesh, groups: Sequence[Group]) -> dict[str, Any]:
     """What a checkpoint keeps of its run, JSON, for `resumed` and `check_resume`."""
     fields = config.made_of()
     fields["data"] = [str(Path(path).resolve()) for path in config.data]
     fields["model"] = _plain("model", config.model)
-    return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(files)}
+    return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(groups)}
 
 
 def read_metrics_until(folder: Path, step: int) -> list[str]:

@@ -15,17 +15,17 @@ from transformers.utils import logging as transformers_logging
 
 from trimtab.convert.safetensors_files import writing
 from trimtab.launched import leave_group
+from trimtab.train.blocks import Blocks, RankBlocks
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import is_preset, load_model
-from trimtab.train.packing import RankBlocks
-from trimtab.train.prepare import Plan, check_data, make_room, plan_run
+from trimtab.train.models import is_preset, load_model, mask_by_positions
+from trimtab.train.prepare import DATA, Plan, make_room, plan_run
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
 
 LONGEST = timedelta(hours=2)
-"""That ranks wait for one that saves, or tokenises again what a run has consumed: NCCL's own limit is 10 minutes."""
+"""That ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""
 
 
 def run_session(config: TrainConfig, *, prepared: bool) -> None:
@@ -46,7 +46,6 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
         try:
             if not prepared:
                 if rank == 0:
-                    check_data(plan)
                     held.enter_context(make_room(plan))
                 _barrier()
             trainer = _build(plan, rank)
@@ -81,7 +80,7 @@ def _join_world() -> None:
     if backend == "nccl":
         dist.init_process_group(backend=backend, device_id=device, timeout=LONGEST)
     else:
-        dist.init_process_group(backend=backend)
+        dist.init_process_group(backend=backend, timeout=LONGEST)
 
 
 def _barrier() -> None:
@@ -92,10 +91,10 @@ def _barrier() -> None:
 def _build(plan: Plan, rank: int) -> MoETrainer:
     config, mesh = plan.config, plan.mesh
     model = load_model(plan.checkpoint, config, mesh)
+    mask_by_positions(model)
     checkpoints = Checkpoints(plan)
     blocks = RankBlocks(
-        plan.stream,
-        seq_len=config.seq_len or 0,
+        Blocks(plan.out / DATA),
         batch=config.batch_size,
         rank=mesh.data_rank(rank),
         size=mesh.data_size,

@@ -1,73 +1,39 @@
-"""Files become a stream of raw documents, in an order that depends on the seed alone.
-
-Two kinds of file: JSON lines (one document a line, `text` or `messages`) and anything else that is text (one
-document a file). Files are shuffled by name, then documents pass through a buffer of bounded size that mixes
-them: memory holds the list of file names and one buffer, never the data.
-"""
+"""What `--data` names becomes groups of files: folders as the hub has them, splits, weights."""
 
 from __future__ import annotations
 
 import codecs
-import json
-import random
+import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from trimtab.errors import InputError
-from trimtab.train.chat import check_chat
+from trimtab.train.records import LINES, TABLES, head_of, is_records, kind_of
 from trimtab.train.report import LOGS, RUN
 
-JSON_LINES = (".jsonl", ".ndjson")
-SNIFF_BYTES = 4096
-NUL = "it holds NUL bytes"
-BUFFER_DOCUMENTS = 1024
-BUFFER_CHARS = 16 << 20
-
-T = TypeVar("T")
+SPLIT = "train"
+"""What is read of a folder that has several splits and is given without one."""
+_ASIDE = re.compile(r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json")
+"""What `datasets` and the hub write beside data."""
+BINARY = (".parquet", ".arrow")
+NUL, NOT_UTF8 = "it holds NUL bytes", "it is not UTF-8"
 
 
 @dataclass(frozen=True)
-class Document:
-    """One document: a whole text file (`line` is None, read lazily) or one line of a JSON lines file."""
+class Group:
+    """Files that are drawn from as one.
 
-    path: Path
-    line: str | None = None
-    number: int = 0
+    Attributes:
+        files: sorted; `kind_of` says how each is read.
+        weight: its share of the blocks beside the other groups'.
+        unread: what lies there and is not read, in words.
+    """
 
-    @property
-    def place(self) -> str:
-        """Where the document lies, as `file` or `file:line`."""
-        return str(self.path) if self.line is None else f"{self.path}:{self.number}"
-
-    def record(self) -> dict[str, Any]:
-        """Parse a JSON line. Raises InputError unless it is an object with `messages` or a string `text`."""
-        try:
-            record = json.loads(self.line or "")
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{self.place} is not JSON ({error}); expected one object per line") from None
-        if not isinstance(record, dict) or not ("messages" in record or isinstance(record.get("text"), str)):
-            if not isinstance(record, dict):
-                has = f"a {type(record).__name__}"
-            elif "text" in record:
-                has = f"a `text` of the type {type(record['text']).__name__}"
-            else:
-                has = f"the keys {sorted(record)}"
-            raise InputError(f"{self.place} has {has}; expected a string `text` or a list `messages`")
-        return record
-
-    def check(self, tokenizer: Any) -> int:
-        """How many bytes a line has. Raise InputError for one that is no record, or not UTF-8 and so loses letters."""
-        try:
-            size = len((self.line or "").encode())
-        except UnicodeEncodeError:  # a surrogate stands for each byte that says nothing
-            raise InputError(f"{self.place} is not UTF-8 text") from None
-        record = self.record()
-        if "messages" in record:
-            check_chat(tokenizer, record["messages"], record.get("tools"), self.place)
-        return size
+    files: list[Path]
+    weight: float = 1.0
+    unread: list[str] = field(default_factory=list)
 
 
 def standard_library() -> list[Path]:
@@ -77,131 +43,92 @@ def standard_library() -> list[Path]:
     return sorted(p for p in root.rglob("*.py") if not skipped.intersection(p.relative_to(root).parts))
 
 
-@dataclass(frozen=True)
-class Found:
-    """The data's files, sorted, and those left out that may be text, but not in UTF-8."""
+def find_groups(names: Sequence[str]) -> list[Group]:
+    """The data's files (the standard library's when none is named): one group, or one for each `PATH=WEIGHT`.
 
-    files: list[Path]
-    left_out: list[Path]
+    A folder with files of records gives those of one split, and its .txt files; any other gives every text file in
+    UTF-8 below it that is not hidden and that no run of `trimtab train` left there.
 
-    def __str__(self) -> str:
-        """What is left out, in brackets; empty where nothing is."""
-        return f" ({len(self.left_out)} left out that are not UTF-8, as {self.left_out[0]})" if self.left_out else ""
-
-
-def find_files(paths: Sequence[str]) -> Found:
-    """List the data files under `paths` (the standard library when none is given).
-
-    A directory gives every text file below it that is not hidden and that no run of `trimtab train` left there, UTF-8
-    by its beginning (bytes further on that are not become U+FFFD); a .json file there is plain text, as in any source
-    tree, but named by itself it is refused, for it is likely meant as records.
-
-    Raises InputError for a path that does not exist, cannot be read or is not text, and when no file is left.
+    Raises InputError for a path that does not exist or cannot be read, and where nothing is to be read.
     """
-    if not paths:
-        return Found(standard_library(), [])
-    found = Found([], [])
-    for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            for each in _below(path):
-                why = _why_no_text(each)
-                if why != NUL:
-                    (found.left_out if why else found.files).append(each)
-        elif not path.exists():
-            raise InputError(f"--data {name}: no such file or directory")
-        elif not path.is_file():
-            raise InputError(f"--data {name}: neither a file nor a folder; what comes through a pipe is read once only")
-        elif path.suffix == ".json":
-            raise InputError(f"--data {name}: a .json file; write one object per line and name it .jsonl")
-        elif why := _why_no_text(path):
+    if not names:
+        return [Group(standard_library())]
+    parsed = [_parse(name) for name in names]
+    groups = [Group(*_find(name, path, split)) for name, (path, split, _) in zip(names, parsed, strict=True)]
+    weights = [weight for _, _, weight in parsed if weight is not None]
+    if weights and len(weights) < len(names):
+        raise InputError(f"--data {' '.join(names)}: give a weight to each path (PATH=0.3) or to none")
+    if weights:
+        return [Group(g.files, weight / sum(weights), g.unread) for g, weight in zip(groups, weights, strict=True)]
+    return [Group([path for g in groups for path in g.files], 1.0, [word for g in groups for word in g.unread])]
+
+
+def _parse(name: str) -> tuple[Path, str | None, float | None]:
+    """PATH, PATH:split, PATH=0.3 or PATH:split=0.3; what is there by that very name is meant."""
+    path, split, weight = name, None, None
+    if not Path(path).exists() and (found := re.fullmatch(r"(.+)=([0-9.e+-]+)", path)):
+        path = found[1]
+        try:
+            weight = float(found[2])
+        except ValueError:
+            weight = 0.0
+        if not 0 < weight < float("inf"):
+            raise InputError(f"--data {name}: the weight {found[2]} is no positive number")
+    if not Path(path).exists() and ":" in path:
+        path, _, split = path.rpartition(":")
+    if not Path(path).exists():
+        raise InputError(f"--data {name}: no such file or directory")
+    return Path(path), split, weight
+
+
+def _find(name: str, path: Path, split: str | None) -> tuple[list[Path], float, list[str]]:
+    if path.is_file():
+        if split not in (None, SPLIT):
+            raise InputError(f"--data {name}: a file has the split {SPLIT} alone; name the file of {split}")
+        if kind_of(path) not in BINARY and (why := _why_no_text(path)):
             raise InputError(f"--data {name}: not a text file in UTF-8 ({why})")
-        else:
-            found.files.append(path)
-    if not found.files:
-        raise InputError(f"--data {' '.join(paths)}: no text file found there{found}")
-    return found
+        if kind_of(path) == ".json" and not is_records(path):
+            raise InputError(f"--data {name}: holds no records; expected objects, or an array of them")
+        return [path], 1.0, []
+    if not path.is_dir():
+        raise InputError(f"--data {name}: neither a file nor a folder; what comes through a pipe is read once only")
+    below = _below(path)
+    records = [p for p in below if is_records(p) and not _ASIDE.fullmatch(p.name)]
+    unread = []
+    if records:
+        files, others = _of_split(name, path, records, split)
+        files = sorted([*files, *(p for p in below if kind_of(p) == ".txt")])
+        unread += [f"split {each} ({n} file(s)), given by {path}:{each}" for each, n in others.items()]
+        aside = [p for p in below if p not in {*records, *files}]
+        unread += [f"{len(aside)} file(s) beside the data, as {aside[0].name}"] if aside else []
+    elif split is not None:
+        raise InputError(f"--data {name}: that folder holds no files of records, and so no splits")
+    else:
+        whys = {p: _why_no_text(p) for p in below}
+        files = [p for p, word in whys.items() if not word]
+        for word, what in ((NOT_UTF8, "are not UTF-8"), (NUL, "are no text")):
+            if left := [p for p in below if whys[p].startswith(word)]:
+                unread.append(f"{len(left)} file(s) that {what}, as {left[0]}")
+    if not files:
+        raise InputError(f"--data {name}: nothing to read there{f' ({unread[0]})' if unread else ''}")
+    return files, 1.0, unread
 
 
-def check_documents(files: Sequence[Path], seed: int) -> None:
-    """Look for the first document with anything in it. Raises InputError if it is malformed or there is none."""
-    for document in documents(files, seed, epoch=0):
-        if document.line is None and document.path.stat().st_size:
-            return
-        if document.line is not None and (record := document.record()) and (record.get("text") or "messages" in record):
-            return
-    raise InputError(f"the data is empty: no text in {len(files)} file(s), {files[0]} …")
+def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> tuple[list[Path], dict[str, int]]:
+    """The files of one split by the names that `datasets` knows splits by, and how many the others have."""
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-
-def check_lines(files: Sequence[Path], tokenizer: Any) -> None:
-    """Read every line of JSON there is, at 100 MB a second and more, so that none that is malformed ends a run hours
-    later. What the chat template thinks of a conversation shows when it is rendered.
-
-    Raises InputError for the first.
-    """
-    from tqdm import tqdm
-
-    lined = [path for path in files if path.suffix in JSON_LINES]
-    size = sum(path.stat().st_size for path in lined)
-    with tqdm(total=size, desc="checking data", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
-        for path in lined:
-            for document in _lines(path, errors="surrogateescape"):
-                bar.update(document.check(tokenizer))
-
-
-def documents(files: Sequence[Path], seed: int, epoch: int) -> Iterator[Document]:
-    """All documents of `files` once, in the order that (seed, epoch) gives."""
-    rng = random.Random(f"{seed}/{epoch}")
-    order = list(files)
-    rng.shuffle(order)
-    return mix(_in_order(order), rng, items=BUFFER_DOCUMENTS, size=lambda d: len(d.line or ""), most=BUFFER_CHARS)
-
-
-def mix(
-    stream: Iterable[T],
-    rng: random.Random,
-    *,
-    items: int,
-    size: Callable[[T], int] = lambda _: 0,
-    most: int = 0,
-) -> Iterator[T]:
-    """Shuffle a stream through a buffer of `items` items, and of the total size `most`, whichever is less."""
-    held: list[T] = []
-    total = 0
-    for item in stream:
-        held.append(item)
-        total += size(item)
-        while len(held) >= items or total > most:
-            chosen = _take(held, rng)
-            total -= size(chosen)
-            yield chosen
-    while held:
-        yield _take(held, rng)
-
-
-def _take(held: list[T], rng: random.Random) -> T:
-    index = rng.randrange(len(held))
-    held[index], held[-1] = held[-1], held[index]
-    return held.pop()
-
-
-def _in_order(files: Iterable[Path]) -> Iterator[Document]:
-    for path in files:
-        if path.suffix in JSON_LINES:
-            yield from _lines(path, errors="replace")
-        else:
-            yield Document(path)
-
-
-def _lines(path: Path, errors: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8-sig", errors=errors) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield Document(path, line, number)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    try:
+        patterns = get_data_patterns(str(folder))
+        found = DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    except EmptyDatasetError:
+        found = {}
+    splits = {str(each): [p for p in records if str(p.absolute()) in set(files)] for each, files in found.items()}
+    splits = {each: files for each, files in splits.items() if files} or {SPLIT: records}
+    wanted = split or (SPLIT if SPLIT in splits else next(iter(splits)))
+    if wanted not in splits:
+        raise InputError(f"--data {name}: no split {wanted} there, but {', '.join(splits)}")
+    return splits[wanted], {each: len(files) for each, files in splits.items() if each != wanted}
 
 
 def _below(folder: Path) -> list[Path]:
@@ -212,20 +139,20 @@ def _below(folder: Path) -> list[Path]:
     return [p for p in found if runs.isdisjoint(p.parents)]
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
 def _why_no_text(path: Path) -> str:
-    """Empty for what begins as UTF-8 text does. Of JSON, `check_lines` looks at every line."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(SNIFF_BYTES)
-    except OSError as error:
-        raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None
+    """Empty for what begins as UTF-8 text does. Of records, every one is looked at as it is read."""
+    head = head_of(path)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "it begins as UTF-16 does; convert it, with iconv for example"
+        return f"{NOT_UTF8}: it begins as UTF-16 does; convert it, with iconv for example"
     if b"\0" in head:
         return NUL
     try:
-        if path.suffix not in JSON_LINES:
+        if kind_of(path) not in (*LINES, *TABLES, ".json"):
             codecs.getincrementaldecoder("utf-8")().decode(head)  # its last letter may be cut
     except UnicodeDecodeError as error:
-        return f"byte {error.start} is none of it; convert it, with iconv for example"
+        return f"{NOT_UTF8}: byte {error.start} is none of it; convert it, with iconv for example"
     return ""

@@ -1,0 +1,89 @@
+"""Prepared blocks become batches: every rank maps their files into its memory, and the order follows from the seed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+INDEX = "index.json"
+
+
+def turns(weights: Sequence[float]) -> Iterator[int]:
+    """Which group each block comes from: after any number of blocks, each has its share as near as can be."""
+    taken = [0] * len(weights)
+    for number in itertools.count(1):
+        group = max(range(len(weights)), key=lambda n: weights[n] * number - taken[n])
+        taken[group] += 1
+        yield group
+
+
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    """Prepared blocks, mapped into memory: `input_ids`, `labels` and, where conversations share blocks,
+    `position_ids`, of shape [seq_len], int64."""
+
+    def __init__(self, folder: Path) -> None:
+        held = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self.packed, self.weights, self.sizes, self.said = (held[k] for k in ("packed", "weights", "blocks", "said"))
+        self._maps = [
+            np.memmap(folder / f"{n}.blocks", np.int32, "r", shape=(size, 3, held["seq_len"]))
+            for n, size in enumerate(self.sizes)
+        ]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        group = 0
+        while index >= self.sizes[group]:
+            index -= self.sizes[group]
+            group += 1
+        return self.of(group, index)
+
+    def of(self, group: int, index: int) -> dict[str, torch.Tensor]:
+        """A group's block."""
+        names = ("input_ids", "labels", "position_ids") if self.packed else ("input_ids", "labels")
+        return dict(zip(names, torch.from_numpy(self._maps[group][index].astype(np.int64)), strict=False))
+
+
+class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
+    """This data-parallel rank's blocks, endlessly: each group's in a new order in each of its epochs.
+
+    Global batch s consists of blocks s * size * batch … of which rank r holds the r-th run of `batch` blocks.
+
+    Args:
+        blocks: the same on every rank.
+        batch: sequences per data-parallel rank and forward pass.
+        rank, size: this rank's place among the data-parallel ranks.
+        seed: decides the order.
+        skip: blocks of this rank that are left out at the beginning, for a run that goes on.
+    """
+
+    def __init__(self, blocks: Blocks, *, batch: int, rank: int, size: int, seed: int, skip: int = 0) -> None:
+        self.blocks, self.batch, self.rank, self.size, self.seed = blocks, batch, rank, size, seed
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        taken = [0] * len(self.blocks.sizes)
+        orders: dict[int, tuple[int, Any]] = {}
+        left_out = self.skip
+        for number, group in enumerate(turns(self.blocks.weights)):
+            epoch, place = divmod(taken[group], self.blocks.sizes[group])
+            taken[group] += 1
+            if number // self.batch % self.size != self.rank:
+                continue
+            if left_out:
+                left_out -= 1
+                continue
+            if group not in orders or orders[group][0] != epoch:
+                rng = np.random.default_rng([self.seed, epoch, group])
+                orders[group] = epoch, rng.permutation(self.blocks.sizes[group])
+            yield self.blocks.of(group, int(orders[group][1][place]))
