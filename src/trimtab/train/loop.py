@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
 from trimtab.train.blocks import RankBlocks
@@ -199,7 +200,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     def _forward(self, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """What the model gives for a batch, and the sum of its targets' losses."""
-        if "position_ids" in inputs and "flash" in str(self.model.config._attn_implementation):
+        if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
             # Its kernels look at positions in a batch of one row alone.
             inputs = {key: value.flatten()[None] for key, value in inputs.items()}
         mask = inputs.get("attention_mask")
