@@ -20,10 +20,10 @@ from helpers.layer_case import D, E, K, build, results
 from trimtab import exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
-from trimtab.experts import library
 from trimtab.experts.activations import activate_backward_op, activate_op, clamped
 from trimtab.experts.ops import experts_backward_op, experts_op, plan_op
 from trimtab.experts.recipes import MXFP8
+from trimtab.kernels import choose
 from trimtab.moe import MoE, MoEOutput
 
 F = 4
@@ -114,15 +114,15 @@ def test_kernels_are_chosen_on_the_device_and_for_the_shape_that_asks(monkeypatc
             return object()
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    monkeypatch.setattr(library, "KernelChoice", Choice)
+    monkeypatch.setattr(choose, "KernelChoice", Choice)
     bf16 = torch.bfloat16
     with torch.no_grad():
-        found = [library._chosen("triton,grouped_mm", torch.device("cuda", gpu), bf16) for gpu in (1, 1, 0)]
+        found = [choose._chosen("triton,grouped_mm", torch.device("cuda", gpu), bf16) for gpu in (1, 1, 0)]
     assert found[0] is found[1]
     assert len({id(kernels) for kernels in found}) == 2
     names = ("triton", "grouped_mm")
     assert asked == [(names, gpu, gpu, bf16, True) for gpu in (1, 0)]
-    library._chosen.cache_clear()
+    choose._chosen.cache_clear()
 
 
 def traced(moe: MoE) -> Callable[..., MoEOutput]:

@@ -15,9 +15,9 @@ from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, forward_of, needed, once_differentiable, without_autocast
 from trimtab.experts.grouped_ops import by_row, grouped_linear_op, grouped_sum_op, weight_gradient_op
-from trimtab.experts.library import name_of
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import name_of
 
 if TYPE_CHECKING:
     from trimtab.experts.lowered import LoweredProducts

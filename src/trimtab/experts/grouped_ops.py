@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.experts.library import kernels_of
 from trimtab.kernels.api import Backend, put
+from trimtab.kernels.choose import kernels_of
 from trimtab.kernels.compiled import at_once
 from trimtab.layout import segment_offsets
 from trimtab.operators import operator

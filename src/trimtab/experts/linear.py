@@ -26,10 +26,9 @@ from trimtab.experts.composed import ToExperts
 from trimtab.experts.grouped_linear import linear_of
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.grouped_ops import GroupSizes, offsets_of
-from trimtab.experts.library import kernels_for
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.weight_grad import MainGradMode
-from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import dense, described
 from trimtab.kernels.rows import combine_rows, gather_padded
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values

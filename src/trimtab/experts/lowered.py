@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.experts.grouped_ops import grouped_linear_op, grouped_sum_op, weight_gradient_op
-from trimtab.experts.library import name_of
 from trimtab.experts.recipes.base import Along, Operands, Role
 from trimtab.experts.recipes.hardware import Engine
 from trimtab.kernels.api import Backend, put
+from trimtab.kernels.choose import name_of
 from trimtab.layout import align_up
 
 Kept = tuple[Tensor, ...]

@@ -19,11 +19,11 @@ from trimtab.backward import computed_in, forward_of, needed, once_differentiabl
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
-from trimtab.experts.library import name_of
 from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode
 from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import name_of
 
 if TYPE_CHECKING:
     from trimtab.experts.lowered import LoweredProducts

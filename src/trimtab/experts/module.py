@@ -19,12 +19,11 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.grouped_module import GroupedModule
-from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight_grad import MainGradMode
-from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from trimtab.backward import computed_in, refuse_transforms
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.library import kernels_for
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of
-from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import codes
 
 
