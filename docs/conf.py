@@ -41,6 +41,17 @@ suppress_warnings = ["config.cache"]
 # The pages of the benchmarks lie beside what measures them.
 shutil.copytree(ROOT / "benchmarks" / "results", DOCS / "results", dirs_exist_ok=True)
 
+
+def options_table() -> str:
+    """The options of `trimtab train`, from the table that the command has them from."""
+    from trimtab.train.config import OPTIONS, flag_of
+
+    rows = (f"| `{flag_of(o.name)} {o.metadata['shown'].replace('|', '/')}` | {o.metadata['help']} |" for o in OPTIONS)
+    return "\n".join(["| option | |", "|---|---|", *rows]) + "\n"
+
+
+(DOCS / "results" / "options.txt").write_text(options_table())
+
 PUBLIC = {
     "trimtab": list(trimtab.__all__),
     "trimtab.integrations.transformers": ["register"],

@@ -20,12 +20,14 @@ from transformers import AutoTokenizer
 
 from helpers.forked import run_forked
 from trimtab.checkpoint import read_tensors
-from trimtab.checkpoint.folder import begin, clear
+from trimtab.checkpoint.folder import begin, clear, whole_checkpoints
 from trimtab.convert.convert import convert
 from trimtab.errors import ConfigError, InputError
+from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.prepare import make_room, plan_run, write_init
+from trimtab.train.report import best_step
 from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, resumed, rewind
 from trimtab.train.sources import Group
 
@@ -49,7 +51,7 @@ def config(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
     parquet.write_table(pa.table({"messages": turns}), chats)
     return TrainConfig(
         model=str(model), data=(f"{text}=0.4", f"{chats}=0.6"), seq_len=64, batch_size=1, grad_accum=2, max_steps=4,
-        lr=0.01, out=str(tmp_path_factory.mktemp("runs") / "whole"), save_every=2,
+        lr=0.01, out=str(tmp_path_factory.mktemp("runs") / "whole"), save_every=2, eval_split=0.1, eval_every=1,
     )  # fmt: skip
 
 
@@ -89,6 +91,22 @@ def test_ranks_may_share_the_experts_otherwise(config: TrainConfig, whole: Path)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert mine["layers"] == other["layers"]
+        assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_with_the_latest(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5}
+    for step, loss in losses.items():
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "trimtab.json").touch()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "eval_loss": loss}) + "\n")
+    checkpoints = object.__new__(Checkpoints)
+    checkpoints.root, checkpoints.out, checkpoints.keep = tmp_path / "checkpoints", tmp_path, 1
+    checkpoints._remove_old()
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step-00000002", "step-00000004"]
+    assert best_step(tmp_path / "metrics.jsonl", whole_checkpoints(checkpoints.root)) == 2
 
 
 @pytest.fixture
@@ -257,7 +275,7 @@ def test_first_weights_are_those_of_this_run(config: TrainConfig, tmp_path: Path
     for model, seed in (("olmoe", 0), ("olmoe", 1), ("qwen3_moe", 0)):
         before, first = first, write(model, seed)
         assert before[0] != first[0]
-    (tmp_path / "run" / "init" / "preset.json").unlink()  # a kill before the end of the folder
+    (tmp_path / "run" / "init" / "init.json").unlink()  # a kill before the end of the folder
     (tmp_path / "run" / "init" / "model.safetensors").write_bytes(b"half")
     assert write("qwen3_moe", 0)[0] == first[0]
 

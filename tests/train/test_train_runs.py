@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import pytest
 from helpers.commands import finish, killed_at_rename, ranks_of, run_cli, run_python, start_cli, wait_for
 from helpers.forked import run_forked
 from trimtab.checkpoint.folder import latest
+from trimtab.cli.main import main
+from trimtab.errors import ConfigError
+from trimtab.train.blocks import Blocks
+from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
+from trimtab.train.prepare import make_room, plan_run, with_steps
 
 of_the_pair = pytest.mark.xdist_group("train_pair")  # its run is the longest of all, and each worker would make it
 
@@ -48,17 +54,20 @@ def options(checkpoint: Path, text: Path) -> list[object]:
 def alone(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    values: dict[str, Any] = {"seq_len": 32, "max_steps": 3, "lr": 0.01, "batch_size": 4}
-    run_forked(TrainConfig(model=str(checkpoint), data=(str(text),), out=str(out), **values), 1)
+    values: dict[str, Any] = {"seq_len": 32, "max_steps": 3, "lr": 0.01, "batch_size": 4, "eval_every": 2}
+    given = TrainConfig(model=str(checkpoint), data=(str(text),), eval_data=(str(text),), out=str(out), **values)
+    run_forked(replace(given, report_to=("tensorboard",)), 1)
+    assert list(out.rglob("events.out.tfevents*"))
     return out
 
 
 @pytest.fixture(scope="module")
-def pair(options: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(options: list[object], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same global batch on two ranks that share the experts, killed while it saves step 2, and gone on with."""
     folder = tmp_path_factory.mktemp("pair")
     out, start = folder / "run", killed_at_rename(folder / "start", "step-00000002", rank=0)
-    process = start_cli(*options, "--batch-size", 2, "--out", out, "--nproc", 2, "--save-every", 1, start=start)
+    more = ["--eval-data", text, "--eval-every", 2, "--save-every", 1, "--nproc", 2, "--batch-size", 2]
+    process = start_cli(*options, *more, "--out", out, start=start)
     advice = f"go on from step 1 with: trimtab train --resume {out} --nproc 2"
     assert_ended(process, out, 1, "rank 0 was ended by SIGKILL", advice)
     assert [record["step"] for record in metrics(out)] == [1, 2]
@@ -79,6 +88,26 @@ def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> N
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
         assert two["lr"] == one["lr"]
         assert two["layers"] == one["layers"]
+    for step in (1, 2):  # of the last one, too
+        assert metrics(pair)[step]["eval_loss"] == pytest.approx(metrics(alone)[step]["eval_loss"], rel=1e-5)
+        assert metrics(pair)[step]["eval_max_vio"] == metrics(alone)[step]["eval_max_vio"]
+
+
+def test_evaluation_is_the_mean_over_all_targets(alone: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert ["eval_loss" in record for record in metrics(alone)] == [False, True, True]
+    blocks = Blocks(alone / "eval-data")
+    assert len(blocks) % 4
+    model = AutoModelForCausalLM.from_pretrained(alone / "final")
+    losses: list[torch.Tensor] = []
+    for block in map(blocks.__getitem__, range(len(blocks))):
+        logits = model(input_ids=block["input_ids"][None], position_ids=block["position_ids"][None]).logits[0, :-1]
+        losses += torch.nn.functional.cross_entropy(logits, block["labels"][1:], reduction="none")[
+            block["labels"][1:] >= 0
+        ]
+    assert metrics(alone)[2]["eval_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
 
 @of_the_pair
@@ -162,8 +191,11 @@ def test_joins_torchrun_and_has_the_bits_of_the_run_that_was_killed(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "trimtab"]
     result = run_python(*launcher, *options, "--batch-size", 2, "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
-    ours = [{**record, "tokens_per_second": 0} for record in metrics(tmp_path / "run")]
-    assert ours == [{**record, "tokens_per_second": 0} for record in metrics(pair)]
+    ours, theirs = (
+        [{key: record[key] for key in ("step", "loss", "grad_norm", "lr", "layers")} for record in metrics(out)]
+        for out in (tmp_path / "run", pair)
+    )
+    assert ours == theirs  # and evaluation, which is not asked for here, changed nothing
     weights = [(out / "final" / "model.safetensors").read_bytes() for out in (tmp_path / "run", pair)]
     assert weights[0] == weights[1]
 
@@ -229,3 +261,35 @@ def test_ranks_follow_a_killed_launcher(endless: Callable[..., subprocess.Popen[
     wait_for(two_ranks_started(tmp_path / "run"), process)
     process.kill()
     wait_for(lambda: not ranks_of(tmp_path / "run"))
+
+
+def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
+    assert main(["train", *map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "model   Qwen3MoeForCausalLM: 37,856 parameters, all are trained" in said
+    assert "2 layers: gate_up_proj [4, 32, 32], down_proj [4, 32, 16]" in said
+    assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2" in said
+    assert "of 256 tokens: 4 x 16 on each of 2 rank(s), 2 time(s)" in said
+    assert "memory  of a rank: " in said
+    assert "⟦File 0. The quick brown fox" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_epochs_count_what_is_learnt_and_held_out_blocks_are_not(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"seq_len": 16, "batch_size": 2, "epochs": 1.5, "eval_split": 0.25}
+    config = TrainConfig(model=str(checkpoint), data=(str(text),), out=str(tmp_path / "run"), **values)
+    with pytest.raises(ConfigError, match="give one of them"):
+        check_options(replace(config, max_steps=2), 2)
+    plan = plan_run(config, 2)
+    make_room(plan).close()
+    learnt, held_out = plan.blocks(), plan.eval_blocks()
+    assert held_out is not None
+    whole = Blocks(tmp_path / "run" / "data")
+    parts = [[tuple(part[i]["input_ids"].tolist()) for i in range(len(part))] for part in (learnt, held_out, whole)]
+    assert sorted(parts[0] + parts[1]) == sorted(parts[2])
+    assert len(held_out) == round(0.25 * len(whole))
+    steps = with_steps(plan).config
+    assert (steps.max_steps, steps.eval_every) == (round(1.5 * len(learnt) / 4), round(1.5 * len(learnt) / 4) // 10)

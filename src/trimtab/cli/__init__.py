@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 
 class Progress:
@@ -10,13 +11,15 @@ class Progress:
 
     def __init__(self, total: int, *, unit: str = "case", shown: bool = True) -> None:
         self.total, self.done, self.shown, self.unit = total, 0, shown, unit
-        self._terminal = sys.stderr.isatty()
+        self._terminal, self._began = sys.stderr.isatty(), time.monotonic()
 
     def step(self, note: str = "", count: int = 1) -> None:
         """`count` more are done."""
         self.done += count
         if self.shown and (self._terminal or self.done % max(1, self.total // 20) == 0):
-            self._print(f"{self.done} of {self.total} {self.unit}s {note}", "" if self._terminal else "\n")
+            left = (time.monotonic() - self._began) / max(1, self.done) * (self.total - self.done)
+            text = f"{self.done} of {self.total} {self.unit}s, {left:.0f} s left {note}"
+            self._print(text, "" if self._terminal else "\n")
 
     def say(self, text: str) -> None:
         """A message above the line."""

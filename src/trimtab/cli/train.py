@@ -23,8 +23,7 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
   trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --nproc 8 --out runs/chat
   torchrun --nnodes 4 --nproc-per-node 8 -m trimtab train --model … --out …
   trimtab train --nproc 4 --save-every 50              checkpoints on the way
-  trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit; but for --nproc, options
-                                                       are as they were
+  trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit, with the options of then
 """
 
 
@@ -57,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         launch(config, options.nproc)
     except Interrupted as stop:
-        unbegun = config.resume is None and _stamp(out / METRICS) in (None, before)
-        how_far = _unbegun(out) if unbegun else _how_far(out, options.nproc)
-        print(f"\ntrimtab: interrupted by {signal.Signals(stop.number).name} {how_far}", file=sys.stderr, flush=True)
+        began = config.resume is not None or _stamp(out / METRICS) not in (None, before)
+        name, how_far = signal.Signals(stop.number).name, _how_far(out, options.nproc, began)
+        print(f"\ntrimtab: interrupted by {name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
     return 0
 
@@ -88,14 +87,13 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def _unbegun(out: Path) -> str:
-    earlier = any((out / name).exists() for name in (METRICS, CHECKPOINTS, FINAL))
-    held = f"what {out} holds is an earlier run's" if earlier else "no model was saved"
-    return f"before its first step; {held}"
-
-
-def _how_far(out: Path, nproc: int | None) -> str:
+def _how_far(out: Path, nproc: int | None, began: bool) -> str:
     done, final = out / METRICS, out / FINAL
+    if not began:
+        earlier = any(path.exists() for path in (done, out / CHECKPOINTS, final))
+        return "before its first step; " + (
+            f"what {out} holds is an earlier run's" if earlier else "no model was saved"
+        )
     steps = sum(1 for _ in done.open(encoding="utf-8")) if done.exists() else 0
     unsaved = "no model was saved" if not final.exists() else f"the model is in {final}"
     return f"after {steps} step(s); {advice(out, nproc) or unsaved}; metrics are in {done}"

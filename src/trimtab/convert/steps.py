@@ -110,6 +110,14 @@ def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> lis
     return [group.step(model) for group in groups.values()]
 
 
+def without_place(model: Any, store: TensorStore) -> list[str]:
+    """The tensors of a checkpoint that the model has no place for."""
+    renamings, converters, _ = _sorted_out(mapping_of(model))
+    state, prefix = model.state_dict(), model.base_model_prefix
+    targets = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in store.infos}
+    return [name for name, target in targets.items() if target not in state and name not in state]
+
+
 def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
     """Steps that make a checkpoint's tensors of the model's state, as `save_pretrained` does: `mapping` reversed.
 

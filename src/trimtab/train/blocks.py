@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from trimtab.errors import InputError
+
 INDEX = "index.json"
 
 
@@ -26,15 +28,27 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Prepared blocks, mapped into memory: `input_ids`, `labels` and, where conversations share blocks,
-    `position_ids`, of shape [seq_len], int64."""
+    `position_ids`, of shape [seq_len], int64; `real` is False where a block is only filled up.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        held_out: a share of each group's blocks, by `seed`, that is set apart: those that are `evaluated`.
+    """
+
+    def __init__(self, folder: Path, *, held_out: float = 0.0, seed: int = 0, evaluated: bool = False) -> None:
         held = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.packed, self.weights, self.sizes, self.said = (held[k] for k in ("packed", "weights", "blocks", "said"))
         self._maps = [
             np.memmap(folder / f"{n}.blocks", np.int32, "r", shape=(size, 3, held["seq_len"]))
             for n, size in enumerate(self.sizes)
         ]
+        self._order: list[Any] = []
+        for n, size in enumerate(self.sizes if held_out else ()):
+            cut = max(1, round(size * held_out))
+            if cut >= size:
+                raise InputError(f"{size} block(s) of {held['seq_len']} tokens are too few to hold some of them out")
+            order = np.random.default_rng([seed, n]).permutation(size)
+            self._order.append(order[:cut] if evaluated else order[cut:])
+        self.sizes = list(map(len, self._order)) or self.sizes
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -50,8 +64,10 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
     def of(self, group: int, index: int) -> dict[str, torch.Tensor]:
         """A group's block."""
-        names = ("input_ids", "labels", "position_ids") if self.packed else ("input_ids", "labels")
-        return dict(zip(names, torch.from_numpy(self._maps[group][index].astype(np.int64)), strict=False))
+        place = self._order[group][index] if self._order else index
+        ids, labels, positions = torch.from_numpy(self._maps[group][place].astype(np.int64))
+        block = {"input_ids": ids, "labels": labels, "real": positions >= 0}
+        return block | {"position_ids": positions.where(positions >= 0, ~positions)} if self.packed else block
 
 
 class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import CONFIG, carried_files, latest, step_of
+from trimtab.checkpoint.folder import CONFIG, carried_files, remove, step_of, whole_checkpoints
 from trimtab.checkpoint.ranks import on_first_rank
 from trimtab.checkpoint.save_load import Loaded, load, save
 from trimtab.train.prepare import Plan
-from trimtab.train.report import METRICS
+from trimtab.train.report import METRICS, best_step
 from trimtab.train.resume import CHECKPOINTS, describe_run, rewind
 
 _COUNTS = ("last_epoch", "_step_count")
@@ -57,10 +57,16 @@ class Checkpoints:
             self._loaded.restore_random()
             self._loaded = None
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after this step."""
+        return bool(self.every and step % self.every == 0) or self._is_last(step)
+
+    def _is_last(self, step: int) -> bool:
+        return self.stop_after is not None and step >= self.stop_after
+
     def after_step(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> bool:
         """Save where a checkpoint is due. Returns whether the run is to stop here. Every rank must call."""
-        stop = self.stop_after is not None and step >= self.stop_after
-        if (self.every and step % self.every == 0) or stop:
+        if self.is_due(step):
             on_first_rank(self._sync_metrics, None)
             save(
                 self.root,
@@ -69,13 +75,18 @@ class Checkpoints:
                 step=step,
                 extra={"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}},
                 files=self._files,
-                keep=self.keep,
             )
-        return stop
+            if self.keep:
+                on_first_rank(self._remove_old, None)
+        return self._is_last(step)
 
-    def last(self) -> Path | None:
-        """The latest one that is whole."""
-        return latest(self.root)
+    def _remove_old(self) -> None:
+        """Keep the latest ones and the one of the lowest loss in evaluation."""
+        held = whole_checkpoints(self.root)
+        best = best_step(self.out / METRICS, held)
+        for old in held[: -(self.keep or 0)]:
+            if step_of(old) != best:
+                remove(old)
 
     def _sync_metrics(self) -> None:
         with (self.out / METRICS).open("rb") as file:

@@ -17,8 +17,10 @@ from trimtab.train.sources import find_groups
 def check_options(config: TrainConfig, world: int) -> None:
     """Check ranks, model folder, output folder and that there is data. Raises ConfigError or InputError."""
     Mesh.of(config, world=world)
+    if config.epochs is not None and config.max_steps is not None:
+        raise ConfigError("--epochs and --max-steps: give one of them")
     full = config.resolved(preset=config.model in PRESETS)
-    if config.resume is None and full.warmup and full.warmup >= (full.max_steps or 0):
+    if config.resume is None and config.epochs is None and full.warmup and full.warmup >= (full.max_steps or 0):
         raise ConfigError(
             f"--warmup {full.warmup}: the learning rate would not reach its peak within {full.max_steps} step(s); "
             "lower --warmup, or raise --max-steps"

@@ -79,6 +79,7 @@ class TrainConfig:
     )
     batch_size: int = option("data", "sequences per data-parallel rank (default 8)", default=8, least=1, fixed=True)
     max_steps: int | None = option("steps", "optimizer steps (default 100)", least=1, fixed=True)
+    epochs: float | None = option("steps", "passes over the data, in the place of --max-steps", shown="X", fixed=True)
     grad_accum: int = option(
         "steps", "batches per optimizer step, each balanced by itself (default 1)", default=1, least=1, fixed=True
     )
@@ -100,6 +101,13 @@ class TrainConfig:
     seed: int = option(
         "steps", "of a preset's weights and the order of the data (default 0)", default=0, least=0, fixed=True
     )
+    eval_data: tuple[str, ...] = option(
+        "evaluation", "files and folders that are not learnt, whose loss is measured", default=(), shown="FILE|DIR"
+    )
+    eval_split: float | None = option(
+        "evaluation", "a share of --data that is held out for that, as in 0.05", shown="X", fixed=True
+    )
+    eval_every: int | None = option("evaluation", "steps between (default: a tenth of the steps)", least=1)
     ep: int | None = option("ranks", "ranks that share the experts (default: as many as fit)", least=1)
     fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
     tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
@@ -108,6 +116,13 @@ class TrainConfig:
         "results", "where everything is written, shared by all hosts (default runs/train)", default="runs/train",
         shown="DIR", per_run=True,
     )  # fmt: skip
+    save_dtype: str | None = option(
+        "results", "of the trained weights in DIR/final (default: what each is in the checkpoint)",
+        choices=("float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    drop: tuple[str, ...] = option(
+        "results", "tensors and files of the checkpoint that DIR/final is to leave out", default=(), shown="GLOB"
+    )
     report_to: tuple[str, ...] = option(
         "results", "where else numbers go: tensorboard, wandb, trackio, mlflow …", default=(), shown="NAME"
     )
@@ -122,6 +137,9 @@ class TrainConfig:
         "results", "remove what is in the way in DIR: a model and checkpoints, with --resume those after the one given",
         default=False, per_run=True,
     )  # fmt: skip
+    dry_run: bool = option(
+        "results", "say what would be trained, on what, with what memory, and end", default=False, per_run=True
+    )
     debug: bool = dataclasses.field(default=False, metadata={"per_run": True})
 
     def __post_init__(self) -> None:
@@ -135,8 +153,12 @@ class TrainConfig:
                 raise ConfigError(f"{flag} {value}: must be one of {', '.join(about['choices'])}")
         if self.seed > MOST_SEED:
             raise ConfigError(f"--seed {self.seed}: must be at most {MOST_SEED}")
-        if self.lr is not None and not (0 < self.lr < math.inf):
-            raise ConfigError(f"--lr {self.lr}: must be a positive number")
+        if self.eval_split is not None and (self.eval_data or not 0 < self.eval_split < 1):
+            raise ConfigError(f"--eval-split {self.eval_split}: must be between 0 and 1, and stand without --eval-data")
+        for name in ("lr", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value < math.inf):
+                raise ConfigError(f"--{name} {value}: must be a positive number")
 
     def resolved(self, *, preset: bool) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
@@ -146,6 +168,7 @@ class TrainConfig:
             max_steps=steps,
             seq_len=self.seq_len or (128 if preset else 512),
             lr=self.lr or (4e-3 if preset else 2e-5),
+            eval_every=self.eval_every or max(1, steps // 10),
             warmup=min(steps // 10, 100) if self.warmup is None else self.warmup,
         )
 
@@ -161,7 +184,8 @@ class TrainConfig:
 
     def made_of(self) -> dict[str, Any]:
         """What `--config` of a run like this one holds: the options that are not about one start of the command."""
-        return {field.name: getattr(self, field.name) for field in OPTIONS if not field.metadata["per_run"]}
+        fields = {field.name: getattr(self, field.name) for field in OPTIONS if not field.metadata["per_run"]}
+        return fields if self.epochs is None else fields | {"max_steps": None}
 
 
 OPTIONS = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -25,20 +26,23 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     """Run the training that `config` describes, on `nproc` local ranks or in the group that torchrun started.
 
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
-    ranks are gone by then. With `data_report` no rank is started: what the data holds is printed.
+    ranks are gone by then. With `data_report` or `dry_run` no rank is started, and nothing is written.
     """
-    if group_size() is not None:
-        if nproc is not None:
-            raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
-        run_rank(config)
-        return
+    size = group_size()
+    if size is not None and nproc is not None:
+        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
+    asked = config.data_report or config.dry_run
+    if size is not None and not asked:
+        run_rank(config)
+        return
     with signals_raise():
-        check_options(config, nproc or 1)
+        check_options(config, size or nproc or 1)
         import_transformers("trimtab train")
-        if config.data_report:
-            _report_data(config, nproc or 1)
+        if asked:
+            if int(os.environ.get("RANK", 0)) == 0:
+                _report(config, size or nproc or 1)
         elif nproc is None or nproc == 1:
             from trimtab.train.session import run_session
 
@@ -47,13 +51,16 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
             _launch_ranks(config, nproc)
 
 
-def _report_data(config: TrainConfig, nproc: int) -> None:
+def _report(config: TrainConfig, ranks: int) -> None:
     from trimtab.train.packing import prepare_data
-    from trimtab.train.prepare import plan_run
+    from trimtab.train.prepare import DATA, described, plan_run, with_steps
 
-    plan = plan_run(config, nproc)
     with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
-        for report in prepare_data(plan.groups, plan.packer, Path(scratch) / "data", plan.draws):
+        plan = plan_run(dataclasses.replace(config, out=scratch), ranks)
+        reports = prepare_data(plan.groups, plan.packer, plan.out / DATA, plan.draws)
+        if config.dry_run:
+            print("\n".join(described(with_steps(plan))))
+        for report in reports:
             print("\n".join([report.summary(), *report.details(plan.tokenizer)]))
 
 
@@ -91,7 +98,7 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            program = *module_arguments("trimtab.train.rank"), plan.config.to_json(), str(os.getpid())
+            program = *module_arguments("trimtab.train.rank"), plan.asked.to_json(), str(os.getpid())
             elastic_launch(elastic, sys.executable)(*program)
         except ChildFailedError as error:
             hint = advice(plan.out, nproc)

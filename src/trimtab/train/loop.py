@@ -22,7 +22,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
-from trimtab.train.blocks import RankBlocks
+from trimtab.train.blocks import Blocks, RankBlocks
 from trimtab.train.chat import IGNORED
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import Mesh, TrainConfig
@@ -43,6 +43,7 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
         output_dir=config.out,
         max_steps=config.max_steps or 0,
         per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,
         gradient_accumulation_steps=config.grad_accum,
         learning_rate=config.lr or 0.0,
         lr_scheduler_type=config.scheduler,
@@ -70,6 +71,7 @@ class Bar(ProgressCallback):  # type: ignore[misc]
     """The Trainer's progress bar with the last numbers at its end instead of a printed line per step."""
 
     training_bar: Any
+    evaluated = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin where the run goes on."""
@@ -83,7 +85,8 @@ class Bar(ProgressCallback):  # type: ignore[misc]
         """Show loss and speed behind the bar."""
         if self.training_bar is not None and "tokens_per_second" in logs:
             shown = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
-            self.training_bar.set_postfix_str(shown)
+            self.evaluated = f", eval {logs['eval_loss']:.3f}" if "eval_loss" in logs else self.evaluated
+            self.training_bar.set_postfix_str(shown + self.evaluated)
 
     def close(self) -> None:
         """Leave the bar as it is, on a line of its own; a run that ends early would draw it over the message."""
@@ -103,6 +106,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         counter: counts the model's expert loads.
         metrics: the file that gets one JSON line per step, written by rank 0.
         checkpoints: when to save and where to go on from.
+        held_out: blocks that the model is evaluated on, the same on every rank; None for no evaluation.
 
     After `train`, `state.global_step` says how many steps are taken.
     """
@@ -116,6 +120,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         counter: LoadCounter,
         metrics: Path,
         checkpoints: Checkpoints,
+        held_out: Blocks | None = None,
     ) -> None:
         super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
         # compute_loss divides by the targets of the whole accumulated batch.
@@ -127,6 +132,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._nll = torch.zeros((), dtype=self._wide, device=device)
         self._targets = self._nll.clone()
         self._tokens = config.batch_size * (config.seq_len or 0) * config.grad_accum * mesh.data_size
+        self.held_out, self.eval_every = held_out, config.eval_every or 0
         self._clock = time.perf_counter()
         self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
@@ -198,17 +204,43 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             loss = loss + balance * (coefficient / self.args.gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 
-    def _forward(self, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        """What the model gives for a batch, and the sum of its targets' losses."""
+    def _forward(
+        self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
+    ) -> tuple[Any, torch.Tensor]:
+        """What the model gives for a batch, and the sum of its targets' losses. rows: whose tokens count in loads."""
+        self.counter.real = (inputs["real"] if rows is None else inputs["real"] & rows[:, None]).flatten()
+        given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
         if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
             # Its kernels look at positions in a batch of one row alone.
-            inputs = {key: value.flatten()[None] for key, value in inputs.items()}
-        mask = inputs.get("attention_mask")
-        self.counter.real = None if mask is None else mask.flatten().bool()
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
-        logits, targets = outputs.logits[:, :-1].float(), inputs["labels"][:, 1:]
+            given = {name: value.flatten()[None] for name, value in given.items()}
+        outputs = model(**given, use_cache=False)
+        logits, targets = outputs.logits.float(), F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return outputs, nll
+
+    @torch.no_grad()
+    def _evaluate(self, blocks: Blocks) -> dict[str, float]:
+        """Mean loss over all targets of `blocks`, and the worst layer's imbalance. Every rank calls, and runs as many
+        batches; a block that is there to fill up the last of them counts nowhere. Draws no random number."""
+        size, batch = self.mesh.data_size, self.args.per_device_eval_batch_size
+        first = self.mesh.data_rank(dist.get_rank() if dist.is_initialized() else 0) * batch
+        sums = torch.zeros(2, dtype=self._wide, device=self.args.device)
+        self.model.eval()
+        for start in range(0, len(blocks), size * batch):
+            places = range(start + first, start + first + batch)
+            samples = [blocks[place % len(blocks)] for place in places]
+            stacked = {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+            inputs = {name: tensor.to(self.args.device) for name, tensor in stacked.items()}
+            filling = torch.tensor([place >= len(blocks) for place in places], device=self.args.device)
+            inputs["labels"] = inputs["labels"].masked_fill(filling[:, None], IGNORED)
+            with self.compute_loss_context_manager():
+                _, nll = self._forward(self.model, inputs, ~filling)
+            self.counter.end_batch()
+            sums += torch.stack([nll.to(self._wide), (inputs["labels"][:, 1:] != IGNORED).sum().to(self._wide)])
+        self.model.train()
+        nll, targets, *counts = all_sum(torch.cat([sums, self.counter.take().to(self._wide)])).tolist()
+        worst = max(load_metrics(loads)["max_vio"] for loads in self.counter.split(counts).values())
+        return {"eval_loss": nll / max(targets, 1.0), "eval_max_vio": worst}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Replace the Trainer's numbers of a step by the global ones and write them to the metrics file."""
@@ -233,6 +265,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
                 f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']}: the run has diverged; "
                 "lower --lr or raise --warmup"
             )
+        due = step % self.eval_every == 0 or step == self.args.max_steps or self.checkpoints.is_due(step)
+        if self.held_out is not None and due:
+            record |= self._evaluate(self.held_out)
         super().log(dict(record), start_time)
         if self.is_world_process_zero():
             layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import trimtab.integrations.transformers
+from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
 from trimtab.train.config import Mesh, TrainConfig
@@ -27,6 +28,7 @@ class Facts:
         positions: tokens of the longest sequence that its config.json is for, or None where that says none.
         plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
         packs: whether documents of one row that `position_ids` tell apart do not see each other.
+        skeleton: the model, on the meta device.
         resums: whether its tp plan sums what a gradient holds so far, over the ranks, in every backward.
     """
 
@@ -37,6 +39,7 @@ class Facts:
     positions: int | None
     resums: bool
     packs: bool
+    skeleton: Any
 
     @property
     def num_experts(self) -> int:
@@ -73,7 +76,7 @@ def inspect(model: str, attn: str | None = None) -> Facts:
     rows = int(skeleton.get_input_embeddings().num_embeddings)
     positions = getattr(skeleton.config, "max_position_embeddings", None)
     resums = RESUMS in (skeleton.tp_plan or {}).values()
-    return Facts(name, experts, plans, rows, positions, resums, keeps_documents_apart(skeleton))
+    return Facts(name, experts, plans, rows, positions, resums, keeps_documents_apart(skeleton), skeleton)
 
 
 def keeps_documents_apart(model: Any) -> bool:
@@ -156,7 +159,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     return model
 
 
-def load_tokenizer(model: str, path: str) -> Any:
+def load_tokenizer(model: str) -> Any:
     """The checkpoint's tokenizer, or the byte tokenizer of the presets. Raises ConfigError if there is none."""
     from trimtab.train.tokens import byte_tokenizer
 
@@ -165,15 +168,30 @@ def load_tokenizer(model: str, path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # whatever the many loaders raise, the folder has no tokenizer that opens
         raise ConfigError(f"--model {model}: no tokenizer that opens there ({first_line(error)})") from error
+
+
+def check_finite(model: Any, name: str) -> None:
+    """Raise ConfigError, on every rank, for weights that no training can put right."""
+
+    def bad() -> list[str]:
+        local = ((n, p.to_local() if hasattr(p, "to_local") else p) for n, p in model.named_parameters())
+        return [n for n, tensor in local if not bool(tensor.isfinite().all())]
+
+    if found := sorted({n for rank in on_every_rank(bad, None) for n in rank}):
+        raise ConfigError(
+            f"--model {name}: NaN or infinity in {len(found)} weights of the checkpoint: {', '.join(found[:3])}"
+        )
 
 
 def _read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"--model {model}: config.json cannot be used ({first_line(error)})") from error
+    config.__dict__.pop("quantization_config", None)  # its weights are written out plain
+    return config

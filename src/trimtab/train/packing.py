@@ -129,12 +129,14 @@ class _Writer:
         self._window, self._held = [], 0
 
     def _write(self, documents: list[Document]) -> None:
-        """Documents and, where they end early, their own tokens once more, without labels: tokens of padding would
-        all go to the same experts, and loads and balance loss would see it."""
-        if missing := self.seq_len - sum(document.shape[1] for document in documents):
+        """Documents and, where they end early, their own tokens once more, without labels, their positions as
+        complements: tokens of padding would all go to the same experts."""
+        missing = self.seq_len - sum(document.shape[1] for document in documents)
+        if missing:
             again = np.resize(np.concatenate(documents, 1)[0], missing)
             documents = [*documents, np.stack([again, np.full_like(again, IGNORED)])]
         positions = np.concatenate([np.arange(document.shape[1], dtype=np.int32) for document in documents])
+        positions[self.seq_len - missing :] = ~positions[self.seq_len - missing :]
         self.file.write(np.concatenate(documents, 1).tobytes() + positions.tobytes())
 
 

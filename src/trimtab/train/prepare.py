@@ -7,8 +7,10 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,13 @@ from trimtab.train.checks import check_kept
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
 from trimtab.train.packing import Packer, prepare_data
-from trimtab.train.presets import is_written, write_preset
+from trimtab.train.presets import IDENTITY, identity, is_written, write_preset
 from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS, describe_data
 from trimtab.train.sources import Group, find_groups
+from trimtab.train.weights import Source, open_source, quantization, write_plain
 
-INIT, DATA = "init", "data"
+INIT, DATA, EVAL_DATA = "init", "data", "eval-data"
 FINGERPRINT = "made-of"
 """Lies beside the blocks: the files and options that they are made of."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -43,7 +46,10 @@ class Plan:
     mesh: Mesh
     checkpoint: str
     tokenizer: Any
+    source: Source | None
     groups: list[Group]
+    eval_groups: list[Group]
+    asked: TrainConfig
 
     @property
     def out(self) -> Path:
@@ -57,22 +63,37 @@ class Plan:
         return Packer(self.tokenizer, config.seq_len or 0, config.seed, self.facts.packs, config.too_long)
 
     @property
-    def draws(self) -> int:
-        """Blocks that the run takes, on all ranks together."""
+    def draws(self) -> int | None:
+        """Blocks that are needed for all steps, on all ranks together; None where steps are counted in epochs."""
         config = self.config
-        return (config.max_steps or 0) * config.grad_accum * config.batch_size * self.mesh.data_size
+        taken = (config.max_steps or 0) * config.grad_accum * config.batch_size * self.mesh.data_size
+        return None if config.epochs else math.ceil(taken / (1 - (config.eval_split or 0.0)))
+
+    def blocks(self) -> Blocks:
+        """What is learnt, once it is ready."""
+        return Blocks(self.out / DATA, held_out=self.config.eval_split or 0.0, seed=self.config.seed)
+
+    def eval_blocks(self) -> Blocks | None:
+        """What the model is evaluated on, if that is asked for."""
+        if self.eval_groups:
+            return Blocks(self.out / EVAL_DATA)
+        share, seed = self.config.eval_split, self.config.seed
+        return Blocks(self.out / DATA, held_out=share, seed=seed, evaluated=True) if share else None
 
 
 def plan_run(config: TrainConfig, world: int) -> Plan:
     """Check the options against model, data and `world` ranks. Touches no file. Raises ConfigError or InputError."""
     preset = is_preset(config.model)
-    config = config.resolved(preset=preset)
+    asked, config = config, config.resolved(preset=preset)
     _check_names(config)
     facts = inspect(config.model, config.attn)
     mesh = Mesh.of(config, world=world, num_experts=facts.num_experts)
     check_plans(facts, mesh, config.grad_accum)
-    checkpoint = str(Path(config.out) / INIT) if preset else config.model
-    tokenizer = load_tokenizer(config.model, checkpoint)
+    checkpoint = config.model
+    if preset or quantization(Path(config.model)):
+        checkpoint = str(Path(config.out) / INIT)
+    source = None if preset else open_source(Path(config.model), facts.skeleton, config.drop)
+    tokenizer = load_tokenizer(config.model)
     if len(tokenizer) > facts.vocab_size:
         raise ConfigError(
             f"--model {config.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {facts.vocab_size} rows"
@@ -83,7 +104,43 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
             f"--seq-len {config.seq_len}: {config.model} has {facts.positions} positions (max_position_embeddings); "
             f"use at most as many{more}"
         )
-    return Plan(config, facts, mesh, checkpoint, tokenizer, find_groups(config.data))
+    held_out = find_groups(config.eval_data) if config.eval_data else []
+    return Plan(config, facts, mesh, checkpoint, tokenizer, source, find_groups(config.data), held_out, asked)
+
+
+def with_steps(plan: Plan) -> Plan:
+    """The plan of a run of so many epochs, once its data is ready, with the steps that they are."""
+    config = plan.config
+    if config.epochs is None:
+        return plan
+    batch = config.grad_accum * config.batch_size * plan.mesh.data_size
+    steps = max(1, round(config.epochs * len(plan.blocks()) / batch))
+    asked = dataclasses.replace(config, max_steps=steps, warmup=plan.asked.warmup, eval_every=plan.asked.eval_every)
+    return dataclasses.replace(plan, config=asked.resolved(preset=is_preset(config.model)))
+
+
+def described(plan: Plan) -> Iterator[str]:
+    """What a run would train, on what, in which steps and with what memory, in lines."""
+    config, mesh, facts = plan.config, plan.mesh, plan.facts
+    layers = [dict(facts.skeleton.get_submodule(name).named_parameters()) for name in facts.experts]
+    whole = sum(p.numel() for p in facts.skeleton.parameters())
+    of_experts = sum(p.numel() for layer in layers for p in layer.values())
+    shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in layers[0].items())
+    yield f"model   {facts.class_name}: {whole:,} parameters, all are trained"
+    yield f"experts {of_experts:,} parameters in {len(layers)} layers: {shapes}"
+    if plan.source and (words := str(plan.source)):
+        yield f"files   {words}"
+    yield f"ranks   {mesh.world} = replicate {mesh.replicate} x fsdp {mesh.fsdp} x tp {mesh.tp}; experts over {mesh.ep}"
+    tokens = config.batch_size * (config.seq_len or 0)
+    yield (
+        f"steps   {config.max_steps} of {tokens * config.grad_accum * mesh.data_size:,} tokens: {config.batch_size} x "
+        f"{config.seq_len} on each of {mesh.data_size} rank(s), {config.grad_accum} time(s)"
+    )
+    held, logits = 16 * whole / (mesh.fsdp * mesh.tp), 4 * tokens * facts.vocab_size
+    yield (
+        f"memory  of a rank: {held / 1e9:.3g} GB for weights, gradients and AdamW's moments, {2 * logits / 1e9:.3g} GB "
+        "for logits and their gradient; activations, and weights gathered for a layer, come to it"
+    )
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -101,25 +158,30 @@ def _check_names(config: TrainConfig) -> None:
 def ready_data(plan: Plan) -> None:
     """Read all of the data, so that what is wrong with it shows before ranks start, into blocks in the output folder,
     and say what was read and what was not. What lies there of the same files and options is taken as it is."""
-    folder, made_of = plan.out / DATA, _made_of(plan)
-    known = folder / FINGERPRINT
-    if not (known.is_file() and known.read_text(encoding="utf-8") == made_of):
-        half = folder.with_name(f"{DATA}.unfinished")
-        clear(half)
-        prepare_data(plan.groups, plan.packer, half, plan.draws)
-        (half / FINGERPRINT).write_text(made_of, encoding="utf-8")
-        clear(folder)
-        half.rename(folder)
-    if plan.config.resume is None:
-        for said in Blocks(folder).said:
-            print(f"trimtab: data: {said}", file=sys.stderr)
+    for name, groups, draws in ((DATA, plan.groups, plan.draws), (EVAL_DATA, plan.eval_groups, None)):
+        if not groups:
+            continue
+        folder, made_of = plan.out / name, _made_of(plan, groups, draws)
+        known = folder / FINGERPRINT
+        if not (known.is_file() and known.read_text(encoding="utf-8") == made_of):
+            half = folder.with_name(f"{name}.unfinished")
+            clear(half)
+            prepare_data(groups, plan.packer, half, draws)
+            (half / FINGERPRINT).write_text(made_of, encoding="utf-8")
+            clear(folder)
+            half.rename(folder)
+        for said in Blocks(folder).said if plan.config.resume is None else ():
+            print(f"trimtab: {name}: {said}", file=sys.stderr)
+    plan.eval_blocks()
+    if plan.config.resume is None and plan.source is not None and (words := str(plan.source)):
+        print(f"trimtab: model: {words}", file=sys.stderr)
 
 
-def _made_of(plan: Plan) -> str:
-    times = [path.stat().st_mtime_ns for group in plan.groups for path in group.files]
+def _made_of(plan: Plan, groups: list[Group], draws: int | None) -> str:
+    times = [path.stat().st_mtime_ns for group in groups for path in group.files]
     packer, tokenizer = plan.packer, plan.tokenizer
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    values = [__version__, times, describe_data(plan.groups), dataclasses.replace(packer, tokenizer=None), plan.draws]
+    values = [__version__, times, describe_data(groups), dataclasses.replace(packer, tokenizer=None), draws]
     return hashlib.sha256(repr([*values, tokenizer.chat_template, words]).encode()).hexdigest()
 
 
@@ -150,7 +212,7 @@ def make_room(plan: Plan) -> TextIO:
                     (out / CHECKPOINTS).rmdir()
             (out / LOGS).mkdir(exist_ok=True)
             mark.truncate(0)
-            mark.write(json.dumps({**config.made_of(), "out": config.out}, indent=1) + "\n")
+            mark.write(json.dumps({**with_steps(plan).config.made_of(), "out": config.out}, indent=1) + "\n")
             mark.flush()
         except OSError as error:
             raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
@@ -160,7 +222,8 @@ def make_room(plan: Plan) -> TextIO:
 
 
 def _unmake(made: list[Path], out: Path) -> None:
-    clear(out / f"{DATA}.unfinished")
+    for name in (DATA, EVAL_DATA):
+        clear(out / f"{name}.unfinished")
     if out in made:
         (out / RUN).unlink(missing_ok=True)
     for folder in made:
@@ -186,8 +249,15 @@ def claim(plan: Plan) -> TextIO:
 
 
 def write_init(plan: Plan) -> None:
-    """Write a preset's first weights where `checkpoint` expects them, in the place of others or of half of them."""
+    """Write a preset's first weights, or quantized ones in bfloat16, where `checkpoint` expects them, in the place of
+    others or of half of them."""
     model, seed, folder = plan.config.model, plan.config.seed, Path(plan.checkpoint)
-    if is_preset(model) and not is_written(model, seed, folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    whose = identity(model, seed)
+    if plan.checkpoint == model or is_written(whose, folder):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_preset(model):
         write_preset(model, seed, folder)
+    else:
+        write_plain(Path(model), folder)
+    (folder / IDENTITY).write_text(whose, encoding="utf-8")  # last: without it, not whole

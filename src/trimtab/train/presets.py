@@ -17,8 +17,8 @@ from trimtab.train.tokens import BYTE_VOCAB, SPECIALS, byte_tokenizer
 VOCAB = BYTE_VOCAB + 8
 """Room for the special tokens, and a size that 2, 4 and 8 ranks can share."""
 
-IDENTITY = "preset.json"
-"""Lies beside the weights: whose they are."""
+IDENTITY = "init.json"
+"""Lies beside the weights that a run has written to begin with: whose they are."""
 
 _SHARED = {
     "vocab_size": VOCAB,
@@ -99,15 +99,15 @@ def write_preset(name: str, seed: int, folder: Path) -> None:
     with writing(folder):
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
-        (folder / IDENTITY).write_text(_identity(name, seed), encoding="utf-8")  # last: without it, not whole
 
 
-def is_written(name: str, seed: int, folder: Path) -> bool:
-    """Whether `folder` holds, whole, what `write_preset` writes there for this preset and seed."""
+def is_written(whose: str, folder: Path) -> bool:
+    """Whether `folder` holds, whole, the weights of that `identity`."""
     path = folder / IDENTITY
-    return path.is_file() and path.read_text(encoding="utf-8") == _identity(name, seed)
+    return path.is_file() and path.read_text(encoding="utf-8") == whose
 
 
-def _identity(name: str, seed: int) -> str:
-    sizes = {**_SHARED, **PRESETS[name].sizes}
-    return json.dumps({"preset": name, "seed": seed, "sizes": sizes}, indent=1, sort_keys=True) + "\n"
+def identity(model: str, seed: int) -> str:
+    """What tells the weights that a run begins with from others: of a preset its sizes, of a folder its path."""
+    sizes = {**_SHARED, **PRESETS[model].sizes} if model in PRESETS else str(Path(model).resolve())
+    return json.dumps({"model": model, "seed": seed, "made of": sizes}, indent=1, sort_keys=True) + "\n"

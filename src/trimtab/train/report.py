@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.folder import step_of, whole_checkpoints
 from trimtab.errors import first_line
 from trimtab.train.records import Record
 
@@ -30,6 +31,16 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)
+
+
+def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
+    """The step of the checkpoint with the lowest loss in evaluation; None if there was none."""
+    held = {step_of(folder) for folder in checkpoints}
+    records = read_metrics(metrics)
+    found = [
+        (record["eval_loss"], record["step"]) for record in records if record["step"] in held and "eval_loss" in record
+    ]
+    return min(found)[1] if found else None
 
 
 def draw_loads(metrics: Path, png: Path) -> str | None:
@@ -85,6 +96,7 @@ def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str 
     return "\n".join(
         [
             *_steps_taken(read_metrics(out / METRICS), unit, seconds),
+            *_best(out),
             f"metrics {out / METRICS}",
             f"loads   {missing_picture or out / HEATMAP}",
             f"model   {out / FINAL}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)",
@@ -104,6 +116,16 @@ def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -
     dead = sum(layer["dead_experts"] for layer in layers)
     yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {steps} steps, {seconds:.0f} s"
     yield f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step"
+
+
+def _best(out: Path) -> Iterator[str]:
+    evaluated = [record for record in read_metrics(out / METRICS) if "eval_loss" in record]
+    if evaluated:
+        first, last = (f"{record['eval_loss']:.3f}" for record in (evaluated[0], evaluated[-1]))
+        yield f"eval    {first} -> {last} nats, max_vio {evaluated[-1]['eval_max_vio']:.2f} in the worst layer"
+    best = best_step(out / METRICS, whole_checkpoints(out / "checkpoints"))
+    if best is not None:
+        yield f"best    {out / 'checkpoints' / f'step-{best:08d}'}"
 
 
 def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ from transformers.utils import logging as transformers_logging
 
 from trimtab.convert.safetensors_files import writing
 from trimtab.launched import leave_group
-from trimtab.train.blocks import Blocks, RankBlocks
+from trimtab.train.blocks import RankBlocks
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
 from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import is_preset, load_model, mask_by_positions
-from trimtab.train.prepare import DATA, Plan, make_room, plan_run
+from trimtab.train.models import check_finite, is_preset, load_model, mask_by_positions
+from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
 from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
+from trimtab.train.weights import open_source, write_model
 
 LONGEST = timedelta(hours=2)
 """That ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""
@@ -48,6 +50,7 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
                 if rank == 0:
                     held.enter_context(make_room(plan))
                 _barrier()
+            plan = with_steps(plan)
             trainer = _build(plan, rank)
             done = _take_steps(trainer, plan)
             missing = None
@@ -77,10 +80,7 @@ def _join_world() -> None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         device = torch.device(kind, torch.accelerator.current_device_index())
     backend = get_distributed_backend(kind)
-    if backend == "nccl":
-        dist.init_process_group(backend=backend, device_id=device, timeout=LONGEST)
-    else:
-        dist.init_process_group(backend=backend, timeout=LONGEST)
+    dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None, timeout=LONGEST)
 
 
 def _barrier() -> None:
@@ -90,11 +90,15 @@ def _barrier() -> None:
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
     config, mesh = plan.config, plan.mesh
+    if rank == 0:
+        transformers_logging.enable_progress_bar()
     model = load_model(plan.checkpoint, config, mesh)
+    transformers_logging.disable_progress_bar()
+    check_finite(model, config.model)
     mask_by_positions(model)
     checkpoints = Checkpoints(plan)
     blocks = RankBlocks(
-        Blocks(plan.out / DATA),
+        plan.blocks(),
         batch=config.batch_size,
         rank=mesh.data_rank(rank),
         size=mesh.data_size,
@@ -102,7 +106,7 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
         skip=checkpoints.start * config.grad_accum * config.batch_size,
     )
     counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
-    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints)
+    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints, plan.eval_blocks())
 
 
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
@@ -117,11 +121,13 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
-    """Write `final/`: whole float32 weights in the checkpoint's own layout, configuration and tokenizer."""
+    """Write `final/`: the checkpoint that the run began with, its weights trained."""
+    source = open_source(Path(plan.checkpoint), plan.facts.skeleton, plan.config.drop)
     unfinished = plan.out / f"{FINAL}.unfinished"
     with writing(unfinished):
-        model.save_pretrained(unfinished, is_main_process=rank == 0)
         if rank == 0:
-            plan.tokenizer.save_pretrained(unfinished)
+            unfinished.mkdir()
+        write_model(model, source, unfinished, dtype=plan.config.save_dtype, write=rank == 0)
+        if rank == 0:
             unfinished.rename(plan.out / FINAL)
     _barrier()

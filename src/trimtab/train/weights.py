@@ -1,0 +1,236 @@
+"""A checkpoint's tensors and files: which are trained, which are kept, and how `final/` is written from both.
+
+`final/` has the names, the dtypes and the files of the checkpoint that the run began with. What the language model
+does not load (vision towers, MTP layers, value heads) is copied from there; read, trained and written one group of
+tensors at a time. Weights of a byte or less (FP8, MXFP4) are first written out in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trimtab.checkpoint.folder import CONFIG
+from trimtab.checkpoint.state import plain_name, unwrapped
+from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
+from trimtab.convert.source import RECORD, ties, without
+from trimtab.convert.steps import loading_steps, mapping_of, saved_mapping_of, saving_steps, without_place
+from trimtab.convert.tensors import Mapped, Step, TensorInfo, TensorStore, kept
+from trimtab.errors import ConfigError, InputError, first_line
+from trimtab.train.presets import IDENTITY
+
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+TEMPLATES = "additional_chat_templates"
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A checkpoint held against the model that is trained.
+
+    store: its tensors, but those to drop. mapping: those of transformers' transforms that loading goes through.
+    carried: tensors that the model has no place for. dropped: tensors to leave out. files: that go with the weights.
+    quantized: how they are in the files.
+    """
+
+    store: TensorStore
+    mapping: list[Any]
+    carried: list[str]
+    dropped: list[str]
+    files: list[Path]
+    quantized: str
+
+    def __str__(self) -> str:
+        told = (("kept as they are", self.carried), ("dropped", self.dropped))
+        parts = [f"{len(names)} tensors are {how}: {_kinds(names)}" for how, names in told if names]
+        return "; ".join([f"weights in {self.quantized} become bfloat16"] * bool(self.quantized) + parts)
+
+
+def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
+    """Hold a checkpoint's headers against `model`, which may be on the meta device. Reads no values.
+
+    Raises:
+        InputError: a file is missing or cut off, experts are missing, or a tensor is of another shape.
+        ConfigError: the weights are not in safetensors or quantized in an unknown way, or some are missing.
+    """
+    if not holds_safetensors(folder):
+        raise ConfigError(f"{folder}: no weights in safetensors; open it with transformers and save it again")
+    how = quantization(folder)
+    store: TensorStore = plain(SafetensorsFolder(folder), how)
+    dropped = [name for name in store.infos if any(fnmatch(name, pattern) for pattern in drop)]
+    store = without(store, dropped)
+    carried, mapping, state = without_place(model, store), mapping_of(model), model.state_dict()
+    own = without(store, carried)
+    loaded = Mapped(own, loading_steps(model, mapping, own))
+    if absent := [name for name in state if name not in loaded.infos and name not in ties(model)]:
+        raise ConfigError(f"{folder}: lacks {len(absent)} weights of {type(model).__name__}, among them {absent[0]}")
+    for name, info in loaded.infos.items():
+        if info.shape != (shape := tuple(state[name].shape)):
+            raise InputError(f"{folder}: {name} is {list(info.shape)}, by its configuration {list(shape)}")
+    files = [path for path in sorted(folder.iterdir()) if _goes_along(path, drop)]
+    used = [transform for transform in mapping if transform.was_used()]
+    return Source(store, used, carried, dropped, files, how.get("quant_method", "").upper())
+
+
+def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
+    """Write what `source` was opened for, trained, to `folder`. Every rank must call; one has `write`.
+
+    dtype: of the trained weights; if None, each keeps the checkpoint's.
+    """
+    inner = unwrapped(model)
+    live = _Live(inner)
+    mapping = source.mapping or saved_mapping_of(inner)
+    shared = [name for name in ties(inner) if name in live.infos]
+    saved = Mapped(live, saving_steps(inner, mapping, live))
+    twice = [name for name in saved.infos if name not in source.store.infos and {*saved.sources_of(name)} <= {*shared}]
+    saved = Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
+    if not write:  # gathers with the others
+        for name in saved.infos:
+            saved.read([name])
+        return
+    _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder)
+    copy_files(source.files, folder, dtype)
+
+
+def copy_files(files: Iterable[Path], folder: Path, dtype: str | None) -> None:
+    """Copy what goes with a checkpoint's weights; its configuration without what is no longer so."""
+    for path in files:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        elif path.name != CONFIG:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields.pop("quantization_config", None) is not None:
+                dtype = dtype or "bfloat16"
+            for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+                part.update({key: dtype for key in ("dtype", "torch_dtype") if dtype and key in part})
+            (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    """How a checkpoint's weights are quantized by its configuration; empty if they are not. Raises ConfigError."""
+    try:
+        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {folder}: {CONFIG} cannot be read ({first_line(error)})") from None
+    found: dict[str, Any] = fields.get("quantization_config") or {}
+    if found and found.get("quant_method") not in ("fp8", "mxfp4"):
+        raise ConfigError(f"--model {folder}: quantized by {found.get('quant_method')}; train the plain weights")
+    return found
+
+
+def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
+    """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones."""
+    if not quantized:
+        return store
+    rows, columns = quantized.get("weight_block_size") or (math.inf, math.inf)
+    steps = []
+    for name in store.infos:
+        if name.endswith("_scale_inv") or (name.endswith("_scales") and f"{name[:-7]}_blocks" in store.infos):
+            continue
+        if name.endswith("_blocks"):
+            target = name.removesuffix("_blocks")
+            steps.append(_unpacked(target, (name, f"{target}_scales"), lambda w, s: from_mxfp4(w, s)))
+        elif (scale := f"{name}_scale_inv") in store.infos:
+            steps.append(_unpacked(name, (name, scale), lambda w, s: from_fp8(w, s, rows, columns)))
+        else:
+            steps.append(kept(name))
+    return Mapped(store, steps)
+
+
+def from_fp8(weight: Tensor, scale: Tensor, rows: float, columns: float) -> Tensor:
+    """bfloat16 of a weight [..., n, m] and its scales, one for each block of [rows, columns]."""
+    scale = scale.float()
+    if scale.dim() >= 2:
+        n, m = weight.shape[-2:]
+        scale = scale.repeat_interleave(min(int(min(rows, n)), n), -2)[..., :n, :]
+        scale = scale.repeat_interleave(min(int(min(columns, m)), m), -1)[..., :m]
+    return (weight.float() * scale).bfloat16()
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 [E, in, out] of packed pairs [E, out, groups, 16] and exponents [E, out, groups], as GPT-OSS has it."""
+    table = torch.tensor(FP4, device=blocks.device)
+    values = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    whole = torch.ldexp(values, (scales.int() - 127)[..., None]).bfloat16().flatten(-2)
+    return whole.transpose(-1, -2).contiguous()
+
+
+def write_plain(source: Path, folder: Path) -> None:
+    """Write a quantized checkpoint out in bfloat16, with all that goes with it."""
+    folder.mkdir(parents=True)
+    _write(plain(SafetensorsFolder(source), quantization(source)), folder)
+    copy_files([path for path in sorted(source.iterdir()) if _goes_along(path, ())], folder, None)
+
+
+def _write(store: TensorStore, folder: Path) -> None:
+    from tqdm import tqdm
+
+    with tqdm(total=len(store.infos), desc=f"writing {folder.name}", unit="tensor", delay=2, leave=False) as bar:
+        write_safetensors(store, folder, shard_bytes=SHARD_BYTES, done=lambda _: bar.update())
+
+
+def _unpacked(target: str, names: tuple[str, str], how: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    return Step(names, lambda tensors: {target: how(tensors[names[0]], tensors[names[1]])})
+
+
+def _cast(name: str, info: TensorInfo, source: Source, dtype: str | None) -> Step:
+    """The step that gives a trained tensor the checkpoint's dtype, or the one that was asked for."""
+    if not info.dtype.is_floating_point:
+        return kept(name)
+    held = source.store.infos
+    common = Counter(known.dtype for known in held.values()).most_common(1)[0][0]
+    wanted: torch.dtype = getattr(torch, dtype) if dtype else held[name].dtype if name in held else common
+    return Step((name,), lambda tensors: {name: tensors[name].to(wanted)})
+
+
+class _Live:
+    """The state of a model that may be sharded: whole tensors on the CPU, gathered as they are read by every rank."""
+
+    def __init__(self, model: Any) -> None:
+        self._state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+        self.infos = {n: TensorInfo(shape=tuple(t.shape), dtype=t.dtype) for n, t in self._state.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._whole(self._state[name].detach()) for name in names}
+
+    @staticmethod
+    def _whole(tensor: Tensor) -> Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+class _Both:
+    """Two stores as one."""
+
+    def __init__(self, *stores: TensorStore) -> None:
+        self._of = {name: store for store in stores for name in store.infos}
+        self.infos = {name: store.infos[name] for name, store in self._of.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._of[name].read([name])[name] for name in names}
+
+
+def _goes_along(path: Path, drop: Sequence[str]) -> bool:
+    if path.name.startswith(".") or any(fnmatch(path.name, pattern) for pattern in drop):
+        return False
+    if path.is_dir():
+        return path.name == TEMPLATES
+    return path.name not in (RECORD, IDENTITY) and not path.name.endswith(WEIGHTS)
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """What some tensors are of, by the first two parts of their names."""
+    heads = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
+    return ", ".join(heads[:4]) + (" …" if len(heads) > 4 else "")

@@ -1,0 +1,209 @@
+"""What becomes of a checkpoint: all of it comes back, trained or as it was, and what cannot is refused before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from helpers.forked import run_forked
+from trimtab.errors import ConfigError, InputError
+from trimtab.train.config import TrainConfig
+from trimtab.train.models import check_finite, inspect
+from trimtab.train.prepare import make_room, plan_run
+from trimtab.train.weights import from_mxfp4, open_source, write_model, write_plain
+
+SMALL = {
+    "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "eos_token_id": 256, "max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {
+    f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen3_moe", SMALL | {"head_dim": 16, "num_experts": 4, "tie_word_embeddings": True}),
+    "mtp": (
+        "deepseek_v3",
+        SMALL | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+                 "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+    "composite": (
+        "qwen3_5_moe",
+        {"text_config": SMALL | LINEAR | {"head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 16,
+                                          "layer_types": ["linear_attention", "full_attention"]},
+         "vision_config": VISION},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16 with more in it than its language model."""
+    import transformers
+
+    kind, fields = FAMILIES[request.param]
+    config = AutoConfig.for_model(kind, **fields)
+    composite = request.param == "composite"
+    build = transformers.Qwen3_5MoeForConditionalGeneration if composite else AutoModelForCausalLM.from_config
+    folder = tmp_path_factory.mktemp(request.param)
+    build(config).bfloat16().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {"v_head.summary.weight": torch.randn(1, 32), "model.layers.2.enorm.weight": torch.randn(32).half()}
+    tensors |= {f"mtp.layers.0.mlp.experts.{e}.gate_proj.weight": torch.randn(8, 8) for e in range(3)}
+    if request.param == "tied":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for name in ("LICENSE", "tool_use.jinja", "additional_chat_templates/rag.jinja", "convert.json", "old.gguf"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def test_what_is_not_trained_comes_back_bit_for_bit(source: Path, tmp_path: Path) -> None:
+    """Names, dtypes, bits, configuration and files: of vision towers, MTP layers, value heads, repeated ties."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    skeleton = inspect(str(source)).skeleton
+    (tmp_path / "final").mkdir()
+    opened = open_source(source, skeleton)
+    assert {"v_head.summary.weight", "model.layers.2.enorm.weight"} < set(opened.carried)
+    assert "kept as they are" in str(opened)
+    write_model(model, opened, tmp_path / "final", dtype=None, write=True)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "final"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "final")]
+    assert configs[0] == configs[1]
+    names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    written = {str(path.relative_to(tmp_path / "final")) for path in (tmp_path / "final").rglob("*") if path.is_file()}
+    assert names - written == {"convert.json", "old.gguf"}
+    assert written < names
+
+
+def test_what_is_dropped_and_the_dtype_that_is_asked_for(source: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    opened = open_source(source, inspect(str(source)).skeleton, ("mtp.*", "*.jinja"))
+    assert "3 tensors are dropped: mtp.layers" in str(opened)
+    write_model(model, opened, tmp_path, dtype="float16", write=True)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path))
+    assert {name for name in before if name not in after} == {name for name in before if name.startswith("mtp.")}
+    assert after["v_head.summary.weight"].dtype == torch.float32
+    assert after[next(name for name in after if name.endswith("embed_tokens.weight"))].dtype == torch.float16
+    assert (tmp_path / "LICENSE").exists()
+    assert not list(tmp_path.glob("*.jinja"))
+    with pytest.raises(ConfigError, match=r"lacks 1 weights of \w+, among them model\.norm\.weight"):
+        open_source(source, inspect(str(source)).skeleton, ("*model.norm.weight", "*language_model.norm.weight"))
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def config_of(folder: Path, out: Path, **more: Any) -> TrainConfig:
+    values: dict[str, Any] = {"seq_len": 16, "max_steps": 1, "batch_size": 1}
+    return TrainConfig(model=str(folder), out=str(out), **values, **more)
+
+
+def test_files_that_are_not_whole_are_named_before_a_rank_starts(copy: Path, tmp_path: Path) -> None:
+    file, config = copy / "model.safetensors", config_of(copy, tmp_path / "run")
+    whole = load_file(file)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file({n: t for n, t in whole.items() if n != name}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2"
+    ):
+        plan_run(config, 2)
+    save_file({n: t for n, t in whole.items() if n != "model.norm.weight"}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight"):
+        plan_run(config, 2)
+    save_file(whole, file, metadata={"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
+        plan_run(config, 2)
+    file.rename(copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="no weights in safetensors"):
+        plan_run(config, 2)
+
+
+def test_weights_that_are_no_numbers_are_not_blamed_on_the_learning_rate(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    check_finite(model, "here")
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[2, 3] = float("nan")
+    with pytest.raises(ConfigError, match=r"NaN or infinity in 1 weights .*: model\.layers\.1\.mlp\.gate\.weight"):
+        check_finite(model, "here")
+
+
+def to_fp8(folder: Path, block: int = 12) -> dict[str, torch.Tensor]:
+    """Quantize a checkpoint's products by blocks that do not divide them; returns the values that it then holds."""
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if weight.dim() != 2 or not name.endswith("_proj.weight"):
+            values[name] = weight
+            continue
+        grid = [-(-size // block) for size in weight.shape]
+        scale = (torch.rand(grid) + 0.5) / 64
+        whole = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
+        tensors[name], tensors[f"{name}_scale_inv"] = (weight / whole).to(torch.float8_e4m3fn), scale
+        values[name] = (tensors[name].float() * whole).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized, "dtype": "bfloat16"}))
+    return values
+
+
+def test_fp8_trains_on_two_ranks_and_says_what_it_becomes(
+    copy: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, out = to_fp8(copy), tmp_path / "run"
+    config = config_of(copy, out, data=(str(text),))
+    make_room(plan_run(config, 2)).close()
+    assert "weights in FP8 become bfloat16" in capsys.readouterr().err
+    run_forked(config, 2)
+    began = load_file(out / "init" / "model.safetensors")
+    assert began.keys() == values.keys()
+    assert all(torch.equal(began[name], values[name]) for name in values)
+    after = load_file(out / "final" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: t.dtype for name, t in began.items()}
+    assert any(not torch.equal(after[name], began[name]) for name in values)
+    written = json.loads((out / "final" / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert not (out / "final" / "init.json").exists()
+    AutoModelForCausalLM.from_pretrained(out / "final")
+
+
+def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 130, (3, 8, 2), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
+    assert torch.equal(from_mxfp4(blocks, scales), expected)
+    tensors = {"a.down_proj_blocks": blocks, "a.down_proj_scales": scales, "a.down_proj_bias": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    write_plain(tmp_path, tmp_path / "plain")
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    assert written.keys() == {"a.down_proj", "a.down_proj_bias"}
+    assert torch.equal(written["a.down_proj"], expected)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(ConfigError, match="quantized by gptq; train the plain weights"):
+        write_plain(tmp_path, tmp_path / "other")
