@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.commands import finish, killed_at_rename, ranks_of, run_cli, run_python, start_cli, wait_for
@@ -190,7 +191,7 @@ def test_router_logits_of_a_family_without_a_balance_loss(text: Path, tmp_path: 
 
 def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -> None:
     chat = tmp_path / "chat.jsonl"
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well. " * 9}]
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well. " * 4}]
     chat.write_text(json.dumps({"messages": turns}) + "\n")
     out = tmp_path / "run"
     options = ["--model", checkpoint, "--data", chat, "--seq-len", 64, "--max-steps", 2, "--out", out]
@@ -200,6 +201,10 @@ def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -
     assert "matplotlib is missing" in result.stdout
     assert not (out / "load.png").exists()
     assert len(metrics(out)) == 2
+    loads = [sum(layer["tokens_per_expert"]) for record in metrics(out) for layer in record["layers"].values()]  # type: ignore[attr-defined]
+    tokens = int(np.sum(np.memmap(out / "data" / "0.blocks", np.int32, "r", shape=(1, 3, 64))[:, 2] >= 0))
+    assert tokens < 64
+    assert loads == [tokens * 8 * 2 * 2] * 4  # rows, batches and choices: what fills a block up counts nowhere
 
 
 @of_the_pair

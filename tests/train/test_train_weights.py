@@ -68,7 +68,8 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "tied":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
-    for name in ("LICENSE", "tool_use.jinja", "additional_chat_templates/rag.jinja", "convert.json", "old.gguf"):
+    more = ("value_head.bin", "convert.json", "old.gguf", "original/consolidated.pth")
+    for name in ("LICENSE", "tool_use.jinja", "additional_chat_templates/rag.jinja", *more):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     return folder
@@ -82,6 +83,7 @@ def test_what_is_not_trained_comes_back_bit_for_bit(source: Path, tmp_path: Path
     opened = open_source(source, skeleton)
     assert {"v_head.summary.weight", "model.layers.2.enorm.weight"} < set(opened.carried)
     assert "kept as they are" in str(opened)
+    assert str(opened).endswith("; not kept: old.gguf, original")
     write_model(model, opened, tmp_path / "final", dtype=None, write=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "final"))
     assert before.keys() == after.keys()
@@ -92,7 +94,7 @@ def test_what_is_not_trained_comes_back_bit_for_bit(source: Path, tmp_path: Path
     assert configs[0] == configs[1]
     names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     written = {str(path.relative_to(tmp_path / "final")) for path in (tmp_path / "final").rglob("*") if path.is_file()}
-    assert names - written == {"convert.json", "old.gguf"}
+    assert names - written == {"convert.json", "old.gguf", "original/consolidated.pth"}
     assert written < names
 
 

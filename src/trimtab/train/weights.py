@@ -25,7 +25,7 @@ from trimtab.checkpoint.folder import CONFIG
 from trimtab.checkpoint.state import plain_name, unwrapped
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
 from trimtab.convert.source import RECORD, ties, without
-from trimtab.convert.steps import loading_steps, mapping_of, saved_mapping_of, saving_steps, without_place
+from trimtab.convert.steps import loading_steps, mapping_of, saving_steps, without_place
 from trimtab.convert.tensors import Mapped, Step, TensorInfo, TensorStore, kept
 from trimtab.errors import ConfigError, InputError, first_line
 from trimtab.train.presets import IDENTITY
@@ -41,7 +41,7 @@ class Source:
 
     store: its tensors, but those to drop. mapping: those of transformers' transforms that loading goes through.
     carried: tensors that the model has no place for. dropped: tensors to leave out. files: that go with the weights.
-    quantized: how they are in the files.
+    quantized: how they are in the files. left: other files of weights, and folders, which are not kept.
     """
 
     store: TensorStore
@@ -50,10 +50,12 @@ class Source:
     dropped: list[str]
     files: list[Path]
     quantized: str
+    left: list[str]
 
     def __str__(self) -> str:
         told = (("kept as they are", self.carried), ("dropped", self.dropped))
         parts = [f"{len(names)} tensors are {how}: {_kinds(names)}" for how, names in told if names]
+        parts += [f"not kept: {', '.join(self.left)}"] if self.left else []
         return "; ".join([f"weights in {self.quantized} become bfloat16"] * bool(self.quantized) + parts)
 
 
@@ -79,8 +81,11 @@ def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
         if info.shape != (shape := tuple(state[name].shape)):
             raise InputError(f"{folder}: {name} is {list(info.shape)}, by its configuration {list(shape)}")
     files = [path for path in sorted(folder.iterdir()) if _goes_along(path, drop)]
+    others = {path.name for path in folder.iterdir()} - {path.name for path in files} - {RECORD, IDENTITY}
+    left = [name for name in sorted(others) if name[0] != "." and not fnmatch(name, "model*.safetensors*")]
+    left = [name for name in left if not any(fnmatch(name, pattern) for pattern in drop)]
     used = [transform for transform in mapping if transform.was_used()]
-    return Source(store, used, carried, dropped, files, how.get("quant_method", "").upper())
+    return Source(store, used, carried, dropped, files, how.get("quant_method", "").upper(), left)
 
 
 def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
@@ -90,9 +95,8 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     """
     inner = unwrapped(model)
     live = _Live(inner)
-    mapping = source.mapping or saved_mapping_of(inner)
     shared = [name for name in ties(inner) if name in live.infos]
-    saved = Mapped(live, saving_steps(inner, mapping, live))
+    saved = Mapped(live, saving_steps(inner, source.mapping, live))
     twice = [name for name in saved.infos if name not in source.store.infos and {*saved.sources_of(name)} <= {*shared}]
     saved = Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
     if not write:  # gathers with the others
@@ -227,7 +231,8 @@ def _goes_along(path: Path, drop: Sequence[str]) -> bool:
         return False
     if path.is_dir():
         return path.name == TEMPLATES
-    return path.name not in (RECORD, IDENTITY) and not path.name.endswith(WEIGHTS)
+    weights = path.name.endswith(WEIGHTS) and not path.name.startswith("value_head.")
+    return path.name not in (RECORD, IDENTITY) and not weights
 
 
 def _kinds(names: Iterable[str]) -> str:
