@@ -121,22 +121,14 @@ def torch_checks(self: Any, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
     return torch._scaled_grouped_mm(x[0], w[0].mT, x[1], w[1], offs=offs, out_dtype=torch.bfloat16)
 
 
-def shapes_alone(self: Any, x: Packed, y: Packed, offsets_e: Tensor) -> Tensor:
-    """Of blockwise products."""
-    rows = y[0].dim() == 3
-    shape = (x[0].shape[0], y[0].shape[1]) if rows else (offsets_e.shape[0] - 1, x[0].shape[0], y[0].shape[0])
-    return x[0].new_empty(shape, dtype=torch.bfloat16)
-
-
 class OnMeta:
     """A recipe whose kernels know shapes only. Whatever reads a size on the host raises on the meta device."""
 
     def __init__(self, name: str) -> None:
         stand_in, emulated = PAIRS[name]
         self.name, self.alignment, self.state = emulated.name, emulated.alignment, emulated.state
-        product = shapes_alone if name == "blockwise" else torch_checks
         kind = type(stand_in(backend="hardware").engine())
-        made = type("Meta", (kind,), {"by_rows": product, "by_groups": product})
+        made = type("Meta", (kind,), {"product": torch_checks})
         self.engine = lambda: made(torch.bfloat16)
 
     def check(self, device: torch.device, in_features: int, out_features: int) -> Way:

@@ -18,7 +18,7 @@ from helpers.linear_cases import true_results
 from trimtab import oracle
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.recipes import MXFP8, FP8Blockwise, FP8Rowwise, Recipe
+from trimtab.experts.recipes import MXFP8, FP8Rowwise, Recipe
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.parallel.grad_norm import clip_grad_norm_
@@ -27,11 +27,7 @@ G, A, B = 4, 256, 128  # what every recipe's hardware takes
 E, D, F, K = 4, 256, 128, 2
 BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # float32: TF32 may be on
 SIZES = ([3, 0, 140, 1], [0, 0, 0, 0], [0, 200, 0, 0], [0, 0, 0, 5])
-HARDWARE: dict[str, Recipe] = {
-    "fp8_rowwise": FP8Rowwise(backend="auto"),
-    "fp8_blockwise": FP8Blockwise(backend="auto"),
-    "mxfp8": MXFP8(backend="auto"),
-}
+HARDWARE: dict[str, Recipe] = {"fp8_rowwise": FP8Rowwise(backend="auto"), "mxfp8": MXFP8(backend="auto")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,9 +92,9 @@ def test_products_in_low_precision(engine: Any, monkeypatch: pytest.MonkeyPatch)
     """With torch's product left out: no CPU has it."""
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda left, *args, **kwargs: left)
     rows, weights, offsets, scale = torch.ones(70, D), torch.ones(3, F, D), torch.tensor([0, 10, 10, 70]), torch.ones(1)
-    assert flops_of(lambda: engine.by_rows((rows, scale), (weights, scale), offsets)) == 2 * 70 * D * F
+    assert flops_of(lambda: engine.product((rows, scale), (weights, scale), offsets)) == 2 * 70 * D * F
     into = torch.ones(F, 70)
-    assert flops_of(lambda: engine.by_groups((rows.mT, scale), (into, scale), offsets)) == 2 * 70 * D * F
+    assert flops_of(lambda: engine.product((rows.mT, scale), (into, scale), offsets)) == 2 * 70 * D * F
 
 
 def test_a_graph_counts_what_eager_experts_do() -> None:

@@ -18,12 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from trimtab.kernels import fp8_blockwise
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton import moves, products, swiglu
 from trimtab.kernels.triton.language import Launch
 
-MODULES = (moves, products, swiglu, fp8_blockwise)
+MODULES = (moves, products, swiglu)
 KERNELS = [(m, name) for m in MODULES for name in vars(m) if name.endswith("_kernel")]
 LAUNCH = Launch(programs=3)
 EXPERTS, DIM, HIDDEN = 3, 128, 256
@@ -104,9 +103,6 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
     moves.gather(x, index)
     moves.combine(x, Csr(indices=index, indptr=integers(rows + 1)))
     moves.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
-    x, columns = some(128 * rows, DIM), some(DIM, 128 * rows)
-    fp8_blockwise.blockwise_rows(x, weight, up, weight, offsets)
-    fp8_blockwise.blockwise_groups(columns, weight, columns, weight, offsets)
 
 
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[Launched]) -> None:

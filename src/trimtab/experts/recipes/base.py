@@ -134,6 +134,7 @@ class Recipe:
 
     name: ClassVar[str]
     alignment: ClassVar[int]
+    no_engine: ClassVar[str] = "trimtab calls no kernel for it"
 
     backend: Backend
 
@@ -171,7 +172,7 @@ class Recipe:
         if self.backend == "emulated":
             return "emulated"
         engine = self.engine()
-        lacks = "trimtab calls no kernel for it" if engine is None else engine.lacks(device, in_features, out_features)
+        lacks = self.no_engine if engine is None else engine.lacks(device, in_features, out_features)
         if not lacks:
             return "hardware"
         if self.backend == "auto":

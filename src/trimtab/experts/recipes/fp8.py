@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.experts.recipes.base import Along, Recipe, Role
-from trimtab.experts.recipes.hardware import BlockwiseEngine, Engine, MXFP8Engine, RowwiseEngine
+from trimtab.experts.recipes.hardware import Engine, MXFP8Engine, RowwiseEngine
 from trimtab.experts.recipes.numbers import E4M3, E5M2, ElementFormat, Scale, e8m0_scale, float_scale
 
 
@@ -50,7 +50,7 @@ class FP8Rowwise(Recipe):
     def scale(self, amax: Tensor, form: ElementFormat) -> Scale:
         return float_scale(amax, form, exact=self.power_of_two)
 
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | None:
         return RowwiseEngine()
 
 
@@ -65,14 +65,15 @@ class FP8Blockwise(FP8Rowwise):
 
     name = "fp8_blockwise"
     alignment = 128  # wgrad's blocks lie along the rows
+    no_engine = "torch has no grouped product for it"
 
     def block(self, role: Role, along: Along) -> tuple[int, int]:
         if role == "weight":
             return 128, 128
         return (1, 128) if along == "row" else (128, 1)
 
-    def engine(self) -> Engine:
-        return BlockwiseEngine()
+    def engine(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

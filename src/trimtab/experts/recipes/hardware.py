@@ -1,4 +1,4 @@
-"""What a recipe's operands are multiplied by on tensor cores: how their scales are laid out, and the kernels.
+"""What a recipe's operands are multiplied by on tensor cores, and how it wants their scales.
 
 Tensor cores read FP8 with the contracted axis contiguous, on both sides: rows [S, C], weights [e, N, C], columns
 [C, S], with S the rows filled up to a multiple of the alignment that is not zero. The results are bfloat16.
@@ -9,7 +9,6 @@ Legend: S rows, e experts, A in features, B out features, C either width, N the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,19 +23,17 @@ Packed = tuple[Tensor, Tensor]
 
 
 class Engine:
-    """One recipe's layout of scales, and its two multiplications. Reads nothing on the host.
+    """One recipe's layout of scales for `torch.nn.functional.scaled_grouped_mm`, which takes both of its products.
 
+    Reads nothing on the host. scaling: a name in `torch.nn.functional.ScalingType`. options: more of its arguments.
     alignment: of segments. capability: the CUDA one that has it. multiple: that widths are multiples of.
     """
 
-    kernel: str
+    scaling: str
+    options: Mapping[str, Any]
     alignment: int
     capability: tuple[int, int]
     multiple: int
-
-    def installed(self) -> bool:
-        """Whether what it needs beyond torch is there."""
-        return True
 
     def lacks(self, device: torch.device, in_features: int, out_features: int) -> str:
         """What it needs and what is here, "" where it runs. For a layer on the meta device, which will be materialized,
@@ -44,40 +41,43 @@ class Engine:
         found = None
         if device.type in ("cuda", "meta") and torch.cuda.is_available():
             found = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
-        fits = in_features % self.multiple == out_features % self.multiple == 0
-        if found == self.capability and fits and self.installed():
+        if found == self.capability and in_features % self.multiple == out_features % self.multiple == 0:
             return ""
         has = "no CUDA device" if found is None else "compute capability {}.{}".format(*found)
         wanted = "{}.{}".format(*self.capability)
         return (
-            f"it needs {self.kernel}, compute capability {wanted} and widths of multiples of {self.multiple}. Here are "
-            f"torch {torch.__version__}, device {device} with {has}, widths {in_features} and {out_features}"
+            f"it needs scaled_grouped_mm with {self.scaling} scales, compute capability {wanted} and widths of "
+            f"multiples of {self.multiple}. Here are torch {torch.__version__}, device {device} with {has}, widths "
+            f"{in_features} and {out_features}"
         )
 
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Rows [S, C] times weights [e, N, C]: [S, N], not set in the padding."""
-        raise NotImplementedError
-
-    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        """Columns [A, S] times columns [B, S], segment by segment: [e, A, B], not set for a segment without rows."""
-        raise NotImplementedError
+    def product(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
+        """Rows [S, C] times weights [e, N, C]: [S, N], not set in the padding. Columns [A, S] times columns [B, S],
+        segment by segment: [e, A, B], not set for a segment without rows."""
+        kind = getattr(torch.nn.functional.ScalingType, self.scaling)
+        count(x[0].shape[0], x[0].shape[1], w[0].shape[-2])
+        y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+            x[0], w[0].mT, x[1], kind, w[1], kind, offs=offsets_e[1:].int(), output_dtype=torch.bfloat16,
+            **self.options,
+        )  # fmt: skip
+        return y
 
     def row_scales(self, q: Quantized) -> Tensor:
         """Of rows that are contracted along C."""
-        return q.scale.contiguous()
+        raise NotImplementedError
 
     def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
         """Of a weight [e, C, N]; where `turned` of [e, N, C]."""
-        return (q.scale if turned else q.scale.mT).contiguous()
+        raise NotImplementedError
 
     def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
         """Of rows [S, C] that are contracted along S."""
-        return q.scale.contiguous()
+        raise NotImplementedError
 
     def rows(self, x: Quantized, w: Quantized, turned: bool, offsets_e: Tensor) -> Tensor:
         """Rows [S, C] times w [e, C, N], or, where `turned`, w^T of [e, N, C]: [S, N], zero in the padding."""
         right = _stored(w.values if turned else w.values.mT), self.weight_scales(w, turned)
-        y = self.by_rows((_stored(x.values), self.row_scales(x)), right, offsets_e)
+        y = self.product((_stored(x.values), self.row_scales(x)), right, offsets_e)
         index_S = torch.arange(y.shape[0], device=y.device)
         return y.masked_fill_((index_S >= offsets_e[-1])[:, None], 0)
 
@@ -88,35 +88,13 @@ class Engine:
     def wgrad(self, x: Packed, dy: Packed, offsets_e: Tensor) -> Tensor:
         """[e, A, B], zero for a segment without rows."""
         empty_e = offsets_e[1:] == offsets_e[:-1]
-        return self.by_groups(x, dy, offsets_e).masked_fill_(empty_e[:, None, None], 0)
+        return self.product(x, dy, offsets_e).masked_fill_(empty_e[:, None, None], 0)
 
 
-class TorchEngine(Engine):
-    """`torch.nn.functional.scaled_grouped_mm`: it takes both products, and the ends [e].
-
-    scaling: a name in `torch.nn.functional.ScalingType`. options: more of its arguments.
-    """
-
-    scaling: str
-    options: Mapping[str, Any]
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        kind = getattr(torch.nn.functional.ScalingType, self.scaling)
-        count(x[0].shape[0], x[0].shape[1], w[0].shape[-2])
-        y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
-            x[0], w[0].mT, x[1], kind, w[1], kind, offs=offsets_e[1:].int(), output_dtype=torch.bfloat16,
-            **self.options,
-        )  # fmt: skip
-        return y
-
-    by_groups = by_rows
-
-
-class RowwiseEngine(TorchEngine):
+class RowwiseEngine(Engine):
     """Hopper: scales [S] of rows, [e, N] of weights, [e * C] of columns."""
 
-    kernel, scaling = "torch.nn.functional.scaled_grouped_mm with row-wise scales", "RowWise"
-    alignment, capability, multiple = 16, (9, 0), 16
+    scaling, alignment, capability, multiple = "RowWise", 16, (9, 0), 16
     options: Mapping[str, Any] = {"use_fast_accum": False}  # sums in float32 throughout
 
     def row_scales(self, q: Quantized) -> Tensor:
@@ -129,35 +107,14 @@ class RowwiseEngine(TorchEngine):
         return q.scale.reshape(-1)
 
 
-class BlockwiseEngine(Engine):
-    """Hopper, by Triton kernels of our own: torch has no grouped call of it."""
-
-    kernel = "trimtab.kernels.fp8_blockwise (Triton)"
-    alignment, capability, multiple = 128, (9, 0), 128
-
-    def installed(self) -> bool:
-        return find_spec("triton") is not None
-
-    def by_rows(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        from trimtab.kernels.fp8_blockwise import blockwise_rows  # needs Triton, which not every machine has
-
-        return blockwise_rows(*x, *w, offsets_e.long())
-
-    def by_groups(self, x: Packed, w: Packed, offsets_e: Tensor) -> Tensor:
-        from trimtab.kernels.fp8_blockwise import blockwise_groups
-
-        return blockwise_groups(*x, *w, offsets_e.long())
-
-
-class MXFP8Engine(TorchEngine):
+class MXFP8Engine(Engine):
     """Blackwell. Scales of 128 vectors x 4 blocks are one tile of 512 bytes, vector v, block b of a tile at byte
     16 (v % 32) + 4 (v // 32) + b (cuBLAS, "1D block scaling factors layout").
 
     Tiles of rows lie one segment after the other, those of columns as well: a tile belongs to one segment.
     """
 
-    kernel, scaling = "torch.nn.functional.scaled_grouped_mm with 1x32 E8M0 scales", "BlockWise1x32"
-    alignment, capability, multiple = 128, (10, 0), 32
+    scaling, alignment, capability, multiple = "BlockWise1x32", 128, (10, 0), 32
 
     def __init__(self) -> None:
         swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
