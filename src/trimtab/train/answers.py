@@ -126,8 +126,7 @@ class Conversation:
         text = self._tried(some)
         if text is None:
             some, text = self.messages, self._render(self.messages)
-        answer = {"role": "assistant", "content": _in_place_of(some[turn].get("content"))}
-        other = self._render([*some[:turn], answer, *some[turn + 1 :]])
+        other = self._render([*some[:turn], {"role": "assistant", "content": OTHER}, *some[turn + 1 :]])
         start = _common(text, other)
         behind = min(_common(text[::-1], other[::-1]), len(text) - start, len(other) - start)
         earlier = self._tried(self.messages[:turn])
@@ -158,8 +157,7 @@ class Conversation:
         if prompt is None or found.text.startswith(prompt) or not prompt.rstrip().endswith("<think>"):
             return found
         message = self.messages[found.turn]
-        content = message.get("content")
-        thoughts = content.partition("</think>")[0] if isinstance(content, str) and "</think>" in content else ""
+        thoughts = message["content"].partition("</think>")[0] if "</think>" in message["content"] else ""
         thoughts = thoughts.rpartition("<think>")[2].strip() or message.get("reasoning_content", "").strip()
         said = f"{thoughts}\n</think>\n\n{found.text[found.start : found.end].lstrip()}"
         end = len(prompt) + len(said)
@@ -174,26 +172,25 @@ class Conversation:
                 f"{self.place}: message {found.turn + 1} (assistant): the chat template renders no call of "
                 f"{', '.join(left_out)}; leave its tool_calls out, or use a template that has them"
             )
-        words = _words(message).rpartition("</think>")[2].strip()
+        words = message["content"].rpartition("</think>")[2].strip()
         if not names and words not in said:
             self._check_rendered(found.turn, found.turn + 1)
 
     def _check_all_rendered(self, last: int, text: str) -> None:
         """Raise InputError if a message that is no answer, before the last one, is rendered as nothing."""
         for turn, message in enumerate(self.messages[:last]):
-            if message["role"] != "assistant" and _words(message) not in text:
+            if message["role"] != "assistant" and message["content"].strip() not in text:
                 self._check_rendered(turn, last + 1)
 
     def _check_rendered(self, turn: int, upto: int) -> None:
         """Raise InputError unless other words in a message make another text."""
         some = self.messages[:upto] if self._tried(self.messages[:upto]) is not None else self.messages
         message = some[turn]
-        other = {**message, "content": _in_place_of(message.get("content"))}
-        if self._tried([*some[:turn], other, *some[turn + 1 :]]) == self._tried(some):
-            form = "one string" if isinstance(message.get("content"), list) else "a list of parts"
+        other = [*some[:turn], {**message, "content": OTHER}, *some[turn + 1 :]]
+        if self._tried(other) == self._tried(some):
             raise InputError(
-                f"{self.place}: message {turn + 1} ({message['role']}): the chat template renders it as nothing; write "
-                f"its content as {form} if that is what the template reads, or leave the message out"
+                f"{self.place}: message {turn + 1} ({message['role']}): the chat template renders it as nothing; leave "
+                "it out, or use a template that has it"
             )
 
     def _marked_answer(self, turn: int) -> Answer:
@@ -224,24 +221,10 @@ class Conversation:
         return text, spans
 
 
-def _words(message: dict[str, Any]) -> str:
-    """The text of a message's content."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
-        return "".join(part for part in parts if isinstance(part, str)).strip()
-    return (content or "").strip()
-
-
 def _called(message: dict[str, Any]) -> list[str]:
     """The names of the functions that a message calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
-
-
-def _in_place_of(content: Any) -> Any:
-    """Other content of that form."""
-    return [{"type": "text", "text": OTHER}] if isinstance(content, list) else OTHER
+    calls = [call.get("function", call) for call in message.get("tool_calls", [])]
+    return [call["name"] for call in calls if isinstance(call.get("name"), str)]
 
 
 def _common(one: str, other: str) -> int:

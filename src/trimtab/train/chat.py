@@ -25,37 +25,24 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: a list of `{"role": …, "content": …}`, with one of FLAGS where an answer is not to be learnt.
+        messages: `role` and `content`, strings, of each, and one of FLAGS where an answer is not to be learnt.
         place: where the conversation lies, for messages.
         tools: a list of the tools that the assistant may call, for the template, or None.
 
     Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
 
     Raises:
-        InputError: malformed messages, no template, one that refuses the messages or renders one of them as nothing.
+        InputError: no template, one that refuses the messages or renders one as nothing, or a flag of another value.
     """
-    check_chat(tokenizer, messages, tools, place)
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
     turns = [i for i, message in enumerate(messages) if _is_learnt(message, f"{place}: message {i + 1}")]
     if not turns:
         return
-    plain = [{k: v for k, v in message.items() if k not in FLAGS and v is not None} for message in messages]
+    plain = [{key: value for key, value in message.items() if key not in FLAGS} for message in messages]
     conversation = Conversation(tokenizer, plain, tools, place)
     for chain in conversation.chains(turns):
         yield _label(conversation, chain)
-
-
-def check_chat(tokenizer: Any, messages: Any, tools: Any, place: str) -> None:
-    """Raise InputError for what is no conversation, or where there is no template for one."""
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-    ):
-        raise InputError(f"{place}: `messages` must be a list of objects with `role` and `content`")
-    if not all(isinstance(m.get("content"), (str, list, type(None))) for m in messages):
-        raise InputError(f"{place}: the `content` of a message must be a string, or a list of its parts")
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{place}: `tools` must be a list")
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
 
 
 def _is_learnt(message: dict[str, Any], place: str) -> bool:

@@ -27,6 +27,7 @@ COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
 PIECE_CHARS = 1 << 18
 LINE_CHARS = 1 << 16
+CONVERSATION = "a list of objects with `role` and `content`, or `from` and `value`"
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
 """Names that other formats give to roles; any other is the template's affair."""
@@ -236,7 +237,7 @@ def _tools(row: dict[str, Any], place: str) -> list[Any] | None:
 def _messages(messages: Any, place: str, name: str) -> list[dict[str, Any]]:
     messages = _decoded(messages, place, name)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{place}: `{name}` must be a list of objects with `role` and `content`")
+        raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
     return [_message(message, place, name) for message in messages]
 
 
@@ -245,7 +246,7 @@ def _message(message: dict[str, Any], place: str, name: str) -> dict[str, Any]:
     if "role" not in made and "from" in made:
         made = {"role": made.pop("from"), "content": made.pop("value", None), **made}
     if not isinstance(made.get("role"), str):
-        raise InputError(f"{place}: `{name}` must be a list of objects with `role` and `content`")
+        raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
     made["role"] = ROLES.get(made["role"], made["role"])
     # Templates print a content of None as "None".
     made["content"] = _content(made.get("content", ""), place)
