@@ -141,6 +141,8 @@ def test_what_is_refused() -> None:
         (x, ids, ids),
         (x[0], ids, w),
         (x.to(torch.float8_e4m3fn), ids, w),
+        *((x.to(dtype), ids, w) for dtype in (torch.int64, torch.complex64, torch.bool)),
+        *((x, ids.to(dtype), w) for dtype in (torch.complex64, torch.bool)),
         (x, ids, w.to(torch.float8_e4m3fn)),
         (x.to_sparse(), ids, w),
         (x, ids.to_sparse(), w),

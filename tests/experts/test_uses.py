@@ -188,19 +188,6 @@ def test_a_compiled_linear_is_part_of_the_graph() -> None:
     assert counted.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_rows_that_are_not_floating_are_refused(dtype: torch.dtype) -> None:
-    ids, w = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-    with pytest.raises(InputError, match="expected floating x"):
-        ExpertMLP(2, 4, 4)(torch.ones(2, 4).to(dtype), ids, w)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
-def test_ids_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(InputError, match="int ids"):
-        ExpertMLP(2, 4, 4)(torch.ones(2, 4), torch.zeros(2, 1).to(dtype), torch.ones(2, 1))
-
-
 @BOTH
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
 def test_transforms_are_refused_by_name(make: Callable[..., Any], transform: Callable[..., Any]) -> None:

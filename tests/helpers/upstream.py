@@ -35,7 +35,7 @@ class InTheirPlace(TokenDispatcher):
         experts = counts_Pe.shape[0] // self.ep_mesh.size()
         ids = torch.arange(experts).repeat(self.ep_mesh.size()).repeat_interleave(counts_Pe)
         plan = plan_experts(ids[:, None], experts)
-        return rows.shape, ToExperts.apply(rows, plan), plan.row_R, plan.offsets_e.diff()
+        return rows.shape, ToExperts.apply(rows, plan, False), plan.row_R, plan.offsets_e.diff()
 
 
 def main(folder: str) -> bool:

@@ -34,7 +34,7 @@ def composed_experts(
     up, down = joined(weights.up).to(dtype), weights.down.to(dtype)
     up_bias, down_bias = (None if b is None else b.flatten(1).to(dtype) for b in (weights.up_bias, weights.down_bias))
     options: dict[str, Any] = {"transposed": weights.transposed, "kernels": kernels}
-    x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan)
+    x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan, False)
     pre_RI = grouped_linear(x_RD, up, plan.offsets_e, up_bias, **options)
     h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
     out_RD = grouped_linear(h_RF.to(dtype), down, plan.offsets_e, down_bias, **options)
@@ -46,17 +46,21 @@ def composed_experts(
 
 
 class ToExperts(Function):
-    """Rows [M, D] -> expert rows [R, D], once for each kept slot; zeros in padding. Backward: the sums."""
+    """Rows [M, D] -> expert rows [R, D], once for each kept slot; zeros in padding. `back`: its transpose, the sums."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, plan: ExpertPlan) -> Tensor:
-        ctx.plan = plan
-        return gather_padded(x_MD, plan.row_R)
+    def forward(ctx: Any, rows: Tensor, plan: ExpertPlan, back: bool) -> Tensor:
+        ctx.plan, ctx.back = plan, back
+        return _moved(rows, plan, back)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(d_RD.contiguous(), ctx.plan.row_csr), None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _moved(d.contiguous(), ctx.plan, not ctx.back), None, None
+
+
+def _moved(rows: Tensor, plan: ExpertPlan, back: bool) -> Tensor:
+    return combine_rows(rows, plan.row_csr) if back else gather_padded(rows, plan.row_R)
 
 
 class FromExperts(Function):

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
-from trimtab.backward import computed_in, forward_of, not_in_graphs, once_differentiable, refuse_transforms
+from trimtab.backward import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
 from trimtab.experts.composed import ToExperts
 from trimtab.experts.grouped_linear import linear_of
@@ -30,7 +29,6 @@ from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import dense, described
-from trimtab.kernels.rows import combine_rows, gather_padded
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 if TYPE_CHECKING:
@@ -161,8 +159,8 @@ class GroupedLinear(GroupedModule):
         assert state is not None
         plan = _aligned(offsets_e, x_RD.shape[0], (engine or self.recipe).alignment)
         low = LoweredProducts(kernels, plan.offsets_e, state.call(), engine)
-        y_SB = self._linear(forward_of(ToExperts, x_RD, plan), plan.offsets_e, low=low, **options)
-        y_RB: Tensor = forward_of(_FromAligned, y_SB, plan)
+        y_SB = self._linear(forward_of(ToExperts, x_RD, plan, False), plan.offsets_e, low=low, **options)
+        y_RB: Tensor = forward_of(ToExperts, y_SB, plan, True)
         return y_RB
 
     def _widths(self) -> Sequence[tuple[int, int]]:
@@ -210,20 +208,6 @@ def convert_state(state: MutableMapping[str, Any], prefix: str, name: str, num_g
         state[whole] = torch.stack([state.pop(f"{whole}{i}") for i in found])
     if not stacked and whole in state:
         state.update({f"{whole}{i}": value for i, value in enumerate(state.pop(whole).unbind())})
-
-
-class _FromAligned(Function):
-    """Rows in aligned segments [S, B] -> the rows that lie in them [R, B], zeros for others. Transpose of ToExperts."""
-
-    @staticmethod
-    def forward(ctx: Any, y_SB: Tensor, plan: ExpertPlan) -> Tensor:
-        ctx.plan = plan
-        return combine_rows(y_SB, plan.row_csr)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_RB: Tensor) -> tuple[Tensor, None]:
-        return gather_padded(dy_RB.contiguous(), ctx.plan.row_R), None
 
 
 def _aligned(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:

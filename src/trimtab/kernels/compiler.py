@@ -32,9 +32,7 @@ LIMIT = 300  # seconds for a compiler that should take some
 PATIENCE = 2 * LIMIT + 30  # for another process, which compiles and links
 SILENT = 10  # seconds of waiting for another process before a word about it
 _failed: dict[Path, str] = {}
-"""Why a library was not made by this process."""
-_given_up: set[Path] = set()
-"""Libraries that this process waited for once, for as long as it does."""
+"""Why this process has no library: it is not tried again, for each layer would wait for the compiler."""
 
 
 def processor_facts() -> dict[str, str]:
@@ -117,14 +115,18 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
             if target in _failed:
                 raise BackendError(_failed[target])
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            came = time.time()
             with open(target.with_suffix(".lock"), "w") as lock:
-                _take(lock, target)
+                _take(lock)
                 if not _whole(target):
-                    _compile_once(compiler, flags, main, target, came)
+                    _compile(compiler, flags, main, target)
         _tidy(target.parent)
     except OSError as error:
-        raise BackendError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
+        folder = target.parent
+        _failed[target] = f"the compiled kernels cannot be kept in {folder}: {error}{full_disk(folder)}"
+        raise BackendError(_failed[target]) from error
+    except BackendError as error:
+        _failed[target] = str(error)
+        raise
     return target
 
 
@@ -133,7 +135,7 @@ def is_made(main: Path, sources: Sequence[Path]) -> bool:
     return _whole(_wanted(main, sources, (), "native")[2])
 
 
-def _take(lock: IO[str], target: Path) -> None:
+def _take(lock: IO[str]) -> None:
     """Wait for the lock, which is given back when the file is closed, or the process ends."""
     start, told = time.monotonic(), False
     while True:
@@ -141,8 +143,7 @@ def _take(lock: IO[str], target: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         waited = time.monotonic() - start
-        if waited > PATIENCE or target in _given_up:
-            _given_up.add(target)
+        if waited > PATIENCE:
             raise BackendError(
                 f"another process has held {lock.name} for more than {PATIENCE} s, to compile the kernels: "
                 "if it is stopped, end it, and start this one again"
@@ -204,38 +205,6 @@ def _openmp() -> str:
     """The OpenMP runtime that torch brings: with two of them, twice as many threads would compete."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return str(found[0]) if found else "-fopenmp"
-
-
-def _compile_once(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path, came: float) -> None:
-    """What failed is not tried again by this process, nor by those that waited for it since `came`: each layer would
-    wait for the compiler, on each rank in turn."""
-    told = target.with_suffix(".failed")
-    try:
-        if reason := _said_since(told, came):
-            raise BackendError(reason)
-        try:
-            _compile(compiler, flags, main, target)
-        except OSError as error:
-            raise BackendError(
-                f"the compiled kernels cannot be kept in {target.parent}: {error}{full_disk(target.parent)}"
-            ) from error
-    except BackendError as error:
-        _failed[target] = str(error)
-        with contextlib.suppress(OSError):  # as where the disk is full
-            if not _said_since(told, came):
-                half = told.with_suffix(f".failed-{os.getpid()}")
-                half.write_text(str(error), encoding="utf-8")
-                half.replace(told)
-        raise
-    told.unlink(missing_ok=True)
-
-
-def _said_since(told: Path, came: float) -> str:
-    """Why another process could not compile, if it said so since then."""
-    try:
-        return told.read_text(encoding="utf-8", errors="replace") if told.stat().st_mtime >= came else ""
-    except OSError:
-        return ""
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:

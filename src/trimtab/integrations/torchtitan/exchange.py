@@ -106,7 +106,7 @@ class TokenExchange:
         plan = plan_experts(
             rows.ids_MK, self.dispatcher.experts_per_rank, alignment=self.pad_multiple, num_slots=rows.num_slots
         )
-        routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan)  # type: ignore[no-untyped-call]
+        routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan, False)  # type: ignore[no-untyped-call]
         return routed_RD, plan.offsets_e.diff(), Dispatched(rows=rows, plan=plan, tokens=x_TD.shape[0])
 
     def combine(self, out_RD: Tensor, sent: Dispatched, x_TD: Tensor) -> Tensor:
