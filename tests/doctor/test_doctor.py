@@ -33,7 +33,7 @@ from trimtab.guard.record import Place
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import BACKENDS
 from trimtab.kernels.torch_mm import TorchBackend
-from trimtab.verify.cases import plan_cases
+from trimtab.verify.cases import Case, plan_cases
 from trimtab.verify.collect import Verdict
 
 
@@ -138,9 +138,9 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_layer_over_two_processes() -> None:
-    (case,) = plan_cases("full", 2, only=["2r-ep2/random/float64"])
+    gloo, shared = plan_cases("full", 2, only=backends.LAYER)
 
-    def judged(status: Any, *details: str) -> Finding:
+    def judged(status: Any, *details: str, case: Case = gloo) -> Finding:
         return backends.judge_layer(Verdict(case=case, status=status, errors={"y": 1e-16}, details=list(details)))
 
     assert judged("ok").severity == "ok"
@@ -150,6 +150,7 @@ def test_a_layer_over_two_processes() -> None:
     own = judged("error", "rank 0: TypeError: forward() missing an argument")
     assert own.severity == "broken"
     assert "GLOO_SOCKET_IFNAME" not in own.do
+    assert [judged("error", "BackendError: no", case=case).severity for case in (gloo, shared)] == ["broken", "note"]
 
 
 def test_text_is_aligned_and_narrow() -> None:

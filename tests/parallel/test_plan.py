@@ -68,9 +68,10 @@ def snapshot(model: torch.nn.Module) -> list[object]:
     found: list[object] = []
     for module in model.modules():
         inside = [module.dispatcher] if isinstance(module, MoE) else []
-        found += [type(module), [(key, id(value)) for of in (module, *inside) for key, value in vars(of).items()]]
-        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        found += [(name, id(tensor), tensor._version) for name, tensor in tensors]
+        for key, value in (item for of in (module, *inside) for item in vars(of).items()):
+            held = list(map(id, value.values())) if isinstance(value, dict) else []
+            found.append((type(module), key, id(value), held))
+        found += [tensor._version for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
     return found
 
 

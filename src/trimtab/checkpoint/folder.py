@@ -130,15 +130,15 @@ def read_index(folder: Path | str) -> Index:
     try:
         fields = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         version = int(fields["format"])
+        index = Index(**{f.name: fields[f.name] for f in dataclasses.fields(Index)}) if version == FORMAT else None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / INDEX}: not an index of a checkpoint ({error!r})") from None
-    if version != FORMAT:
+    if index is None:
         do = "update it" if version > FORMAT else "load it with the trimtab that wrote it"
         raise InputError(
             f"{folder}: format {version}, written by trimtab {fields.get('trimtab')}; this trimtab reads format "
             f"{FORMAT}: {do}"
         )
-    index = Index(**fields)
     for name, size in index.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if found != size:

@@ -52,7 +52,7 @@ class _Pass:
 
     def blocks(self) -> Iterator[Block]:
         many = at_once(self.kernels, joined(self.o.up), self.o.down, dtype=self.o.x.dtype)
-        return self.kernels.blocks(self.plan.offsets_e, self.rows, AT_ONCE if many else TOGETHER, self.o.x.dtype)
+        return self.kernels.blocks(self.plan.offsets_e, self.rows, AT_ONCE if many else TOGETHER)
 
     def gather(self, x: Tensor, block: Block) -> Tensor:
         return self.kernels.gather(x, self.plan.row_R[block.rows]).to(self.dtype)

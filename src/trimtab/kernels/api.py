@@ -40,14 +40,11 @@ class Backend(Protocol):
     whole: bool
     """Whether one block holds all experts and rows."""
 
-    def blocks(
-        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
-    ) -> Iterator[Block]:
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         """The blocks of the segments at `offsets_e` [e + 1] of `rows` rows, in order: each expert once, each row of a
         segment once. Rows behind the last segment may or may not be in a block.
 
         together: a backend that takes the experts one by one may give a block several of so many rows in all.
-        dtype: of the products, for backends that compute some in larger blocks.
         """
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -55,7 +55,7 @@ _CALL = struct.Struct("11i 3f 5q 19P 2P")
 
 
 class CompiledKernels(TorchBackend):
-    """The loop's kernels, and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
+    """The backend "torch", and whole expert MLPs in C++. Use `compiled_kernels()`, which shares them.
 
     instructions: what they were compiled for. bf16: what makes their products of bfloat16.
 
@@ -115,7 +115,7 @@ class CompiledKernels(TorchBackend):
         self._run("weight_gradients", fields)
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        """As the loop, but by cpu/forward.h where it `multiplies` and operands lie as it reads them."""
+        """As "torch" does, but by cpu/forward.h where it `multiplies` and operands lie as it reads them."""
         transposed = w_eAB.is_contiguous()
         weight = w_eAB if transposed else w_eAB.transpose(1, 2)
         (e, deep, wide), rows = w_eAB.shape, x_RA.shape[0]
@@ -135,7 +135,7 @@ class CompiledKernels(TorchBackend):
         return out
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
-        """As the loop, but by cpu/wgrad.h where it `multiplies` and operands lie as it reads them."""
+        """As "torch" does, but by cpu/wgrad.h where it `multiplies` and operands lie as it reads them."""
         targets, a, b = as_it_lies(out_eAB, a_RA, b_RB)
         (e, wide, deep), rows = targets.shape, a.shape[0]
         there = targets.device.type == "cpu" and plain(targets, targets.dtype)

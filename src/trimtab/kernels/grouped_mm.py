@@ -26,9 +26,7 @@ class GroupedMMBackend:
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
 
-    def blocks(
-        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
-    ) -> Iterator[Block]:
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         yield Block(slice(0, offsets_e.shape[0] - 1), slice(0, rows), offsets_e)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -35,9 +35,7 @@ class TorchBackend:
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self.pool.empty_like(like, dtype)
 
-    def blocks(
-        self, offsets_e: Tensor, rows: int, together: int = 0, dtype: torch.dtype | None = None
-    ) -> Iterator[Block]:
+    def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         cuts, first = offsets_e.tolist(), 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):

@@ -89,6 +89,8 @@ def run_cluster(
             if verdict.stalled:
                 try:
                     finish()
+                except Exception as error:
+                    print(f"trimtab: {error}", file=sys.stderr, flush=True)
                 finally:
                     os._exit(1)  # this process may itself be in the collective that hangs; torchrun ends the others
         return finish()
