@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -130,34 +130,24 @@ def _device_module() -> Any:
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """What `action` returns on the group's first rank; every rank must call, and raises what it raised there."""
-    if not dist.is_initialized():
-        return action()
-    answer: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        answer[0], answer[1] = _caught(action)
-    dist.broadcast_object_list(answer, group=group, group_src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    result: T = answer[0]
-    return result
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
+    return cast(T, on_every_rank(lambda: action() if first else None, group)[0])
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """What `action` returns on each rank, by rank; raises the first rank's error on all of them."""
     if not dist.is_initialized():
         return [action()]
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, _caught(action), group=group)
-    for rank, (_, error) in enumerate(answers):
-        if error is not None:
-            raise error if len(answers) == 1 else type(error)(f"rank {rank}: {error}")
-    return [value for value, _ in answers]
-
-
-def _caught(action: Callable[[], T]) -> tuple[T | None, TrimtabError | None]:
+    answer: tuple[T | None, TrimtabError | None]
     try:
-        return action(), None
+        answer = action(), None
     except TrimtabError as error:
-        return None, type(error)(str(error))
+        answer = None, type(error)(str(error))
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        return None, InputError(f"{type(error).__name__}: {error}")
+        answer = None, InputError(f"{type(error).__name__}: {error}")
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, answer, group=group)
+    for rank, (_, failed) in enumerate(answers):
+        if failed is not None:
+            raise failed if len(answers) == 1 else type(failed)(f"rank {rank}: {failed}")
+    return [value for value, _ in answers]

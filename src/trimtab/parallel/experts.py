@@ -4,7 +4,8 @@
     ep          Shard(0)                             Shard(0)                     Shard(0)          Shard(0)
     etp         Shard(2), a share of F               Shard(1)                     Shard(2)          Replicate()
 
-Rank r of ep owns experts r * e .. r * e + e - 1.
+Rank r of ep owns experts r * e .. r * e + e - 1. Ranks of an etp group each see the rows of all: one more route, whose
+map sends each row to every rank. The parts come back and are summed in the order of ranks, in float32 at least.
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
 """
@@ -12,6 +13,7 @@ Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,13 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trimtab.backward import once_differentiable
-from trimtab.dispatch.route import Combine, Dispatch, wants_gradient, with_others
+from trimtab.backward import not_in_graphs, once_differentiable
+from trimtab.dispatch import handshake
+from trimtab.dispatch.handshake import CallId
+from trimtab.dispatch.plan import RankPlan
+from trimtab.dispatch.route import Combine, Dispatch, RankRoute, wants_gradient, with_others
+from trimtab.dispatch.transport import Transport, layer_frame
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
+from trimtab.guard.guard import Guard
+from trimtab.kernels.rows import Csr
 from trimtab.layout import experts_per_rank
-from trimtab.parallel.expert_tensor import ExpertTensorGroup, FirstRankBias
 from trimtab.parallel.meshes import ExpertMesh, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
@@ -51,6 +58,59 @@ def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
     """(in, out) features of each product of one of so many ranks that share F."""
     hidden = experts.hidden // ranks
     return [(experts.dim, 2 * hidden if experts.gated else hidden), (hidden, experts.dim)]
+
+
+class ExpertTensorGroup:
+    """The ranks over which one layer's F is split. `layer`: that of the experts, for errors."""
+
+    def __init__(self, transport: Transport, layer: str) -> None:
+        self.transport, self.layer, self.calls = transport, f"{layer}.experts".lstrip("."), 0
+        self.guard: Guard | None = getattr(transport, "guard", None)
+        self.rank, self.size = transport.rank, transport.size
+        self._frame = layer_frame(self.layer)
+
+    @not_in_graphs
+    def meet(
+        self, x_MD: Tensor, ids_MK: Tensor, num_slots: int | None, *, grad: bool
+    ) -> tuple[RankRoute, int | None, bool]:
+        """Tell the group how many rows and slots this rank has, and whether they want gradients. Collective; one host
+        sync.
+
+        Returns the way to all ranks and back, how many slots all have where all know it, and whether any wants `grad`.
+
+        Raises:
+            DesyncError: the ranks are not in the same call, on every rank.
+            PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
+        """
+        (rows, width), ranks = x_MD.shape, self.size
+        call = CallId(
+            layer=self.layer, number=self.calls, experts=ranks, top_k=ids_MK.shape[1], width=width,
+            fingerprint=f"{x_MD.dtype}, rows to every rank",
+        )  # fmt: skip
+        self.calls += 1
+        rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
+        slots_P = torch.full_like(rows_P, -1 if num_slots is None else num_slots)
+        message = handshake.fill(rows_P, slots_P, rows, 0, call, grad=grad)
+        with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
+            if self.guard is not None:
+                self.guard.at(self.layer, "count", "forward", call.number)
+            told = self._frame(self.transport.handshake, message)
+        handshake.compare(told, self.rank, call, "count")
+        slots = told.split_sizes(handshake.SLOTS)
+        route = RankRoute(
+            transport=self.transport, guard=self.guard, run=self._frame, plan=_to_every_rank(rows, ranks, x_MD.device),
+            rows=told.split_sizes(handshake.ROWS), slots=slots, call=call,
+            tokens=tuple(said[handshake.TOKENS] for said in told.received), announced=False,
+        )  # fmt: skip
+        known = None if min(slots.incoming) < 0 else sum(slots.incoming)
+        return route, known, any(said[handshake.GRAD] for said in told.received)
+
+
+def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
+    copies = torch.arange(rows * ranks, device=device)
+    indptr = torch.arange(0, rows * ranks + 1, ranks, device=device)
+    token_csr = Csr(indices=copies.view(ranks, rows).T.reshape(-1), indptr=indptr)
+    return RankPlan(row_token_M=copies % max(rows, 1), token_csr=token_csr, slot_csr=None)
 
 
 class ParallelExperts(ExpertMLP):
@@ -145,8 +205,24 @@ class ParallelExperts(ExpertMLP):
         elif self.gradient_scale != 1.0:
             local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if name == "down_bias" and self.etp is not None:
-            local = FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]
+            local = _FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]
         return local
+
+
+class _FirstRankBias(Function):
+    """A bias that all ranks hold, as it is on the group's rank 0 and zeros elsewhere: the sum has it once.
+
+    Every rank sees the gradients of all rows, so each computes the bias's whole gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
+        return bias.clone() if rank == 0 else torch.zeros_like(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return d, None
 
 
 class _Fused(Function):
