@@ -47,7 +47,7 @@ def test_the_proofs_are_many() -> None:
 def commands() -> list[str]:
     """Every line of a shell block, without its comment and line ends."""
     blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
-    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return sorted({line for line in lines if line})
 
 
