@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experts.test_linear_recipes import RECIPES, shapes_only
-from helpers.comparing import assert_close
+from helpers.comparing import assert_close, relative_error
 from helpers.linear_cases import KERNELS
 from helpers.lowered_truth import truth
 from trimtab.errors import BackendError, InputError
@@ -120,6 +120,17 @@ def test_frozen_parts_get_nothing_and_the_others_keep_theirs(name: str | None, d
         mlp.backward_dw()
         for key, leaf in leaves.items():
             assert leaf.grad is None if key == frozen else torch.equal(leaf.grad, wanted[key]), f"{frozen}: {key}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_near_what_it_would_be_without_a_recipe(name: str) -> None:
+    bound = 0.6 if name == "nvfp4" else 0.2
+    results = []
+    for recipe in (name, None):
+        mlp, inputs, _ = case(recipe, bias=True)
+        results.append(run(mlp, inputs))
+    for key, value in results[0].items():
+        assert relative_error(value, results[1][key]) < bound, key
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -204,6 +205,11 @@ def on_rank() -> dict[str, float | list[Tensor]]:
 
     with pytest.raises(ConfigError, match="use fully_shard_moe"):
         wrapped("first", "moe.router")
+    with pytest.raises(ConfigError, match="batches without tokens"), model.join():
+        pass
+    with pytest.raises(ConfigError, match="batches without tokens"), Join([model]):
+        pass
+
     for fused in (first := wrapped(main_grad="accumulate"), copy.deepcopy(first)):
         experts = fused.module.moe.experts
         for name in experts.fused:

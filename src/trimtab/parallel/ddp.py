@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
     Experts are reduced in backwards outside of `no_sync()`, and in those of a forward outside of it. Without
     find_unused_parameters every rank must use the same layers; with it, experts that no rank used keep their gradients
     and others get zeros where they were not used. With `main_grad`, call `reduce_main_grads` before the optimizer's
-    step. With `delay_wgrad`, `backward_dw()` reduces, and no rank may leave these experts out. DDP's `join()` lets
-    ranks stay away, and their experts with them: feed a rank whose data has ended batches without tokens, [0, L, D].
+    step. With `delay_wgrad`, `backward_dw()` reduces, and no rank may leave these experts out. DDP's `join()` is
+    refused: a rank whose data has ended still owns experts, so feed it batches without tokens, [0, L, D].
     Experts' parameters are DTensors and others are not: optimizers with fused=True or foreach=True want them in groups
     of their own, and `ZeroRedundancyOptimizer` takes the dense ones alone.
 
@@ -77,6 +77,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
             (fused if name in module.fused else kind).append(param)
     reducer = _ExpertReducer(group, used, left_out, fused, dense if left_out else ())
     wrapped.register_forward_pre_hook(reducer.before_forward)
+    wrapped.join_hook = _no_join  # type: ignore[method-assign]
     return wrapped
 
 
@@ -170,3 +171,10 @@ def _average(tensor: Tensor, group: dist.ProcessGroup, divisor: int) -> None:
     local = local_part(tensor)
     dist.all_reduce(local, group=group)
     local.div_(divisor)
+
+
+def _no_join(**_: Any) -> NoReturn:
+    raise ConfigError(
+        "DDP's join() lets ranks whose data has ended stay away, and their experts with them: feed such a rank batches "
+        "without tokens, [0, L, D], as long as another has data"
+    )

@@ -77,6 +77,16 @@ def test_no_rows_at_all(name: str, method: tuple[str, str], rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_zeros_give_zeros(name: str) -> None:
+    recipe = RECIPES[name]
+    cuts = offsets(recipe, 1, 1)
+    for method in METHODS:
+        assert not rows_of(recipe, torch.zeros(int(cuts[-1]), C), cuts, method).any()
+    for along in WEIGHTS:
+        assert not recipe.state().weight(torch.zeros(2, C, 24), along=along).any()
+
+
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_shows_in_its_place_and_nowhere_else(name: str, odd: float) -> None:
     recipe = RECIPES[name]
@@ -148,6 +158,15 @@ def test_quantising_twice_changes_nothing_where_scales_are_powers_of_two(
     x *= torch.logspace(-6, 6, C, 2.0)
     once = rows_of(recipe, x, cuts, method)
     assert torch.equal(rows_of(recipe, once, cuts, method), once)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(NAMES), st.sampled_from(METHODS), st.integers(0, 99))
+def test_quantising_twice_is_within_rounding_elsewhere(name: str, method: tuple[str, str], seed: int) -> None:
+    recipe = RECIPES["nvfp4_nearest" if name.startswith("nvfp4") else name]
+    cuts = offsets(recipe, 1)
+    once = rows_of(recipe, normal(int(cuts[-1]), C, seed=seed), cuts, method)
+    torch.testing.assert_close(rows_of(recipe, once, cuts, method), once, rtol=2**-21, atol=0)
 
 
 def largest_per_block(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +27,10 @@ preload("trimtab.integrations.transformers.expert_parallel", *sorted({family.mod
 
 TWO = Mesh(ep=2, fsdp=2)
 FOUR = (Mesh(ep=4, fsdp=4), Mesh(ep=2, fsdp=4), Mesh(ep=4, fsdp=2, tp=2), Mesh(ep=2, fsdp=2, replicate=2))
-PLAIN = ("qwen3_moe", "gpt_oss")
-"""Gated as most are; with biases, transposed and a gate of its own."""
-PRESETS = ("mixtral", "olmoe", "deepseek_v3")
+PRESETS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
+NO_TENSOR_PARALLEL = {"muse_spark"}
+"""Their tensor-parallel plans fail in transformers with any experts."""
 VARIANTS = ("muse_spark", "nemotron_h", "aria")
-UNLIKE = ("uneven", "cold", "hot")
 GROUPS = 4
 SEEDS = 4
 
@@ -56,13 +56,17 @@ def verify(cases: Sequence[Case], folder: Path, deadline: float = 300.0) -> None
     assert not pending, f"no seed among {SEEDS} routes alike, and that is no near tie: {', '.join(map(str, pending))}"
 
 
+def both_precisions(case: Case) -> list[Case]:
+    """The case in float32 and, where it can run, in float64."""
+    wide = [] if case.family in FLOAT64_UNSHARDABLE else [replace(case, dtype=torch.float64)]
+    return [case, *wide]
+
+
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_family(group: int, tmp_path: Path) -> None:
     names = [name for name in family_names() if ep_capable(name)][group::GROUPS]
-    cases = [Case(family=name, mesh=TWO, dtype=torch.float64, patterns=("natural",)) for name in names]
-    users = FLOAT64_UNSHARDABLE | {*PLAIN, *PRESETS, *VARIANTS}
-    exact = [case for case in cases if case.family not in FLOAT64_UNSHARDABLE]
-    verify(exact + [replace(case, dtype=torch.float32) for case in cases if case.family in users], tmp_path)
+    cases = [Case(family=name, mesh=TWO, patterns=("natural",)) for name in names]
+    verify([c for case in cases for c in both_precisions(case)], tmp_path)
 
 
 def test_what_transformers_cannot_load_onto_several_ranks_is_not_left_out_for_longer(tmp_path: Path) -> None:
@@ -77,13 +81,11 @@ def test_what_transformers_cannot_load_onto_several_ranks_is_not_left_out_for_lo
 @ranks4
 @pytest.mark.parametrize("mesh", FOUR, ids=str)
 def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
-    case = Case(family="", mesh=mesh, dtype=torch.float64, patterns=UNLIKE)
-    cases = [replace(case, family=name) for name in (*PLAIN, "nemotron_h")]
+    names = [n for n in (*PRESETS, *VARIANTS) if mesh.tp == 1 or n not in NO_TENSOR_PARALLEL]
+    patterns = PATTERNS if mesh == FOUR[0] else ("uneven", "cold", "hot")
+    cases = [Case(family=name, mesh=mesh, dtype=torch.float64, patterns=patterns) for name in names]
     if mesh == FOUR[0]:
-        cases = [replace(case, family=name, patterns=PATTERNS) for name in PLAIN]
-        cases += [replace(case, family=name) for name in (*VARIANTS, *PRESETS)]
-        forced = PATTERNS[2:]  # where no near tie can fall either way
-        cases += [replace(case, family=name, patterns=forced, dtype=torch.float32) for name in PLAIN]
+        cases += [replace(case, dtype=torch.float32) for case in cases if case.family in PRESETS]
     verify(cases, tmp_path)
 
 
@@ -92,7 +94,7 @@ def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
 )
 def test_either_half_with_a_stock_one(exchange: str, experts: str, tmp_path: Path) -> None:
     dtype = torch.float32 if experts == "grouped_mm" else torch.float64  # which has no float64
-    cold_first = ("cold", "uneven", "hot")  # nothing is set up by an earlier pass where rows came
+    cold_first = ("cold", "natural", "uneven", "hot")  # nothing is set up by an earlier pass where rows came
     cases = [
         Case(family=name, mesh=TWO, exchange=exchange, experts=experts, dtype=dtype, patterns=cold_first)
         for name in ("qwen3_moe", "gpt_oss", "muse_spark", "nemotron_h", "openai_privacy_filter")
@@ -107,12 +109,11 @@ def test_a_stock_loop_on_a_cold_rank_whose_experts_are_sharded(tmp_path: Path) -
     verify([Case(family="qwen3_moe", mesh=mesh, experts="eager", dtype=torch.float64, patterns=("cold",))], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "dtype"), [(TWO, torch.float32), pytest.param(FOUR[0], torch.float64, marks=ranks4)], ids=str
-)
-def test_ordered_sums(mesh: Mesh, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [TWO, pytest.param(FOUR[0], marks=ranks4)], ids=str)
+def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     name = "trimtab_ordered"
-    verify([Case(family="qwen3_moe", mesh=mesh, experts=name, exchange=name, dtype=dtype)], tmp_path)
+    case = Case(family="qwen3_moe", mesh=mesh, experts=name, exchange=name)
+    verify(both_precisions(case), tmp_path)
 
 
 def test_ranks_that_share_memory(tmp_path: Path) -> None:
@@ -125,17 +126,22 @@ def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> N
     run_ranks(run_shared, 2, Case(family="qwen3_moe", mesh=TWO), str(tmp_path), deadline=120.0)
 
 
-def test_ways_to_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_ways_to_train(family: str, tmp_path: Path) -> None:
     """Gradient accumulation, frozen parts and recomputation, with a cold rank and with unlike batches."""
-    case = Case(family="qwen3_moe", mesh=TWO, dtype=torch.float64, patterns=("uneven", "cold"))
-    biased = replace(case, family="gpt_oss")
-    verify([
-        replace(case, steps=2), replace(case, steps=2, unsynced=True), replace(case, frozen="gate.weight"),
-        replace(case, frozen="experts"), replace(case, frozen="embed_tokens"), replace(case, recompute="reentrant"),
-        replace(case, recompute="not reentrant"), replace(case, recompute="not reentrant", steps=2),
-        replace(biased, steps=2, unsynced=True), replace(biased, frozen="router"),
-        replace(biased, recompute="not reentrant"),
-    ], tmp_path)  # fmt: skip
+    case = Case(family=family, mesh=TWO, dtype=torch.float64, patterns=("uneven", "cold"))
+    router = "router" if family == "gpt_oss" else "gate.weight"
+    ways: list[dict[str, Any]] = [
+        {"steps": 2},
+        {"steps": 2, "unsynced": True},
+        {"frozen": router},
+        {"frozen": "experts"},
+        {"frozen": "embed_tokens"},
+        {"recompute": "reentrant"},
+        {"recompute": "not reentrant"},
+        {"recompute": "not reentrant", "steps": 2},
+    ]
+    verify([replace(case, **way) for way in ways], tmp_path)
 
 
 @ranks4
