@@ -14,7 +14,7 @@ from helpers import house
 
 FLOORS = (
     ("hf", "titan"), ("cli",), ("train",), ("doctor",), ("verify",), ("integrations",), ("convert",), ("checkpoint",),
-    ("parallel",), ("exported",), ("moe",), ("dispatch", "experts"), ("routing",), ("guard",), ("kernels",),
+    ("parallel",), ("exported",), ("moe", "te"), ("dispatch", "experts"), ("routing",), ("guard",), ("kernels",),
     ("layout", "launched", "whole_files"), ("backward", "operators"), ("eager",),
     ("validation",), ("errors",),
 )  # fmt: skip

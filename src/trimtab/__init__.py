@@ -85,6 +85,8 @@ _HOMES = {
 _OLD_NAMES = {"Rows": "Dispatched"}
 """Names of release 0.1 and what they are called now."""
 
+_MODULES = {"te": "trimtab.te"}
+"""What is reached as an attribute, and the module that it is."""
 
 __all__ = list(_HOMES)
 
@@ -93,6 +95,8 @@ def __getattr__(name: str) -> Any:
     if name in _OLD_NAMES:
         warnings.warn(f"trimtab.{name} is now trimtab.{_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
         name = _OLD_NAMES[name]
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -176,7 +176,7 @@ def _parameter_gradients(
             weight_gradient_op(out, adds, kept[0], columns[0], offsets_e, call.stacked, call.transposed, call.name)
         else:
             low.wgrad(tuple(kept), columns, out, adds, call.stacked)
-        found[:n] = [gradient.close() for gradient in each]
+        found[:n] = [None if gradient.silent else gradient.close() for gradient in each]
     if any(wanted[n:]):
         db_eB = grouped_sum_op(dy_SB, low.offsets_e if low else offsets_e, call.params[-1].dtype, call.name)
         found[n:] = [db_eB] if call.stacked else [db_B.clone() for db_B in db_eB.unbind()]

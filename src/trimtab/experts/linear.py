@@ -80,7 +80,7 @@ class GroupedLinear(GroupedModule):
         self.single_parameter, self.has_bias = single_parameter, bias
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         for name, shape in shapes.items():
-            if single_parameter:
+            if self._stacked(name):
                 new = torch.empty(num_groups, *shape, dtype=dtype, device=device)
                 self.register_parameter(name, nn.Parameter(new))
                 continue
@@ -99,8 +99,12 @@ class GroupedLinear(GroupedModule):
         """[G, out], or G of [out], or nothing."""
         return self._params("bias") if self.has_bias else ()
 
+    def _stacked(self, name: str) -> bool:
+        """Whether "weight", or "bias", is one parameter."""
+        return self.single_parameter
+
     def _params(self, name: str) -> tuple[Tensor, ...]:
-        names = [name] if self.single_parameter else [f"{name}{i}" for i in range(self.num_groups)]
+        names = [name] if self._stacked(name) else [f"{name}{i}" for i in range(self.num_groups)]
         return tuple(getattr(self, n) for n in names)
 
     @torch.no_grad()
@@ -171,7 +175,7 @@ class GroupedLinear(GroupedModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("weight", "bias"):
-            convert_state(state_dict, prefix, name, self.num_groups, stacked=self.single_parameter)
+            convert_state(state_dict, prefix, name, self.num_groups, stacked=self._stacked(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

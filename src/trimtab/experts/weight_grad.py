@@ -4,14 +4,18 @@
     off         a new buffer       overwrite it     that buffer
     accumulate  param.main_grad    add to it        a dummy of the full shape    param.grad_added_to_main_grad = True
     overwrite   param.main_grad    overwrite it     a dummy of the full shape    param.grad_added_to_main_grad = True
+    te          param.main_grad    add to it        as accumulate if the parameter has the attribute, else nothing
+    te_first    param.main_grad    overwrite it     the same
 
 The attribute names are Megatron-LM's. The dummy fires autograd's post-accumulate hooks as a real gradient would; its
 memory is not set, but zeros if the parameter has a true `zero_out_wgrad`. A true `overwrite_main_grad` on the parameter
-turns accumulate into overwrite for it. For an expert without tokens the kernels write zeros, or add none.
+turns accumulate into overwrite for it; Megatron's FSDP makes the buffer when it is asked for. For an expert without
+tokens the kernels write zeros, or add none.
 
 `accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use. A
 backward that asks for the gradient of the input alone, as the first half of a zero-bubble schedule's, writes nothing;
-delayed gradients wait for a `backward_dw()` of their own after any backward.
+delayed gradients wait for a `backward_dw()` of their own after any backward. "te" is what TransformerEngine does, for
+`trimtab.te` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from trimtab.backward import without_autocast
 from trimtab.errors import InputError
 from trimtab.validation import holds_values
 
-MainGradMode = Literal["off", "accumulate", "overwrite"]
+MainGradMode = Literal["off", "accumulate", "overwrite", "te", "te_first"]
 MODES = ("off", "accumulate", "overwrite")
 
 WgradJob = Callable[[], list[tuple[Tensor, Tensor]]]
@@ -47,6 +51,7 @@ class WeightGradient:
         empty_like: makes the buffer where there is no `main_grad`.
 
     `buffer` is the tensor that the kernels write, of the parameter's shape: added to if `adds`, overwritten if not.
+    `silent`: autograd is to get nothing.
 
     Raises:
         InputError: the mode needs a `main_grad` and the parameter has none of its shape, on its device, floating,
@@ -62,7 +67,8 @@ class WeightGradient:
     ) -> None:
         self.param, self.name = param, name
         self.fused = mode != "off" and param.requires_grad
-        self.adds = self.fused and mode == "accumulate" and not getattr(param, "overwrite_main_grad", False)
+        self.silent = self.fused and mode in ("te", "te_first") and not hasattr(param, "grad_added_to_main_grad")
+        self.adds = self.fused and mode in ("accumulate", "te") and not getattr(param, "overwrite_main_grad", False)
         self.buffer = self._main_grad() if self.fused else empty_like(param)
 
     def close(self) -> Tensor:
@@ -74,7 +80,10 @@ class WeightGradient:
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 
     def _main_grad(self) -> Tensor:
-        param, main_grad = self.param, getattr(self.param, "main_grad", None)
+        param = self.param
+        if hasattr(param, "__fsdp_param__"):
+            param.main_grad = param.get_main_grad()  # type: ignore[attr-defined]
+        main_grad = getattr(param, "main_grad", None)
         found = main_grad
         if isinstance(main_grad, Tensor):
             fits = main_grad.shape == param.shape and main_grad.device == param.device
@@ -103,6 +112,10 @@ class DelayedGradients:
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
         self._jobs.append((job, [(t, t._version) for t in reads if not t.is_inference()]))
+
+    def waiting(self) -> bool:
+        """Whether a backward's gradients have not been asked for yet."""
+        return bool(self._jobs)
 
     def run(self) -> None:
         """The gradients of the oldest backward that has not had them yet; hooks fire now.
