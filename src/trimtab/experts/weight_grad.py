@@ -109,6 +109,10 @@ class DelayedGradients:
     def __reduce__(self) -> tuple[Any, ...]:
         return DelayedGradients, ()
 
+    def __bool__(self) -> bool:
+        """Whether a backward waits."""
+        return bool(self._jobs)
+
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
         self._jobs.append((job, [(t, t._version) for t in reads if not t.is_inference()]))
