@@ -125,3 +125,12 @@ class RaisesOnceImpl(_Broken):
 class LacksImpl(Impl):
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         return "knows one expert only" if pattern.name == "top1" else None
+
+
+class RefusesImpl(Impl):
+    """Says on every rank that it can't; one kind of it on one rank alone."""
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        if sizes.top_k == 1 or (sizes.layers == 2 and place.rank == 1):
+            raise ValueError("takes a power of two of these")
+        return super().build(place, sizes, weights)

@@ -66,6 +66,8 @@ def test_transformers_holds_the_truth_on_two_ranks() -> None:
         ("2r-ep2", "dropped", "dropped slots"),
         ("2r-ep2", "all_dropped", "dropped slots"),
         ("2r-ep2", "bad_id", "out of range"),
+        ("2r-ep2", "nan_logits", "NaN"),
+        ("2r-ep2", "ties", "equal scores"),
     ],
 )
 def test_transformers_says_what_it_lacks(
@@ -74,6 +76,11 @@ def test_transformers_says_what_it_lacks(
     said = transformers.lacks(BY_NAME[topology], pattern_named(pattern))
     assert said is not None
     assert reason in said
+
+
+def test_transformers_experts_in_a_loop_take_any_width() -> None:
+    (verdict,) = run_local([case("2r-ep2/zipf2/float32")], "transformers-eager", deadline=60)
+    assert (verdict.status, verdict.details) == ("ok", [])
 
 
 def test_transformers_lacks_what_its_configuration_refuses(transformers: Implementation) -> None:
@@ -85,7 +92,7 @@ def test_transformers_lacks_what_its_configuration_refuses(transformers: Impleme
 
 
 def test_transformers_is_asked_for_what_its_configuration_takes(transformers: Implementation) -> None:
-    asked = [t for t in default_topologies() if transformers.lacks(t, pattern_named("nan_logits")) is None]
+    asked = [t for t in default_topologies() if transformers.lacks(t, pattern_named("random")) is None]
     assert {t.name for t in asked} >= {"1r-local", "2r-ep2", "3r-ep3-tp3-replicated-fsdp", "4r-ep2-fsdp", "8r-ep8"}
     for t in asked:
         DistributedConfig(ep_size=t.ep, tp_size=t.tp, fsdp_size=t.dp, ep_implementation="all_to_all")

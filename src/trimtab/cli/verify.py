@@ -42,7 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     level.add_argument("--quick", action="store_true", help="thirteen arrangements of up to 4 ranks, float32")
     level.add_argument("--full", action="store_true", help="every arrangement in float64 as well")
     add(
-        "--impl", default="trimtab", metavar="NAME", help="trimtab (default), transformers, torchtitan, or MODULE:CLASS"
+        "--impl",
+        default="trimtab",
+        metavar="NAME",
+        help="trimtab (default), a peer's name, or MODULE:CLASS of your own",
     )
     add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")
     add("--only", nargs="+", default=[], metavar="CASE", help="names, words or globs of TOPOLOGY/PATTERN/DTYPE")

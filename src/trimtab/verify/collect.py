@@ -12,7 +12,7 @@ from torch.distributed import Store
 from trimtab.verify.cases import Case
 from trimtab.verify.on_rank import READY, Finding, key_of
 
-Status = Literal["ok", "mismatch", "error", "hang", "lacking"]
+Status = Literal["ok", "mismatch", "refused", "error", "hang", "lacking"]
 START = 60.0
 """Seconds that ranks may take to start."""
 GRACE = 5.0
@@ -22,6 +22,7 @@ GRACE = 5.0
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why.
+    `refused`: on every rank its own code raised, by a statement that says so.
 
     stalled: findings did not come in time, or ranks died; these ranks answer nothing more.
     """
@@ -35,7 +36,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        return self.status in ("mismatch", "error", "hang")
+        return self.status in ("mismatch", "refused", "error", "hang")
 
 
 def collect(
@@ -98,6 +99,8 @@ def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
     columns = dict.fromkeys(column for f in findings for column in f.errors)
     errors = {column: max(f.errors.get(column, 0.0) for f in findings) for column in columns}
     status: Status = "error" if faults else "mismatch" if mismatches else "ok"
+    if faults and all(f.refused for f in findings):
+        status = "refused"
     seconds = max(f.seconds for f in findings)
     return Verdict(case=case, status=status, errors=errors, details=faults + mismatches, seconds=seconds)
 

@@ -21,7 +21,7 @@ from trimtab.whole_files import write_whole
 
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""
-MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "mismatch": "X", "error": "E", "hang": "H"}
+MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "refused": "R", "mismatch": "X", "error": "E", "hang": "H"}
 """How the table shows each, from the best to the worst: a cell of several dtypes shows the worst."""
 
 
@@ -42,7 +42,7 @@ class Ledger:
 
     @property
     def failures(self) -> list[Verdict]:
-        """Mismatches, errors and hangs."""
+        """Mismatches, refusals, errors and hangs."""
         return [verdict for verdict in self.verdicts if verdict.failed]
 
     def counts(self) -> dict[str, int]:

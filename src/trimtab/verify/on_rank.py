@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,14 @@ READY = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one rank says of one case. errors: relative error by column. fault: what broke the case off."""
+    """What one rank says of one case. errors: relative error by column. fault: what broke the case off, and whether
+    that was said by whom it concerns."""
 
     rank: int
     errors: dict[str, float] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
     fault: str | None = None
+    refused: bool = False
     seconds: float = 0.0
 
     def put(self, store: Store, index: int) -> None:
@@ -96,7 +99,8 @@ class Bench:
             self.subjects.clear()  # also where all ranks were right to refuse
             good = problem.raises and isinstance(error, self.implementation.refusal)
             shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
-            finding = Finding(rank=self.place.rank, fault=None if good else f"{type(error).__name__}: {shown}")
+            said = None if good else f"{type(error).__name__}: {shown}"
+            finding = Finding(rank=self.place.rank, fault=said, refused=not good and raised_on_purpose(error))
         return replace(finding, seconds=time.perf_counter() - start)
 
     def _judge(self, problem: Problem, repeat: int) -> Finding:
@@ -130,6 +134,13 @@ class Bench:
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault)
+
+
+def raised_on_purpose(error: Exception) -> bool:
+    """Whether a `raise` or an `assert` of somebody's own code said so, rather than PyTorch or Python."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    file, stated = Path(frame.filename), (frame.line or "").startswith(("raise ", "assert "))
+    return stated and "torch" not in file.parts and Path(__file__).parent not in file.parents
 
 
 def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:

@@ -24,7 +24,14 @@ from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
 
-NAMES = ("trimtab", "transformers", "torchtitan")
+NAMES = {
+    "trimtab": "trimtab_impl:Impl",
+    "transformers": "transformers_impl:Impl",
+    "transformers-eager": "transformers_impl:Eager",
+    "torchtitan": "torchtitan_impl:Impl",
+    "torchtitan-local": "torchtitan_impl:Local",
+}
+"""What `--impl` takes, and the class that it means, in a module of this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +125,8 @@ def home_of(name: str) -> tuple[str, str]:
         return module, attribute
     if name not in NAMES:
         raise ConfigError(f"--impl {name}: must be one of {', '.join(NAMES)}, or MODULE:CLASS for one of your own")
-    return f"trimtab.verify.adapters.{name}_impl", "Impl"
+    module, _, attribute = NAMES[name].partition(":")
+    return f"{__name__}.{module}", attribute
 
 
 def get_implementation(name: str) -> Implementation:
@@ -140,7 +148,7 @@ def get_implementation(name: str) -> Implementation:
     return made
 
 
-def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern) -> str | None:
+def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, grouped_mm: bool = True) -> str | None:
     """Why a peer can't be asked: the first of its own reasons that holds, or of those that peers share; or None."""
     shared = {
         f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
@@ -149,7 +157,9 @@ def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern) -> str | 
         "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
         "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
         "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
-        "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd,
+        "it leaves open which of equal scores is chosen": pattern.ties,
+        "it promises no error for a NaN, which goes through as in PyTorch": pattern.spoil == "nan",
+        "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd and grouped_mm,
     }
     return next((said for said, holds in {**lacking, **shared}.items() if holds), None)
 

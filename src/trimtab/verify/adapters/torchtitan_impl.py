@@ -1,4 +1,5 @@
-"""torchtitan's MoE, built from its config, with its all-to-all token dispatcher wired to the ledger's meshes.
+"""torchtitan's MoE, built from its config, with its all-to-all token dispatcher wired to the ledger's meshes, or its
+local one.
 
 Softmax scores over all experts, top-k, not normalised, no load-balancing bias. Replayed ids go in through a forward
 hook on the router; its code is as it is. torchtitan's experts compute in bfloat16 whatever the case's dtype is.
@@ -23,7 +24,7 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_me
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from trimtab.layout import shard_cuts
 from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, over_all_ranks, reason, residual
@@ -40,10 +41,13 @@ class Impl:
 
     name = "torchtitan"
     refusal: type[Exception] = Exception
+    dispatcher: Any = AllToAllTokenDispatcher
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         t = topology
         lacking = {
+            "its local dispatcher is for ranks that own all experts": t.ep > 1
+            and self.dispatcher is LocalTokenDispatcher,
             "its tensor and sequence parallelism come with its trainer's meshes, which are not wired": t.tp > 1,
             "its FSDP and HSDP come with its trainer's meshes, which are not wired": t.data in ("fsdp", "hsdp"),
             "its data parallelism is FSDP2 and HSDP, it has no DDP": t.data == "ddp",
@@ -55,10 +59,17 @@ class Impl:
         return reason(lacking, t, pattern)
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights)
+        return Layers(place, sizes, weights, self.dispatcher)
 
 
-def _config(sizes: Sizes) -> Any:
+class Local(Impl):
+    """The dispatcher that its models have without expert parallelism."""
+
+    name = "torchtitan-local"
+    dispatcher = LocalTokenDispatcher
+
+
+def _config(sizes: Sizes, dispatcher: Any) -> Any:
     """One layer's configuration, with all experts."""
     experts, top_k = sizes.num_experts, sizes.top_k
     return MoE.Config(
@@ -72,7 +83,7 @@ def _config(sizes: Sizes) -> Any:
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=GroupedExperts.Config(dim=sizes.dim, hidden_dim=sizes.hidden, num_experts=experts),
-            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k),
+            token_dispatcher=dispatcher.Config(num_experts=experts, top_k=top_k),
         ),
     )
 
@@ -80,9 +91,9 @@ def _config(sizes: Sizes) -> Any:
 class Stack(nn.Module):
     """Layers with a residual in between, each with this rank's experts."""
 
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], dispatcher: Any) -> None:
         super().__init__()
-        self.moes: list[Any] = [_config(sizes).build() for _ in range(sizes.layers)]
+        self.moes: list[Any] = [_config(sizes, dispatcher).build() for _ in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes).to(place.device)
         self.replayed_BlK: Tensor | None = None
         cuts, j = shard_cuts(sizes.num_experts, place.topology.ep), place.experts["ep"].get_local_rank()
@@ -113,12 +124,12 @@ class Stack(nn.Module):
 class Layers:
     """One topology's stack."""
 
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], dispatcher: Any) -> None:
         self.place = place
         # Gloo refuses the all-to-all of its default backend wherever splits differ, and takes that of the other one.
         self.typed = place.device.type == "cuda"
         set_spmd_backend("spmd_types" if self.typed else "partial_dtensor")
-        self.stack = Stack(place, sizes, weights)
+        self.stack = Stack(place, sizes, weights, dispatcher)
 
     def step(self, share: Share) -> Outcome:
         self.stack.zero_grad()

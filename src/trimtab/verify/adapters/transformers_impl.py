@@ -1,8 +1,8 @@
 """transformers' sparse MoE block under its own expert parallelism, laid out by the functions `from_pretrained` calls.
 
 Qwen3MoeSparseMoeBlock: softmax over all experts, top-k, weights not normalised. The exchange is "all_to_all", the
-experts are "grouped_mm" ("eager" in float64). Replayed ids go in through a forward hook on the gate; its own code
-runs as it is.
+experts are "grouped_mm" ("eager" in float64), or "eager" throughout. Replayed ids go in through a forward hook on the
+gate; its own code runs as it is.
 
 Legend: N tokens, K experts per token, E experts.
 """
@@ -35,6 +35,7 @@ class Impl:
 
     name = "transformers"
     refusal: type[Exception] = Exception
+    experts = "grouped_mm"
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         t = topology
@@ -49,16 +50,23 @@ class Impl:
                 t.data == "hsdp"
             ),
         }
-        return reason(lacking, t, pattern)
+        return reason(lacking, t, pattern, grouped_mm=self.experts == "grouped_mm")
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights)
+        return Layers(place, sizes, weights, self.experts)
+
+
+class Eager(Impl):
+    """The same, with a loop over experts in Python."""
+
+    name = "transformers-eager"
+    experts = "eager"
 
 
 class Stack(nn.Module):
     """Blocks with a residual in between."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, experts: str) -> None:
         super().__init__()
         self.config: Any = Qwen3MoeConfig(
             hidden_size=sizes.dim,
@@ -69,7 +77,7 @@ class Stack(nn.Module):
             hidden_act="silu",
         )
         # torch's grouped_mm takes no float64.
-        self.config._experts_implementation = "eager" if sizes.dtype == torch.float64 else "grouped_mm"
+        self.config._experts_implementation = "eager" if sizes.dtype == torch.float64 else experts
         self.blocks: list[Any] = [
             Qwen3MoeSparseMoeBlock(self.config).to(device, sizes.dtype) for _ in range(sizes.layers)
         ]
@@ -103,9 +111,9 @@ class _Meshes:
 class Layers:
     """One topology's stack."""
 
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], experts: str) -> None:
         t, self.place = place.topology, place
-        self.stack: Any = Stack(sizes, place.device)
+        self.stack: Any = Stack(sizes, place.device, experts)
         self.model: Any = self.stack
         with torch.no_grad():
             for block, w in zip(self.stack.blocks, weights, strict=True):
