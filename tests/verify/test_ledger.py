@@ -175,7 +175,7 @@ def test_only_takes_names_globs_and_words() -> None:
 
 
 def test_implementations_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match="must be one of trimtab, transformers, .*torchtitan"):
+    with pytest.raises(ConfigError, match=r"must be one of trimtab, transformers, .*torchtitan"):
         get_implementation("nobody")
     with pytest.raises(ConfigError, match="no_such_module"):
         get_implementation("no_such_module:Impl")
