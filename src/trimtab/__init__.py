@@ -82,6 +82,8 @@ _HOMES = {
     "update_bias": "trimtab.routing.balance",
 }
 
+_MODULES = {"megatron": "trimtab.integrations.megatron"}
+
 _OLD_NAMES = {"Rows": "Dispatched"}
 """Names of release 0.1 and what they are called now."""
 
@@ -103,4 +105,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, *_MODULES]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from trimtab.backward import not_in_graphs, once_differentiable
 from trimtab.dispatch import handshake
+from trimtab.dispatch.dispatcher import Dispatched
 from trimtab.dispatch.handshake import CallId
 from trimtab.dispatch.plan import RankPlan
 from trimtab.dispatch.route import Combine, Dispatch, RankRoute, wants_gradient, with_others
@@ -105,6 +106,19 @@ class ExpertTensorGroup:
         known = None if min(slots.incoming) < 0 else sum(slots.incoming)
         return route, known, any(said[handshake.GRAD] for said in told.received)
 
+    def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
+        """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, as `meet`."""
+        own = wants_gradient(x_MD, w_MK)
+        route, slots, wanted = self.meet(x_MD, ids_MK, num_slots, grad=own)
+        w_MK = with_others(w_MK, wanted, own)
+        x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+        return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=slots, route=route, sent=sent)
+
+    def combine(self, y: Tensor, rows: Dispatched) -> Tensor:
+        """Each rank's part of the outputs of `rows` -> their sums, for this rank's rows. Collective."""
+        out: Tensor = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+        return out
+
 
 def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
     copies = torch.arange(rows * ranks, device=device)
@@ -133,13 +147,9 @@ class ParallelExperts(ExpertMLP):
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
         if self.etp is None:
             return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
-        own = wants_gradient(x_MD, w_MK)
-        route, slots, wanted = self.etp.meet(x_MD, ids_MK, num_slots, grad=own)
-        w_MK = with_others(w_MK, wanted, own)
-        x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
-        y = super().forward(x, ids, w, num_slots=slots)
-        out: Tensor = Combine.apply(route, y, sent)  # type: ignore[no-untyped-call]
-        return out
+        rows = self.etp.dispatch(x_MD, ids_MK, w_MK, num_slots)
+        y = super().forward(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
+        return self.etp.combine(y, rows)
 
     def expert_weights(self) -> ExpertWeights:
         """This rank's part of the parameters as they are now, differentiable."""

@@ -1,1 +1,39 @@
-"""Megatron-Core."""
+"""trimtab in Megatron-Core: its MoE layers with trimtab's dispatch, experts and combine; the rest of a model stays.
+
+    spec = trimtab.megatron.use(spec)           any layer, block or hybrid spec that Megatron builds a model from
+
+or, without touching a model's code, `--spec trimtab.integrations.megatron.specs gpt`.
+
+megatron.core is imported with the first name that is used from here, never before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.integrations.megatron.dispatcher import TokenDispatcher as TokenDispatcher
+    from trimtab.integrations.megatron.experts import Experts as Experts
+    from trimtab.integrations.megatron.layer import MoELayer as MoELayer
+    from trimtab.integrations.megatron.router import Router as Router
+    from trimtab.integrations.megatron.specs import use as use
+
+_HOMES = {
+    "MoELayer": "layer",
+    "TokenDispatcher": "dispatcher",
+    "Experts": "experts",
+    "Router": "router",
+    "use": "specs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab.integrations.megatron' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"trimtab.integrations.megatron.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
