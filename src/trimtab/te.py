@@ -82,7 +82,7 @@ class GroupedLinear(Grouped):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         ub_overlap_rs: bool = False,
         ub_overlap_ag: bool = False,
         ub_name: str | None = None,
@@ -117,7 +117,7 @@ class GroupedLinear(Grouped):
             _share(out_features, self.tp_size, parallel_mode, "column"),
             bias=bias,
             dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device,
             single_parameter=single_grouped_weight,
             delay_wgrad=delay_wgrad_compute,
             recipe=recipe,
@@ -247,7 +247,7 @@ class GroupedLinear(Grouped):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
-        for i in range(1, self.num_gemms):
+        for i in range(self.num_gemms):
             state_dict.pop(f"{prefix}_extra_state{i}", None)  # one of each group, of Megatron's sharded checkpoints
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -66,7 +66,7 @@ class GroupedLinear(GroupedModule):
         *,
         bias: bool = True,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         single_parameter: bool = True,
         main_grad: MainGradMode = "off",
         delay_wgrad: bool = False,

@@ -6,6 +6,7 @@ Legend: R expert rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,19 +52,13 @@ class ExpertLinear(nn.Module):
             raise ConfigError(f"F = {width} does not divide over {self.tp_size} expert-tensor-parallel ranks")
         share = list(self.whole)
         share[cut] //= self.tp_size
-        of_experts = config.expert_model_parallel_size > 1
-        of_experts |= config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         for kind, shape in {"weight": share, "bias": share[:1]}.items():
             if kind == "bias" and not config.add_bias_linear:
                 continue
             for name in [kind] if single_parameter else [f"{kind}{i}" for i in range(groups)]:
                 sizes = [groups, *shape] if single_parameter else shape
-                param = nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=_device(config)))
-                param.allreduce = not of_experts  # type: ignore[attr-defined]
-                if cut == 0 or kind == "weight":
-                    param.tensor_model_parallel = True  # type: ignore[attr-defined]
-                    param.partition_dim = cut + single_parameter  # type: ignore[attr-defined]
-                    param.partition_stride = halves  # type: ignore[attr-defined]
+                param = nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=device_of(config)))
+                flag(param, config, cut + single_parameter if cut == 0 or kind == "weight" else None, halves)
                 self.register_parameter(name, param)
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -85,20 +80,12 @@ class ExpertLinear(nn.Module):
     @torch.no_grad()
     def draw(self, expert: int) -> None:
         """One expert's weight, and zeros for its bias."""
-        (weights, biases), config = self(), self._config
+        weights, biases = self()
         weight = weights[0][expert] if self.single_parameter else weights[expert]
-        if not config.perform_initialization or weight.is_meta:
-            return
-        if config.use_cpu_initialization:  # the same on every rank: each keeps its share
-            whole = torch.empty(self.whole)
-            self._draw(whole)
-            halves = whole.chunk(self.halves, self.cut)
-            weight.copy_(torch.cat([half.chunk(self.tp_size, self.cut)[self.tp_rank] for half in halves], self.cut))
-        else:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-                self._draw(weight)
-        for bias in biases[:1] if self.single_parameter else biases[expert : expert + 1]:
-            bias.zero_()
+        if self._config.perform_initialization and not weight.is_meta:
+            draw_share(weight, self, self._draw, self._config)
+            for bias in biases[:1] if self.single_parameter else biases[expert : expert + 1]:
+                bias.zero_()
 
     def reset_parameters(self) -> None:
         """Draw all experts, as where Megatron fills parameters that were built on the meta device."""
@@ -106,7 +93,31 @@ class ExpertLinear(nn.Module):
             self.draw(expert)
 
 
-def _device(config: Any) -> torch.device | str | int:
+def device_of(config: Any) -> torch.device | str | int:
+    """Where parameters are made."""
     if config.use_cpu_initialization:
         return "cpu"
     return "meta" if getattr(config, "init_model_with_meta_device", False) else torch.cuda.current_device()
+
+
+def flag(param: Any, config: Any, dim: int | None, stride: int) -> None:
+    """Tell Megatron which group sums the gradient, and along which dimension, if any, the parameter is cut."""
+    of_experts = config.expert_model_parallel_size > 1
+    of_experts |= config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    param.allreduce, param.tensor_model_parallel = not of_experts, dim is not None
+    if dim is not None:
+        param.partition_dim, param.partition_stride = dim, stride
+
+
+def draw_share(weight: Tensor, of: Any, draw: Callable[[Tensor], Any], config: Any) -> None:
+    """One expert's weight, as Megatron draws it: on a CPU the whole on every rank, which keeps its share; on a device
+    from the tracker of expert-parallel random numbers. of: has `whole`, `cut`, `halves`, `tp_rank` and `tp_size`."""
+    if config.use_cpu_initialization:
+        whole = torch.empty(of.whole)
+        draw(whole)
+        halves = whole.chunk(of.halves, of.cut)
+        weight.copy_(torch.cat([half.chunk(of.tp_size, of.cut)[of.tp_rank] for half in halves], of.cut))
+        return
+    tracker = get_cuda_rng_tracker()
+    with tracker.fork(get_expert_parallel_rng_tracker_name()) if tracker.is_initialized() else nullcontext():
+        draw(weight)

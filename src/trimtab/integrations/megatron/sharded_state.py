@@ -31,30 +31,50 @@ def sharded_state(
     experts: Any, prefix: str, sharded_offsets: Sequence[Any], metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
     """See `Experts.sharded_state_dict`. `singleton_local_shards` in the metadata: each expert under keys of its own."""
-    singleton = bool((metadata or {}).get("singleton_local_shards", False))
-    e, rank, ranks = experts.num_local_experts, experts.ep_group.rank(), experts.ep_group.size()
-    first, copy = rank * e, experts.dp_group.rank()
     state: dict[str, Any] = {}
     for name in ("linear_fc1", "linear_fc2"):
         linear = getattr(experts, name)
-        for own, param in linear.named_parameters():
-            kind, number = re.fullmatch(r"(weight|bias)(\d*)", own).groups()  # type: ignore[union-attr]
-            which = [first + int(number)] if number else [first + i for i in range(e)]
-            shards = partial(
-                _shards, linear=linear, tail=f"{name}.{kind}", experts=which, num_experts=e * ranks,
-                offsets=tuple(sharded_offsets), singleton=singleton, stacked=not number,
-            )  # fmt: skip
-            merge = partial(_merged, pieces=_pieces(linear, kind), stacked=not number)
-            key = f"{prefix}experts.{name}.{kind}"
-            state[f"{prefix}{name}.{own}"] = ShardedTensorFactory(key, param, shards, merge, (0, 0, copy))
-        for i in range(e):
-            key, shape, offset = f"{prefix}experts.{name}.{EXTRA}", (*_sizes(sharded_offsets), e * ranks), first + i
-            at = (*_starts(sharded_offsets), offset)
-            if singleton:
-                key = f"{prefix}experts.{offset}.{name}.{EXTRA}"
-                shape, at = _sizes(sharded_offsets) or (1,), _starts(sharded_offsets) or (0,)
-            replica = (0, experts.tp_group.rank(), copy)
-            state[f"{prefix}{name}.{EXTRA}{i}"] = ShardedObject(key, None, shape, at, replica)
+        found = linear_state(linear, experts, f"{prefix}experts.", name, sharded_offsets, metadata)
+        state.update({f"{prefix}{name}.{own}": value for own, value in found.items()})
+    return state
+
+
+def linear_state(
+    linear: Any, of: Any, before: str, name: str, sharded_offsets: Sequence[Any], metadata: dict[str, Any] | None,
+    *, whole: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One linear's parameters and empty extra states, by their own names; keys are `before`, then `name` and the kind.
+
+    Args:
+        linear: has `cut`, `halves`, `tp_rank` and `tp_size` of an `ExpertLinear`. of: has `num_local_experts`, and the
+            groups `ep_group`, `tp_group` and `dp_group`.
+        whole: a parameter of one expert is a shard as it is: TEGroupedMLP parts gate and up itself.
+    """
+    singleton = bool((metadata or {}).get("singleton_local_shards", False))
+    e, rank, ranks = of.num_local_experts, of.ep_group.rank(), of.ep_group.size()
+    first, copy = rank * e, of.dp_group.rank()
+    state: dict[str, Any] = {}
+    for own, param in linear.named_parameters():
+        kind, number = re.fullmatch(r"(weight|bias)(\d*)", own).groups()  # type: ignore[union-attr]
+        which = [first + int(number)] if number else [first + i for i in range(e)]
+        pieces = 1 if whole else _pieces(linear, kind)
+        shards = partial(
+            _shards, linear=linear, tail=f"{name}.{kind}", experts=which, num_experts=e * ranks, pieces=pieces,
+            offsets=tuple(sharded_offsets), singleton=singleton, stacked=not number,
+        )  # fmt: skip
+        key, replica = f"{before}{name}.{kind}", (0, 0, copy)
+        if whole:
+            (state[own],) = shards(key, param, replica, None)
+        else:
+            merge = partial(_merged, pieces=pieces, stacked=not number)
+            state[own] = ShardedTensorFactory(key, param, shards, merge, replica)
+    for i in range(e):
+        key, shape, offset = f"{before}{name}.{EXTRA}", (*_sizes(sharded_offsets), e * ranks), first + i
+        at = (*_starts(sharded_offsets), offset)
+        if singleton:
+            key = f"{before}{offset}.{name}.{EXTRA}"
+            shape, at = _sizes(sharded_offsets) or (1,), _starts(sharded_offsets) or (0,)
+        state[f"{EXTRA}{i}"] = ShardedObject(key, None, shape, at, (0, of.tp_group.rank(), copy))
     return state
 
 
@@ -73,14 +93,14 @@ def _pieces(linear: ExpertLinear, kind: str) -> int:
 
 @torch.no_grad()
 def _shards(
-    key: str, t: Tensor, replica_id: Any, flattened_range: slice | None, *, linear: ExpertLinear, tail: str,
-    experts: Sequence[int], num_experts: int, offsets: tuple[Any, ...], singleton: bool, stacked: bool,
+    key: str, t: Tensor, replica_id: Any, flattened_range: slice | None, *, linear: Any, tail: str,
+    experts: Sequence[int], num_experts: int, pieces: int, offsets: tuple[Any, ...], singleton: bool, stacked: bool,
 ) -> list[ShardedTensor]:  # fmt: skip
     """Those of a parameter, or of an optimizer's state of it: expert by expert, gate before up."""
     if flattened_range is not None:
         raise InputError(f"{key} comes as a range of its elements: save by 'fully_reshardable' or 'dp_reshardable'")
     kind = tail.rpartition(".")[2]
-    pieces, cut = _pieces(linear, kind), linear.cut == 0 or kind == "weight"
+    cut = linear.cut == 0 or kind == "weight"
     before, rank, ranks = len(offsets) + (not singleton), linear.tp_rank, linear.tp_size
     found = []
     for expert, whole in zip(experts, t if stacked else [t], strict=True):

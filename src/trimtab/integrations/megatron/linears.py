@@ -1,0 +1,104 @@
+"""trimtab's grouped linear as `linear_fc1` and `linear_fc2` of Megatron's TEGroupedMLP, which needs no
+TransformerEngine then:
+
+    GroupedMLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)     from 0.18 on
+    MLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)            before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from trimtab import te
+from trimtab.errors import ConfigError
+from trimtab.experts.grouped_ops import GroupSizes
+from trimtab.integrations.megatron.expert_linear import device_of, draw_share, flag
+from trimtab.integrations.megatron.sharded_state import linear_state
+
+REFUSED = ("fp8", "fp4", "moe_single_grouped_weight", "moe_single_grouped_bias", "use_transformer_engine_op_fuser")
+
+
+class GroupedLinear(te.GroupedLinear):
+    """`weight0` .. and `bias0` .. of the local experts, each rank's share under expert tensor parallelism, with the
+    flags, the initialization and the sharded checkpoints of Megatron's TEGroupedLinear.
+
+    Of the configuration it heeds `gradient_accumulation_fusion`, `delay_wgrad_compute`, `params_dtype`,
+    `perform_initialization`, `use_cpu_initialization` and `init_model_with_meta_device`.
+
+    Args are those of TEColumnParallelGroupedLinear; sizes are over all ranks of the expert tensor parallel group.
+
+    Raises:
+        ConfigError: sizes do not divide, or the configuration asks for FP8, FP4, one parameter of all experts or
+            TransformerEngine's fused operators.
+    """
+
+    parallel: str
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any,
+        init_method: Callable[[Tensor], Any], bias: bool, skip_bias_add: bool, is_expert: bool = True,
+        tp_comm_buffer_name: str | None = None, pg_collection: Any = None, name: str | None = None,
+    ) -> None:  # fmt: skip
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        remat = getattr(groups, "expt_gtp_remat", None)
+        asked = [option for option in REFUSED if getattr(config, option, None)]
+        asked += ["expt_gtp_remat"] if remat is not None and remat.size() > 1 else []
+        if asked or not is_expert:
+            raise ConfigError(f"trimtab's grouped linears are for experts, and not with {', '.join(asked) or 'others'}")
+        self.config, self.num_local_experts, self.draw = config, num_gemms, init_method
+        self.ep_group, self.dp_group, self.tp_rank = groups.ep, groups.expt_dp, groups.expt_tp.rank()
+        self.whole, self.cut = (output_size, input_size), int(self.parallel == "row")
+        gated = config.gated_linear_unit and not getattr(config, "moe_mlp_glu_interleave_size", None)
+        self.halves = 2 if gated and self.parallel == "column" else 1
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+            tp_size=groups.expt_tp.size(),
+            init_method=self._draw,
+            bias=bias,
+            return_bias=skip_bias_add and bias,
+            params_dtype=config.params_dtype,
+            parallel_mode=self.parallel,
+            device=device_of(config),
+            ub_name=tp_comm_buffer_name,
+            delay_wgrad_compute=config.delay_wgrad_compute,
+            name=name,
+        )
+        self.tp_group = groups.expt_tp
+        for own, param in self.named_parameters():
+            flag(param, config, self.cut if self.cut == 0 or own.startswith("weight") else None, self.halves)
+
+    def _draw(self, weight: Tensor) -> None:
+        if self.config.perform_initialization and not weight.is_meta:
+            draw_share(weight, self, self.draw, self.config)
+
+    def forward(self, x_RA: Tensor, m_splits: GroupSizes) -> tuple[Tensor, Any]:  # type: ignore[override]
+        """The output, and what Megatron is to add to it: None, or a bias of each expert."""
+        out = super().forward(x_RA, m_splits)
+        return out if isinstance(out, tuple) else (out, None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As TEGroupedLinear's: one shard of each expert's parameter, which TEGroupedMLP names and parts."""
+        name = prefix.removesuffix(".")
+        state = linear_state(self, self, "", name, sharded_offsets, metadata, whole=True)
+        return {f"{prefix}{own}": value for own, value in state.items()}
+
+
+class GroupedColumn(GroupedLinear):
+    """For `linear_fc1`: each rank has a share of gate and of up."""
+
+    parallel = "column"
+
+
+class GroupedRow(GroupedLinear):
+    """For `linear_fc2`: each rank has a share of the inputs; whoever combines the ranks' outputs sums them."""
+
+    parallel = "row"
