@@ -19,8 +19,8 @@ from helpers.megatron_cpu import built, megatron, megatron_ranks
 from trimtab.verify.truth import dense_moe
 
 EXPERTS, TOP_K, H, HIDDEN = 8, 2, 16, 8
-KINDS = ("dispatcher", "pair")
-"""Our dispatcher before Megatron's SequentialMLP; and with our experts."""
+KINDS = ("dispatcher", "pair", "linears")
+"""Our dispatcher before Megatron's SequentialMLP; with our experts; before Megatron's TEGroupedMLP with our linears."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,4 +254,7 @@ def check(case: Case, world: int, route: Route = top_k) -> list[dict[str, Any]]:
 
 
 def of_kind(case: Case, kind: str) -> Case:
-    return replace(case, use={**(case.use or {}), "experts": kind == "pair"})
+    from trimtab.integrations.megatron.linears import grouped_mlp
+
+    experts = grouped_mlp() if kind == "linears" else kind == "pair"
+    return replace(case, use={**(case.use or {}), "experts": experts})

@@ -1,8 +1,8 @@
 """trimtab's grouped linear as `linear_fc1` and `linear_fc2` of Megatron's TEGroupedMLP, which needs no
 TransformerEngine then:
 
-    GroupedMLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)     from 0.18 on
-    MLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)            before
+    use(spec, experts=grouped_mlp())        behind our exchange
+    submodules.experts = grouped_mlp()      of a spec of one's own
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from trimtab import te
@@ -19,6 +21,8 @@ from trimtab.experts.grouped_ops import GroupSizes
 from trimtab.integrations.megatron.expert_linear import device_of, draw_share, flag
 from trimtab.integrations.megatron.sharded_state import linear_state
 
+SUBMODULES = getattr(experts, "GroupedMLPSubmodules", experts.MLPSubmodules)
+"""The former has been there since 0.17."""
 REFUSED = ("fp8", "fp4", "moe_single_grouped_weight", "moe_single_grouped_bias", "use_transformer_engine_op_fuser")
 
 
@@ -102,3 +106,10 @@ class GroupedRow(GroupedLinear):
     """For `linear_fc2`: each rank has a share of the inputs; whoever combines the ranks' outputs sums them."""
 
     parallel = "row"
+
+
+def grouped_mlp() -> Any:
+    """A spec of TEGroupedMLP with these linears, for `experts` of an MoE layer's submodules."""
+    return ModuleSpec(
+        module=experts.TEGroupedMLP, submodules=SUBMODULES(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)
+    )

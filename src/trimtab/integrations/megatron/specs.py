@@ -34,7 +34,7 @@ ROUTERS = ("megatron", "trimtab")
 def use(
     spec: Any,
     *,
-    experts: bool = True,
+    experts: bool | ModuleSpec = True,
     router: Literal["megatron", "trimtab"] = "megatron",
     transport: str = "alltoall",
     combine: CombineMode = "sum",
@@ -44,7 +44,8 @@ def use(
     Args:
         spec: of a layer, a block, a block for multi-token prediction, or a hybrid stack, as Megatron's functions and
             modules give them.
-        experts: trimtab's experts; False keeps those of the spec behind our exchange.
+        experts: trimtab's experts; False keeps those of the spec behind our exchange. Or a spec that takes their place,
+            as `trimtab.integrations.megatron.linears.grouped_mlp()`.
         router: whose routers. Both have the same parameters and state dict; see `Router` for what differs.
         transport: a name in `trimtab.dispatch.transports.TRANSPORTS`, the same on every rank.
         combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
@@ -57,10 +58,12 @@ def use(
     if router not in ROUTERS:
         raise ConfigError(f"router={router!r} is not one of {ROUTERS}")
     instead: dict[str, Any] = {"router": Router} if router == "trimtab" else {}
-    if experts:
+    if experts is True:
         from trimtab.integrations.megatron.experts import Experts
 
-        instead["experts"] = ModuleSpec(module=Experts)
+        experts = ModuleSpec(module=Experts)
+    if experts:
+        instead["experts"] = experts
     options: dict[str, Any] = {"transport": transport, "combine": combine}
     found: list[Any] = []
 
