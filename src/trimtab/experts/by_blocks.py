@@ -7,7 +7,7 @@
 
 Gathered rows and activations live as long as their block and are made again in the backward; the routing weight's
 gradient is sum(activation * dh), without the output rows (SonicMoE, arXiv 2512.14080). Where a backend sums weighted
-rows at no cost, the weight is taken there: the same function.
+rows at no cost, the weight is taken there: the same function. Adapters add thin products of their own to each product.
 
 Legend: M rows, R expert rows, e local experts, D model dim, I width of the pre-activations, F expert hidden dim.
 """
@@ -63,17 +63,30 @@ class _Pass:
             return None
         return self.kernels.empty_rows(self.rows, width, self.o.x.dtype, self.plan.offsets_e)
 
-    def product(self, a: Tensor, weight_eAB: Tensor, block: Block, into: Tensor | None, bias: Tensor | None) -> Tensor:
-        """a times the block's weights, plus its biases, in the rows' dtype where `into` is written."""
+    def product(
+        self, a: Tensor, weight_eAB: Tensor, block: Block, into: Tensor | None, bias: Tensor | None,
+        more: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """a times the block's weights, plus its biases and more, in the rows' dtype where `into` is written."""
         y = self.kernels.grouped_mm(a, weight_eAB[block.experts], block, self._there(into, block))
-        if bias is not None:
-            y += bias
+        for term in (bias, more):
+            if term is not None:
+                y += term
         if into is not None and not self.direct:
             into[block.rows] = y
         return y
 
     def _there(self, into: Tensor | None, block: Block) -> Tensor | None:
         return into[block.rows] if into is not None and self.direct else None
+
+    def thin(
+        self, a: Tensor, first_eAr: Tensor, scale: float, second_erB: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor]:
+        """scale * a first, and that times second."""
+        dtype = self.o.x.dtype
+        first, second = (t[block.experts].to(dtype) for t in (first_eAr, second_erB))
+        u = self.kernels.grouped_mm(a, first, block).mul_(scale)
+        return u, self.kernels.grouped_mm(u, second, block)
 
     def expand(self, bias: Tensor | None, block: Block) -> Tensor | None:
         return None if bias is None else self.kernels.expand(bias[block.experts].to(self.dtype), block)
@@ -88,7 +101,10 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
     for block in p.blocks():
         w = p.w_R1[block.rows]
         bias = p.expand(p.up_bias, block)
-        pre = p.product(p.gather(o.x, block), p.up, block, pre_RI, bias)
+        x = p.gather(o.x, block)
+        more = _adapted(p, 0, x, block, None)
+        pre = p.product(x, p.up, block, pre_RI, bias, more)
+        del x, more
         if keep and pre_RI is None:
             pre_RI = pre
         # The activation sees the bits that its backward will see.
@@ -98,9 +114,10 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
         if folded:
             h *= w
             bias = None if bias is None else bias * w
-        out = p.product(h, p.down, block, out_RD, bias)
+        more = _adapted(p, 1, h, block, None if folded else w)
+        out = p.product(h, p.down, block, out_RD, bias, more)
         out_RD = out if out_RD is None else out_RD
-        del h, out
+        del h, out, more
     assert out_RD is not None
     y = combine_rows(out_RD, o.plan.row_csr, None if folded else p.w_R1[:, 0])
     return y, o.x.new_empty(0, o.width) if pre_RI is None else pre_RI
@@ -118,6 +135,9 @@ def backward(
         w, pre_block = p.w_R1[block.rows], pre[block.rows].to(p.dtype)
         d_out = p.gather(dy, block)
         dh = p.kernels.grouped_mm(d_out, p.down[block.experts].transpose(1, 2), block)
+        v_down, more = _adapted_back(p, 1, d_out, block)
+        if more is not None:
+            dh += more
         h = o.activation.forward(pre_block)
         dw_R[block.rows] = row_dot(h, dh)
         bias = p.expand(p.down_bias, block)
@@ -126,20 +146,51 @@ def backward(
         dh *= w
         if d_pre_RI is None:
             _down_gradients(p, targets, h, w, d_out, block)
-        del h, d_out
+        if v_down is not None:
+            _pair_gradients(p, 1, h * w, v_down, d_out, block)
+        del h, d_out, v_down, more
         d_pre = o.activation.backward(pre_block, dh)
         del pre_block, dh
         if d_pre_RI is None:
             _up_gradients(p, targets, d_pre, block)
         else:
             d_pre_RI[block.rows] = d_pre
+        v_up, more = _adapted_back(p, 0, d_pre, block)
+        if v_up is not None:
+            _pair_gradients(p, 0, p.gather(o.x, block), v_up, d_pre, block)
         if need_x:
-            dx = p.product(d_pre, p.up.transpose(1, 2), block, dx_RD, None)
+            dx = p.product(d_pre, p.up.transpose(1, 2), block, dx_RD, None, more)
             dx_RD = dx if dx_RD is None else dx_RD
             del dx
-        del d_pre
+        del d_pre, v_up, more
     d_x = None if dx_RD is None else combine_rows(dx_RD, o.plan.row_csr)
     return d_x, slot_grads(dw_R, o.plan, o.w)
+
+
+def _adapted(p: _Pass, which: int, rows: Tensor, block: Block, weight: Tensor | None) -> Tensor | None:
+    """What an adapter adds to a product; its `u` is kept with the weights that the rows do not have yet."""
+    if (thin := p.o.adapter(which)) is None:
+        return None
+    u, more = p.thin(rows, thin.a.transpose(1, 2), thin.scale, thin.b.transpose(1, 2), block)
+    if thin.u is not None:
+        thin.u[block.rows] = u if weight is None else u * weight
+    return more
+
+
+def _adapted_back(p: _Pass, which: int, d_out: Tensor, block: Block) -> tuple[Tensor | None, Tensor | None]:
+    """scale d_out b, and what an adapter adds to the gradient of what went into its product."""
+    thin = p.o.adapter(which)
+    return (None, None) if thin is None else p.thin(d_out, thin.b, thin.scale, thin.a, block)
+
+
+def _pair_gradients(p: _Pass, which: int, rows: Tensor, v: Tensor, d_out: Tensor, block: Block) -> None:
+    """From what went into a product and what came back for its result; v: scale d_out b."""
+    thin = p.o.adapter(which)
+    if thin is None or thin.u is None or thin.d_a is None or thin.d_b is None:
+        return
+    u = thin.u[block.rows].to(p.dtype)
+    p.kernels.grouped_wgrad(v, rows, block, thin.d_a[block.experts])
+    p.kernels.grouped_wgrad(u, d_out, block, thin.d_b[block.experts].transpose(1, 2))
 
 
 def weight_gradients(o: Operands, dy: Tensor, pre: Tensor, d_pre_RI: Tensor, targets: Targets) -> None:

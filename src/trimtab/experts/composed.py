@@ -18,6 +18,7 @@ from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, once_differentiable
 from trimtab.experts.activations import activate
+from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.experts.operands import row_dot
@@ -33,11 +34,20 @@ def composed_experts(
     """As `expert_mlp`. The functions run under the autocast of the caller, on all expert rows at once."""
     up, down = joined(weights.up).to(dtype), weights.down.to(dtype)
     up_bias, down_bias = (None if b is None else b.flatten(1).to(dtype) for b in (weights.up_bias, weights.down_bias))
-    options: dict[str, Any] = {"transposed": weights.transposed, "kernels": kernels}
+    adapters = weights.adapters or Adapters()
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None, pair: Pair | None) -> Tensor:
+        y = grouped_linear(rows, weight, plan.offsets_e, bias, transposed=weights.transposed, kernels=kernels)
+        if pair is None:
+            return y
+        a, b = (t.expand(down.shape[0], -1, -1).to(dtype) for t in (pair.a, pair.b))
+        thin = grouped_linear(torch.nn.functional.dropout(rows, adapters.dropout), a, plan.offsets_e, kernels=kernels)
+        return y + grouped_linear(thin * pair.scale, b, plan.offsets_e, kernels=kernels)
+
     x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan, False)
-    pre_RI = grouped_linear(x_RD, up, plan.offsets_e, up_bias, **options)
+    pre_RI = product(x_RD, up, up_bias, adapters.up)
     h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
-    out_RD = grouped_linear(h_RF.to(dtype), down, plan.offsets_e, down_bias, **options)
+    out_RD = product(h_RF.to(dtype), down, down_bias, adapters.down)
     if norm is not None:
         out_RD = norm(out_RD)
     w_MK = w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))

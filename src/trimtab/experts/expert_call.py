@@ -19,6 +19,7 @@ from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
 
 if TYPE_CHECKING:
+    from trimtab.experts.adapters import Adapters
     from trimtab.experts.lowered import LoweredProducts
 
 
@@ -35,6 +36,7 @@ class ExpertWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     transposed: bool = False
+    adapters: Adapters | None = None
 
     @property
     def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -62,15 +62,20 @@ def expert_mlp(
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
 
     Raises:
-        ConfigError: `main_grad`, `defer` or `low` with a function of one's own; `low` with `transposed`.
+        ConfigError: `main_grad`, `defer` or `low` with a function of one's own; `low` with `transposed`; `low` or
+            `defer` with adapters.
     """
     dtype = computed_in(weights.up)
-    if callable(activation) or norm is not None:
+    if callable(activation) or norm is not None or (weights.adapters is not None and weights.adapters.dropout):
         if main_grad != "off" or defer is not None or low is not None:
-            raise ConfigError("main_grad, delayed weight gradients and recipes take no function of one's own")
+            raise ConfigError(
+                "main_grad, delayed weight gradients and recipes take no function of one's own, and no dropout"
+            )
         from trimtab.experts.composed import composed_experts
 
         return composed_experts(x_MD, w_MK, plan, weights, activation, norm, kernels, dtype)
+    if weights.adapters is not None and (low is not None or defer is not None):
+        raise ConfigError("experts with adapters take no recipe, and no weight gradients that come later")
     if low is not None and weights.transposed:
         raise ConfigError("a recipe takes no transposed weights")
     call = ExpertCall(
@@ -83,7 +88,12 @@ def expert_mlp(
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     inputs = call.inputs(x_MD)
     y: Tensor
-    if low is None:
+    if weights.adapters is not None:
+        from trimtab.experts.adapters import adapted_experts
+
+        with without_autocast():
+            y = adapted_experts(call, x, w, weights.adapters)
+    elif low is None:
         y = forward_of(_Experts, call, x, w, *inputs)
     else:
         from trimtab.experts.mlp_lowered import LoweredMLP

@@ -21,6 +21,8 @@ from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
 
 Fields = dict[str, Any]
+ADAPTED = 32
+"""Where there are adapters, D and F are multiples of it: their columns lie behind the others (cpu/bring.h)."""
 NAMES = ("up", "down", "up_bias", "down_bias")
 
 
@@ -32,6 +34,7 @@ def covers(o: Operands) -> bool:
         and _known(o.word) is not None
         and o.x.dtype in TYPES
         and all(p is None or (p.dtype is o.up.dtype and p.is_contiguous()) for p in params)
+        and (o.thin is None or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0))
     )
 
 
@@ -41,7 +44,8 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
     fields = _fields(o, x) | _weights(o, x)
     pre = kernels.empty(fields["R"] if keep else 0, o.width, dtype=x.dtype)
     y = kernels.empty(*x.shape, dtype=x.dtype)
-    kernels.forward(fields | {"pre": pre if keep else None, "y": y})
+    thin = _adapters(o, fields["up"].dtype)
+    kernels.forward(fields | thin | {"pre": pre if keep else None, "y": y})
     return y, pre
 
 
@@ -56,6 +60,11 @@ def backward(
     dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
     dw = torch.zeros(o.w.shape, dtype=torch.float32, device="cpu")
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw, "d_pre": d_pre}
+    thin = _adapters(o, fields["up"].dtype)
+    for name, pair in zip(("up", "down"), o.thin or (), strict=False):
+        thin[f"v_{name}"] = kernels.empty(fields["R"], pair.rank, dtype=x.dtype)
+        thin |= {f"d_{name}_a": pair.d_a, f"d_{name}_b": pair.d_b}
+    fields |= thin
     later = _written(fields, targets) if d_pre is None else []
     kernels.backward(fields)
     _put(later)
@@ -122,6 +131,16 @@ def _weights(o: Operands, x: Tensor) -> Fields:
     fields: Fields = {"up": up, "down": down, "type_weights": TYPES[up.dtype]}
     if up_bias is not None and down_bias is not None:
         fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
+    return fields
+
+
+def _adapters(o: Operands, dtype: torch.dtype) -> Fields:
+    """The pairs beside weights of this dtype, contiguous."""
+    fields: Fields = {}
+    for name, pair in zip(("up", "down"), o.thin or (), strict=False):
+        if pair.rank:
+            fields |= {f"{name}_a": pair.a.to(dtype).contiguous(), f"{name}_b": pair.b.to(dtype).contiguous()}
+        fields |= {f"rank_{name}": pair.rank, f"scale_{name}": pair.scale, f"u_{name}": pair.u}
     return fields
 
 

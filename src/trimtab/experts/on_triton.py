@@ -30,8 +30,14 @@ from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
 
 
 def covers(o: Operands) -> bool:
-    """Whether the fused kernels compute this call: SwiGLU without biases."""
-    return isinstance(o.kernels, TritonBackend) and o.word == "swiglu" and o.up_bias is None and o.down_bias is None
+    """Whether the fused kernels compute this call: SwiGLU without biases and adapters."""
+    return (
+        isinstance(o.kernels, TritonBackend)
+        and o.word == "swiglu"
+        and not o.thin
+        and o.up_bias is None
+        and o.down_bias is None
+    )
 
 
 def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,26 @@ from trimtab.experts.plan import ExpertPlan
 from trimtab.kernels.api import Backend
 
 
+@dataclass(frozen=True)
+class Thin:
+    """An adapter's pair as it is multiplied: a [e, r, in] and b [e, out, r].
+
+    u: scale x a^T [R, r], of what a forward multiplies: written there, if a backward may come, and read there.
+    d_a, d_b: where a backward writes the pair's gradients, if they are wanted.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    u: Tensor | None = None
+    d_a: Tensor | None = None
+    d_b: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
 @dataclass(kw_only=True)
 class Operands:
     """x [M, D] in the dtype that is computed in, w [M, K] in float32 or wider, the parameters in the model's dtype.
@@ -34,6 +54,11 @@ class Operands:
     word: str
     plan: ExpertPlan
     kernels: Backend
+    thin: tuple[Thin, Thin] | None = None
+
+    def adapter(self, which: int) -> Thin | None:
+        """That of up, 0, or of down, 1, if there is one."""
+        return self.thin[which] if self.thin is not None and self.thin[which].rank else None
 
     @property
     def activation(self) -> Activation:

@@ -31,12 +31,12 @@ from trimtab.kernels.memory import no_values
 from trimtab.operators import operator
 from trimtab.validation import assert_on_device
 
-_READS = "Tensor x, Tensor w, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor[] plan"
-_OPTIONS = "str activation, bool transposed, str kernels"
-_WRITES = "Tensor(a!)[] out, bool[] wanted, bool[] adds"
+READS = "Tensor x, Tensor w, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor[] plan"
+OPTIONS = "str activation, bool transposed, str kernels"
+WRITES = "Tensor(a!)[] out, bool[] wanted, bool[] adds"
 
 
-def _operands(
+def operands_of(
     x: Tensor, w: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     plan: Sequence[Tensor], word: str, transposed: bool, kernels: str,
 ) -> Operands:  # fmt: skip
@@ -46,7 +46,7 @@ def _operands(
     )  # fmt: skip
 
 
-def _backend(o: Operands, later: bool = False) -> Any:
+def backend_of(o: Operands, later: bool = False) -> Any:
     """The module that computes these. later: weight gradients come in a call of their own."""
     if o.kernels.name == "cpu":
         from trimtab.experts import on_cpu
@@ -65,9 +65,9 @@ def _backend(o: Operands, later: bool = False) -> Any:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *reads, keep = args
-    o = _operands(*reads)
+    o = operands_of(*reads)
     with without_autocast():
-        found: tuple[Tensor, Tensor] = _backend(o).forward(o, keep)
+        found: tuple[Tensor, Tensor] = backend_of(o).forward(o, keep)
     return found
 
 
@@ -78,10 +78,10 @@ def _forward_fake(x: Tensor, w: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor,
 
 def _backward(dy: Tensor, pre: Tensor, out: Any, wanted: Any, adds: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *reads, need_x, later = args
-    o = _operands(*reads)
+    o = operands_of(*reads)
     d_pre = o.kernels.empty_like(pre) if later else None
     with without_autocast():
-        dx, dw = _backend(o, later).backward(o, dy, pre, Targets.of(out, wanted, adds), need_x, d_pre)
+        dx, dw = backend_of(o, later).backward(o, dy, pre, Targets.of(out, wanted, adds), need_x, d_pre)
     nothing = o.x.new_empty(0)
     return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
 
@@ -94,28 +94,28 @@ def _backward_fake(
 
 
 def _weight_gradients(dy: Tensor, pre: Tensor, d_pre: Tensor, out: Any, wanted: Any, adds: Any, *reads: Any) -> None:
-    o = _operands(*reads)
-    _backend(o, later=True).weight_gradients(o, dy, pre, d_pre, Targets.of(out, wanted, adds))
+    o = operands_of(*reads)
+    backend_of(o, later=True).weight_gradients(o, dy, pre, d_pre, Targets.of(out, wanted, adds))
 
 
-def _flops(up: Sequence[int], down: Sequence[int], plan: Sequence[Sequence[int]], ups: int, downs: int) -> int:
+def flops_of(up: Sequence[int], down: Sequence[int], plan: Sequence[Sequence[int]], ups: int, downs: int) -> int:
     """Of so many products with each."""
     return int(2 * plan[0][0] * (ups * prod(up[1:]) + downs * prod(down[1:])))
 
 
 def _forward_flops(*shapes: Any, **kwargs: Any) -> int:
     _, _, up, down, _, _, plan, *_ = shapes
-    return _flops(up, down, plan, 1, 1)
+    return flops_of(up, down, plan, 1, 1)
 
 
 def _backward_flops(*shapes: Any, **kwargs: Any) -> int:
     _, _, _, wanted, _, _, _, up, down, _, _, plan, *_, need_x, _ = shapes
-    return _flops(up, down, plan, need_x + wanted[0], 1 + wanted[1])
+    return flops_of(up, down, plan, need_x + wanted[0], 1 + wanted[1])
 
 
 def _weight_gradients_flops(*shapes: Any, **kwargs: Any) -> int:
     _, _, _, _, wanted, _, _, _, up, down, _, _, plan, *_ = shapes
-    return _flops(up, down, plan, int(wanted[0]), int(wanted[1]))
+    return flops_of(up, down, plan, int(wanted[0]), int(wanted[1]))
 
 
 def plan_for(
@@ -189,12 +189,12 @@ plan_op = operator(
 """An `ExpertPlan` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""
 
 experts_op = operator(
-    f"experts({_READS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)", _forward, _forward_fake, _forward_flops
+    f"experts({READS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)", _forward, _forward_fake, _forward_flops
 )
 """y [M, D], and the pre-activations [R, I], [0, I] unless `keep`. x in the dtype to compute in, w float32 or wider."""
 
 experts_backward_op = operator(
-    f"experts_backward(Tensor dy, Tensor pre, {_WRITES}, {_READS}, {_OPTIONS}, bool need_x, bool later) "
+    f"experts_backward(Tensor dy, Tensor pre, {WRITES}, {READS}, {OPTIONS}, bool need_x, bool later) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
@@ -206,7 +206,7 @@ wanted: whether there is one of up, down, up_bias and down_bias in `out`. adds: 
 """
 
 experts_weight_gradients_op = operator(
-    f"experts_weight_gradients(Tensor dy, Tensor pre, Tensor d_pre, {_WRITES}, {_READS}, {_OPTIONS}) -> ()",
+    f"experts_weight_gradients(Tensor dy, Tensor pre, Tensor d_pre, {WRITES}, {READS}, {OPTIONS}) -> ()",
     _weight_gradients,
     lambda *args: None,
     _weight_gradients_flops,

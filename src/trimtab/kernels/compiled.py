@@ -44,13 +44,14 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared"
 
 _NUMBERS = (
     "act", "transposed", "type_up", "type_down", "add_up", "add_down", "interleaved", "alpha", "limit",
-    "shift", "M", "R", "E", "D", "F",
+    "shift", "scale_up", "scale_down", "M", "R", "E", "D", "F", "rank_up", "rank_down",
 )  # fmt: skip
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
-    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias",
+    "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "up_a", "up_b", "down_a", "down_b", "u_up", "u_down", "v_up",
+    "v_down", "d_up_a", "d_up_b", "d_down_a", "d_down_b",
 )  # fmt: skip
-_CALL = struct.Struct("11i 3f 5q 19P 2P")
+_CALL = struct.Struct("11i 5f 7q 31P 2P")
 """cpu/call.h, field by field: int32, float, int64 and addresses, of which the library sets the last two."""
 
 

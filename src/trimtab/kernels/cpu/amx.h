@@ -141,7 +141,7 @@ INLINE void tile_blocks(
     for (long n = 0; n < nn; n += NR) {
         for (long m = 0; m < M; m += BLOCK_ROWS) {
             const auto block = M - m > TILE ? tile_block<true, Beside> : tile_block<false, Beside>;
-            block(kn, a.at(m, k0), a.ld, b + n * Pairs::deep, c.at(m, n), what());
+            block(kn, a.at(m, k0), a.ld, b + n * Pairs::panel, c.at(m, n), what());
         }
     }
 }
@@ -158,7 +158,7 @@ void streamed_blocks(long M, long nn, long k0, long kn, Left<uint32_t> a, const 
             const auto block = rows > TILE ? tile_block<true, SomeRows<T>> : tile_block<false, SomeRows<T>>;
             const Sums at = c.at(m, n);
             const Sums here = {at.from, at.ld_from, sums, NR, NEAR};
-            block(kn, a.at(m, k0), a.ld, b + n * Pairs::deep, here, before);
+            block(kn, a.at(m, k0), a.ld, b + n * Pairs::panel, here, before);
             before = {sums, (T*)at.to, c.ld, rows, each};
         }
     }

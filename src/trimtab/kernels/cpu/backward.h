@@ -36,15 +36,17 @@ template <class T, class W, class Op>
 void hidden_gradients(
     const Call& c, Rows t, typename Op::Value* d_pre, const Kept<T>& kept, Scratch s, const Rows* next
 ) {
-    const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(I), step = c.interleaved ? 2 : 1;
+    const long D = c.D, F = c.F, I = width(c), K = D + c.rank_down, ldx = Op::pitch(K), ldh = Op::pitch(I + c.rank_up);
+    const long step = c.interleaved ? 2 : 1;
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     gather_left<Op>(Gathered<T>{(const T*)c.dy, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
+    append<Op>(c, t, rows, D, c.rank_down, c.scale_down, to_inputs(of_expert<W>(c.down_b, t.expert, c.rank_down * D), c.rank_down, D, false), (T*)c.v_down, s);
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
-        t.count, F, D, {(Word*)rows, ldx / Op::values}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
-        next ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, D, F)
+        t.count, F, K, {(Word*)rows, ldx / Op::values}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
+        next ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, K, F)
              : first_of<Op>(back_of_up<W>(c, t.expert), t.count, I, D),
         [&](long m0, long mn, long n0, long nn, const float* dh) {
             float g[NC + VL], u[NC + VL], dg[NC + VL], du[NC + VL], hw[NC + VL];
@@ -82,6 +84,7 @@ void hidden_gradients(
         for (long d = 0; bias && d < D; d += VL) total += load(bias + d, D - d) * load(rows + i * ldx + d, D - d);
         if (slot >= 0) c.dw[slot] = sum(total);
     }
+    append<Op>(c, t, d_pre, I, c.rank_up, c.scale_up, to_inputs(of_expert<W>(c.up_b, t.expert, c.rank_up * I), c.rank_up, I, false), (T*)c.v_up, s);
 }
 
 template <class T, class W, class Op>
@@ -97,7 +100,7 @@ void backward(const Call& c) {
         [[maybe_unused]] const typename Op::Session session;
         const Scratch s(c, omp_get_thread_num(), most);
         const Combine<T> dx(c, c.dx);
-        const long I = width(c), ldh = Op::pitch(I);
+        const long I = width(c), K = I + c.rank_up, ldh = Op::pitch(K);
         const auto kept = [&](const Wave& wave) {
             T* d_pre = c.d_pre ? (T*)c.d_pre : reads_operand(c) ? nullptr : (T*)shared.d_pre - wave.start * I;
             return Kept<T>{d_pre, keeps_hidden(c) ? (T*)shared.hidden - wave.start * c.F : nullptr};
@@ -111,7 +114,7 @@ void backward(const Call& c) {
                 const Ahead then = !next ? Ahead()
                     : c.threads == 1 ? first_of<Op>(back_of_down<W>(c, next->expert), next->count, c.D, c.F)
                                      : first_of<Op>(back_of_up<W>(c, next->expert).from(dx.from), next->count, I, dx.wide());
-                combined_rows<Op>(c, t, from, I, back_of_up<W>(c, t.expert), (const T*)nullptr, dx, s, then);
+                combined_rows<Op>(c, t, from, K, back_of_up<W>(c, t.expert), (const T*)nullptr, dx, s, then);
             },
             [&](const Wave& wave) {
                 if (c.d_pre) return;

@@ -14,7 +14,7 @@ struct Panels {
 };
 template <class Op>
 Panels<typename Op::Word> panels_of(typename Op::Word* p) {
-    return {p, NR, Op::deep * NR};
+    return {p, NR, Op::panel * NR};
 }
 
 // Rows 0 : kn of nn values each, from row(k), which is null for zeros; ask(k) asks for what row k is made of.
@@ -137,13 +137,13 @@ void turn(const Word* words, long pitch, Word* to, long ld, long nn) {
 // A right operand: the parameters of one expert, [K, N] of one part, or two that lie `beside` values apart. Value (k, n)
 // lies at w[k * ld + n * step] where rows lie in memory one after the other, `by_rows`, else at w[n * ld + k].
 template <class W>
-struct Right {
+struct Matrix {
     const W* w;
     long ld;
     bool by_rows;
     int step = 1, parts = 1;
     long beside = 0;
-    Right from(long n) const {  // columns from n on
+    Matrix from(long n) const {  // columns from n on
         return {w + n * (by_rows ? step : ld), ld, by_rows, step, parts, beside};
     }
     const W* at(int part, long k, long n) const {
@@ -169,16 +169,38 @@ struct Right {
     }
 };
 
+// A parameter, and below its last row those of an adapter, if it has some: of an aligned `end` on (call.h).
+template <class W>
+struct Right : Matrix<W> {
+    Matrix<W> tail = {};
+    long end = 0;
+    Right(const Matrix<W>& own) : Matrix<W>(own) {}
+    Right(const Matrix<W>& own, const Matrix<W>& tail, long end) : Matrix<W>(own), tail(tail), end(end) {}
+    bool whole() const { return !tail.w; }
+    Right from(long n) const { return whole() ? Right(Matrix<W>::from(n)) : Right(Matrix<W>::from(n), tail.from(n), end); }
+    long own(long k0, long kn) const { return whole() ? kn : std::clamp(end - k0, 0L, kn); }
+    template <class Op>
+    void bring(int part, typename Op::Word* p, long k0, long kn, long n0, long nn) const {
+        const long n = own(k0, kn);
+        if (n || n == kn) Matrix<W>::template bring<Op>(part, p, k0, n, n0, nn);
+        if (n < kn) tail.template bring<Op>(part, p + n / Op::values * NR, k0 + n - end, kn - n, n0, nn);
+    }
+    Ahead where(int part, long k0, long kn, long n0, long nn) const {
+        const long n = own(k0, kn);
+        return n || whole() ? Matrix<W>::where(part, k0, n, n0, nn) : Ahead();
+    }
+};
+
 // A layer's weight, [in, out] or [out, in], from its inputs to its outputs, of which two parts are halves or come in
 // turn; and back.
 template <class W>
-Right<W> to_outputs(const W* w, long in, long out, bool transposed, int parts = 1, bool interleaved = false) {
+Matrix<W> to_outputs(const W* w, long in, long out, bool transposed, int parts = 1, bool interleaved = false) {
     const int step = interleaved ? parts : 1;
     const long second = interleaved ? 1 : out / parts;
     if (transposed) return {w, out, true, step, parts, second};
     return {w, in * step, false, 1, parts, second * in};
 }
 template <class W>
-Right<W> to_inputs(const W* w, long in, long out, bool transposed) {
+Matrix<W> to_inputs(const W* w, long in, long out, bool transposed) {
     return {w, transposed ? out : in, !transposed};
 }

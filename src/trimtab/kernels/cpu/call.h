@@ -1,7 +1,7 @@
 // One call of the experts of a rank: what crosses the C ABI. Mirrored by trimtab.kernels.compiled, field by field.
 //
 // Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, I = 2F with a gate,
-// else F. Rows are float or bf16, weights too or, beside rows of bf16, float that counts as what it is rounded to. Gate and
+// else F, r an adapter's rank. Rows are float or bf16, weights too or, beside rows of bf16, float that counts as what it is rounded to. Gate and
 // up of `pre` are halves of a row however the parameters hold them.
 #pragma once
 #include <cstdint>
@@ -21,7 +21,9 @@ struct Call {
     int32_t add_up, add_down;    // to what they hold
     int32_t interleaved;         // gate and up are in the parameters, else gate first
     float alpha, limit, shift;   // of CLAMPED
+    float scale_up, scale_down;  // of adapters
     int64_t M, R, E, D, F;
+    int64_t rank_up, rank_down;  // 0 where there is no adapter
     const int64_t *row_R, *slot_R, *offsets;
     const float* w;                // [M, K]
     const void *x, *up, *down;     // rows [M, D]
@@ -34,6 +36,10 @@ struct Call {
     float* dw;                     // [M, K], zeros before
     void *d_up, *d_down;           // like the parameters, or null
     void *d_up_bias, *d_down_bias;  // float [E, I], [E, D], or null
+    const void *up_a, *up_b, *down_a, *down_b;  // [E, r, D], [E, I, r], [E, r, F], [E, D, r], of the weights' type
+    void *u_up, *u_down;           // [R, r]: scale x a^T and scale h w a^T, from a forward to its backward, or null
+    void *v_up, *v_down;           // [R, r]: scale d_pre b and scale dy b
+    float *d_up_a, *d_up_b, *d_down_a, *d_down_b;  // like the adapters, or null
     float* sums;                   // [M, D]: where y or dx are bf16, tokens' sums while they grow
     float* scratch;                // `scratch_floats`
 };

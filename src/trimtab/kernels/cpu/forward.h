@@ -17,17 +17,18 @@ void keep_row(float* v, long n, const float* bias, T* kept) {
 
 template <class T, class W, class Op>
 void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, const Rows* next) {
-    const long D = c.D, F = c.F, I = width(c), ldx = Op::pitch(D), ldh = Op::pitch(F);
+    const long D = c.D, F = c.F, I = width(c), K = D + c.rank_up, ldx = Op::pitch(K), ldh = Op::pitch(F + c.rank_down);
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     const int parts = act.gate ? 2 : 1, step = c.interleaved ? 2 : 1;
     const long second = c.interleaved ? 1 : F;
     gather_left<Op>(Gathered<T>{(const T*)c.x, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
+    append<Op>(c, t, rows, D, c.rank_up, c.scale_up, to_outputs(of_expert<W>(c.up_a, t.expert, c.rank_up * D), D, c.rank_up, false), (T*)c.u_up, s);
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
     gemm<Op>(
-        t.count, F, D, {(Word*)rows, ldx / Op::values}, up_of<W>(c, t.expert), (Word*)s.b, s.c,
-        next ? first_of<Op>(up_of<W>(c, next->expert), next->count, D, F)
+        t.count, F, K, {(Word*)rows, ldx / Op::values}, up_of<W>(c, t.expert), (Word*)s.b, s.c,
+        next ? first_of<Op>(up_of<W>(c, next->expert), next->count, K, F)
         : c.y ? first_of<Op>(down_of<W>(c, t.expert), t.count, F, D) : Ahead(),
         [&](long m0, long mn, long n0, long nn, float* got) {
             float shift[2][NC + VL];
@@ -49,6 +50,8 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
                 Op::end_row(row, F);
             }
         });
+    if (!c.y) return;
+    append<Op>(c, t, hidden, F, c.rank_down, c.scale_down, to_outputs(of_expert<W>(c.down_a, t.expert, c.rank_down * F), F, c.rank_down, false), (T*)c.u_down, s);
 }
 
 template <class T, class W, class Op>
@@ -65,14 +68,14 @@ void forward(const Call& c) {
         const Scratch s(c, omp_get_thread_num(), most);
         const Combine<T> y(c, c.y);
         two_products(
-            c, all, (Value*)shared.second, Op::pitch(c.F),
+            c, all, (Value*)shared.second, Op::pitch(c.F + c.rank_down),
             [&](const Wave&, Rows t, Value* to, const Rows* next) { hidden_rows<T, W, Op>(c, t, to, s, next); },
             [&](Rows t, const Value* from, const Rows* next) {
                 const Ahead then = !next ? Ahead()
                     : c.threads == 1 ? first_of<Op>(up_of<W>(c, next->expert), next->count, c.D, c.F)
                                      : first_of<Op>(down_of<W>(c, next->expert).from(y.from), next->count, c.F, y.wide());
                 const T* bias = c.down_bias ? (const T*)c.down_bias + t.expert * c.D : nullptr;
-                combined_rows<Op>(c, t, from, c.F, down_of<W>(c, t.expert), bias, y, s, then);
+                combined_rows<Op>(c, t, from, c.F + c.rank_down, down_of<W>(c, t.expert), bias, y, s, then);
             },
             [](const Wave&) {});
         y.end();

@@ -17,6 +17,13 @@ Brought brought(long M, long K, int parts) {
     return {std::min(K, Op::depth), Op::wide / parts, false};
 }
 
+// Where the step over K from k0 on ends. An adapter's few rows behind the others are no step of their own.
+template <class Op, class W>
+long step_end(const Right<W>& weight, long k0, long K) {
+    const long k1 = k0 + Op::depth;
+    return K <= k1 + (weight.whole() ? 0 : Op::spare) ? K : k1;
+}
+
 // The first block that a product of M rows brings.
 template <class Op, class W>
 Ahead first_of(const Right<W>& weight, long M, long K, long N) {
@@ -45,14 +52,24 @@ void gemm_by_chunks(
 ) {
     const int parts = weight.parts;
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
-    static_assert(chunk % BLOCK_ROWS == 0 && CHUNKED <= KC * NC * (long)sizeof(uint32_t));
-    const long width = brought<Amx>(M, K, parts).n, blocks = std::max(1L, (K + depth - 1) / depth);
+    static_assert(
+        chunk % BLOCK_ROWS == 0 && CHUNKED / Amx::deep * Amx::panel <= KC * NC * (long)sizeof(uint32_t));
+    const long width = brought<Amx>(M, K, parts).n;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
-        const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::deep; };
-        for (long k0 = 0; k0 < blocks * depth; k0 += depth)
+        const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::panel; };
+        const auto steps_of = [&](auto step) {  // one at least
+            long k0 = 0;
+            do {
+                const long k1 = step_end<Amx>(weight, k0, K);
+                step(k0, k1 - k0);
+                k0 = k1;
+            } while (k0 < K);
+        };
+        steps_of([&](long k0, long kn) {
             for (int part = 0; part < parts; part++)
-                weight.template bring<Amx>(part, panels(k0, part), k0, std::min(depth, K - k0), n0, nn);
+                weight.template bring<Amx>(part, panels(k0, part), k0, kn, n0, nn);
+        });
         const auto next = [&](int part) { return weight.where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
         const long tiles = up_to(M, BLOCK_ROWS) / BLOCK_ROWS * (up_to(nn, NR) / NR) * parts;
@@ -60,16 +77,15 @@ void gemm_by_chunks(
         const long each = (lines.all() + steps - 1) / steps;
         for (long m = 0; m < M; m += chunk) {
             const long rows = std::min(chunk, M - m);
-            for (long k0 = 0; k0 < blocks * depth; k0 += depth) {
+            steps_of([&](long k0, long kn) {
                 for (int part = 0; part < parts; part++) {
                     float* sums = c + part * Amx::wide / parts;
                     const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
-                    const long words = (std::min(depth, K - k0) + 1) / 2;
                     tile_blocks<SomeLines>(
-                        rows, nn, k0 / 2, words, {a.at(m, 0), a.ld}, panels(k0, part), way,
+                        rows, nn, k0 / 2, (kn + 1) / 2, {a.at(m, 0), a.ld}, panels(k0, part), way,
                         [&] { return SomeLines{lines, each}; });
                 }
-            }
+            });
             done(m, rows, n0, nn, c);
         }
     }
@@ -87,27 +103,28 @@ void gemm(
     const bool by_rows = weight.by_rows;
     constexpr bool tiles = Op::tall == NR;
     if constexpr (in_place<Op, W> && !tiles)
-        if (by_rows && straight<Op>(M, N, K)) return gemm_straight<Op>(M, N, K, a, weight, (float*)b, c, done);
+        if (weight.whole() && by_rows && straight<Op>(M, N, K))
+            return gemm_straight<Op>(M, N, K, a, weight, (float*)b, c, done);
     if constexpr (in_place<Op, W> && !(tiles && std::is_same_v<W, rounded>))
-        if (!by_rows && swaps<Op, W>(M, N, K)) return gemm_swapped<Op>(M, N, K, a, weight, b, c, then, done);
+        if (weight.whole() && !by_rows && swaps<Op, W>(M, N, K))
+            return gemm_swapped<Op>(M, N, K, a, weight, b, c, then, done);
     const int parts = weight.parts;
 #if defined(HAVE_AMX)
     if constexpr (Op::chunk > 0)
         if (brought<Op>(M, K, parts).chunks) return gemm_by_chunks(M, N, K, a, weight, b, c, then, done);
 #endif
-    constexpr long depth = Op::depth;
     const long width = Op::wide / parts;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), n1 = n0 + width;
         long k0 = 0;
         do {
-            const long kn = std::min(depth, K - k0), k1 = k0 + depth;
+            const long k1 = step_end<Op>(weight, k0, K), kn = k1 - k0;
             for (int part = 0; part < parts; part++) {
-                typename Op::Word* panels = b + part * width * Op::deep;
+                typename Op::Word* panels = b + part * width * Op::panel;
                 weight.template bring<Op>(part, panels, k0, kn, n0, nn);
                 const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
-                    : k1 < K ? weight.where(0, k1, std::min(depth, K - k1), n0, nn)
-                    : n1 < N ? weight.where(0, 0, std::min(depth, K), n1, std::min(width, N - n1))
+                    : k1 < K ? weight.where(0, k1, step_end<Op>(weight, k1, K) - k1, n0, nn)
+                    : n1 < N ? weight.where(0, 0, step_end<Op>(weight, 0, K), n1, std::min(width, N - n1))
                     : then;
                 add_product<Op>(M, nn, k0, kn, a, panels, c + part * width, M <= Op::asks ? next : Ahead());
             }

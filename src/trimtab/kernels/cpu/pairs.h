@@ -79,6 +79,7 @@ struct Pairs {
     static constexpr long tall = 8;
     static constexpr long deep = 128;  // a panel of B and as many rows of A as it is wide fit in the nearest cache
     static constexpr long depth = deep * values;
+    static constexpr long spare = SPARE, panel = deep + spare / values;
     static constexpr long whole = TILE;
     static constexpr long asks = MC;  // always
     static constexpr long along = deep;  // always

@@ -69,15 +69,15 @@ inline long largest(const Call& c, const std::vector<Wave>& waves) {
 // A thread's memory, for pieces of at most so many rows.
 struct Scratch {
     float *b, *c, *x, *beside, *sums;
-    static bool gradients(const Call& c) { return c.d_up || c.d_down; }
+    static bool gradients(const Call& c) { return c.d_up || c.d_down || c.d_up_a || c.d_down_a; }
     static long sums_of(const Call& c, long most) {
         const long block = paired(c) ? HIGHEST * pitch(512) : HIGHEST * LDC;
         return std::max(most * LDC, gradients(c) ? block : 0);
     }
-    static long right(const Call& c) { return gradients(c) && paired(c) ? 128 * 2 * 1024 : KC * NC; }
+    static long right(const Call& c) { return gradients(c) && paired(c) ? (128 + SPARE / 2) * 2 * 1024 : KC * NC; }
     static long left(const Call& c, long n) { return paired(c) ? up_to(n, 2 * VL) / 2 + VL : n + VL; }
     static long rows(const Call& c, long most) {
-        return up_to(std::max(most * left(c, c.D), HIGH * pitch(256)), VL);
+        return up_to(std::max(most * left(c, c.D + std::max(c.rank_up, c.rank_down)), HIGH * pitch(256)), VL);
     }
     static long each(const Call& c, long most) {
         return right(c) + sums_of(c, most) + most * VL + rows(c, most) + NC * VL;
@@ -92,7 +92,7 @@ struct Scratch {
 };
 
 // Whether hidden rows are kept from the backward's first product for the weight gradients behind it.
-inline bool keeps_hidden(const Call& c) { return paired(c) && c.dy && !c.d_pre && c.d_down; }
+inline bool keeps_hidden(const Call& c) { return paired(c) && c.dy && !c.d_pre && (c.d_down || c.d_down_a); }
 
 // Whether the weight gradients read a wave's gradients of pre-activations where the second product does. Not those of
 // bf16 that is widened: the product's are not rounded.
@@ -109,29 +109,51 @@ struct Shared {
         const long most = wave_rows(waves), piece = products ? largest(c, waves) : 0, size = c.type == FLOAT ? 4 : 2;
         second = c.scratch + c.threads * Scratch::each(c, piece);
         const long rows = c.y || c.dw ? (by_wave(c) ? most : piece) + VL : 0;  // tiles are whole
-        d_pre = second + up_to(rows * Scratch::left(c, c.dw ? width(c) : c.F), 16);
+        const long wide = c.dw ? width(c) + c.rank_up : c.F + c.rank_down;
+        d_pre = second + up_to(rows * Scratch::left(c, wide), 16);
         hidden = d_pre + (c.dy && !c.d_pre && !reads_operand(c) ? up_to(most * width(c) * size / 4 + 1, 16) : 0);
         end = hidden + (keeps_hidden(c) ? up_to(most * c.F / 2 + 1, 16) : 0);
     }
 };
 
-// An expert's parameters, in a forward's products and in a backward's.
+// An expert's parameters, in a forward's products and in a backward's. An adapter's second matrix lies below them; its
+// first makes the columns that this one takes.
+template <class W>
+Right<W> with_tail(const Matrix<W>& own, long end, const Matrix<W>& tail) {
+    return tail.w ? Right<W>(own, tail, end) : Right<W>(own);
+}
+template <class W>
+const W* of_expert(const void* all, long e, long each) {
+    return all ? (const W*)all + e * each : nullptr;
+}
 template <class W>
 Right<W> up_of(const Call& c, long e) {
-    const W* up = (const W*)c.up + e * width(c) * c.D;
-    return to_outputs(up, c.D, width(c), c.transposed != 0, gated(c) ? 2 : 1, c.interleaved != 0);
+    const int parts = gated(c) ? 2 : 1;
+    const long I = width(c), r = c.rank_up;
+    return with_tail(
+        to_outputs((const W*)c.up + e * I * c.D, c.D, I, c.transposed != 0, parts, c.interleaved != 0), c.D,
+        to_outputs(of_expert<W>(c.up_b, e, I * r), r, I, false, parts, c.interleaved != 0));
 }
 template <class W>
 Right<W> down_of(const Call& c, long e) {
-    return to_outputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0);
+    const long r = c.rank_down;
+    return with_tail(
+        to_outputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0), c.F,
+        to_outputs(of_expert<W>(c.down_b, e, c.D * r), r, c.D, false));
 }
 template <class W>
 Right<W> back_of_up(const Call& c, long e) {
-    return to_inputs((const W*)c.up + e * width(c) * c.D, c.D, width(c), c.transposed != 0);
+    const long I = width(c), r = c.rank_up;
+    return with_tail(
+        to_inputs((const W*)c.up + e * I * c.D, c.D, I, c.transposed != 0), I,
+        to_inputs(of_expert<W>(c.up_a, e, r * c.D), c.D, r, false));
 }
 template <class W>
 Right<W> back_of_down(const Call& c, long e) {
-    return to_inputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0);
+    const long r = c.rank_down;
+    return with_tail(
+        to_inputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0), c.D,
+        to_inputs(of_expert<W>(c.down_a, e, r * c.F), c.F, r, false));
 }
 
 inline float weight_of(const Call& c, long r) { return c.slot_R[r] < 0 ? 0.0f : c.w[c.slot_R[r]]; }
@@ -192,6 +214,28 @@ void combined_rows(
                 for (long n = 0; bias && n < nn; n += VL)
                     store(got + n, load(got + n) + load(bias + n0 + n, nn - n) * w);
                 to.add(t.start + i, n0, nn, got);
+            }
+        });
+}
+
+// scale * (a piece's left operand [count, K] times an adapter's matrix [K, r]), behind its K columns and in `kept` [R, r].
+template <class Op, class W, class T>
+void append(
+    const Call& c, Rows t, typename Op::Value* left, long K, long r, float scale, const Matrix<W>& thin, T* kept,
+    Scratch s
+) {
+    using Word = typename Op::Word;
+    if (r == 0) return;
+    const long ld = Op::pitch(K + r);
+    gemm<Op>(
+        t.count, r, K, {(const Word*)left, ld / Op::values}, Right<W>(thin), (Word*)s.b, s.c, Ahead(),
+        [&](long m0, long mn, long n0, long nn, float* got) {
+            for (long i = m0; i < m0 + mn; i++, got += LDC) {
+                for (long n = 0; n < nn; n += VL) store(got + n, load(got + n) * scale);
+                Op::put_row((const float*)got, left + i * ld + K + n0, nn);
+                Op::end_row(left + i * ld, K + r);
+                for (long n = 0; kept && n < nn; n += VL)
+                    store(kept + (t.start + i) * r + n0 + n, load(got + n), nn - n);
             }
         });
 }

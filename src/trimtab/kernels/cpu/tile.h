@@ -11,6 +11,7 @@
 constexpr long KC = 384;            // floats of K that are brought at once
 constexpr long MC = 512;            // rows of A that a task takes at most
 constexpr long NC = 256;            // columns of B that are brought at once, at most
+constexpr long SPARE = 64;           // values of K behind the last step of bf16 that need no step of their own
 constexpr long CHUNKED = 1 << 18;   // bytes of B that are brought at once for chunks of rows
 constexpr int HANDFUL = VL / 2;     // rows of A up to which a weight's values are turned in registers
 constexpr long up_to(long n, long step) { return (n + step - 1) / step * step; }
@@ -83,6 +84,7 @@ struct Floats {
     static constexpr long wide = 128;      // columns of B that are brought at once
     static constexpr long tall = VL == 16 ? 8 : 4;  // rows of B^T at once, where it is the left operand (few_rows.h)
     static constexpr long depth = deep * values;
+    static constexpr long spare = 0, panel = deep;  // values of K that a step takes besides, if they are the last; words
     static constexpr long asks = 256;      // rows of A up to which asking for the next block pays
     static constexpr long along = 64;      // words of K up to which sums that leave do so by rows of tiles
     static constexpr long chunk = 0;       // of `many` rows or more, those whose sums are done with at once; or 0
@@ -157,9 +159,9 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
 template <class Word>
 using Tile = void (*)(long, const Word*, long, const Word*, const Sums&, const Ahead&);
 template <class Op, int... M>
-Tile<typename Op::Word> pick(long m, std::integer_sequence<int, M...>) {
-    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1>...};
-    return all[m - 1];
+Tile<typename Op::Word> pick(long m, bool narrow, std::integer_sequence<int, M...>) {
+    static constexpr Tile<typename Op::Word> all[] = {tile<Op, M + 1>...}, half[] = {tile<Op, M + 1, 1>...};
+    return narrow ? half[m - 1] : all[m - 1];
 }
 
 // Operand A: word (m, k) lies at p[m * ld + k].
@@ -186,7 +188,7 @@ struct Walk {
 };
 constexpr long EARLY = 4;  // tiles ahead of which what sums are added to is asked for
 
-// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::deep * NR apart.
+// C[M, nn] = (+) A[:, k0 : k0 + kn] B for one block of B, [kn, nn] words in panels of NR columns, Op::panel * NR apart.
 template <class Op>
 __attribute__((noinline)) void multiply(
     Op, long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, Sums c,
@@ -207,6 +209,7 @@ __attribute__((noinline)) void multiply(
     for (long call = 0; call < calls; call++, at.step()) {
         if (c.adds() && call + EARLY < calls) expect_target();
         const long m = first_row(at.tile, tiles, M), rows = first_row(at.tile + 1, tiles, M) - m, n = at.strip * NR;
-        pick<Op>(rows, sizes)(kn, a.at(m, k0), a.ld, b + n * Op::deep, c.at(m, n), ahead.share(call, calls));
+        const bool narrow = c.end == NEAR && nn - n <= VL;  // nobody reads columns behind the last
+        pick<Op>(rows, narrow, sizes)(kn, a.at(m, k0), a.ld, b + n * Op::panel, c.at(m, n), ahead.share(call, calls));
     }
 }

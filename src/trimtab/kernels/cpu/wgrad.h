@@ -2,11 +2,13 @@
 //
 //     d_up = x[row]^T d_pre, d_down = (h * w)^T dy[row], d_up_bias = sum d_pre, d_down_bias = sum w dy[row]
 //
-// written over what is there or added to it. A task is a block of one expert's gradient over all its rows.
+//     d_up_b = u_up^T d_pre, d_up_a = x[row]^T v_up, d_down_b = u_down^T dy[row], d_down_a = (h * w)^T v_down
+//
+// written over what is there or, of the first two, added to it. A task is a block of one expert's gradient over all its rows.
 #pragma once
 #include "rows.h"
 
-enum Operand { X, DY, DPRE, H };
+enum Operand { X, DY, DPRE, H, U_UP, V_UP, U_DOWN, V_DOWN };
 
 template <class T>
 struct Operands {
@@ -16,6 +18,11 @@ struct Operands {
     long ld;
     const T* hidden;
 };
+
+template <class Op, class T>
+void bring_thin(const T* all, long r, long r0, long kn, long n0, long nn, const Panels<typename Op::Word>& to) {
+    bring_block<Op>(all + r0 * r + n0, r, kn, nn, to);
+}
 
 // Values [k0 : k0 + kn, n0 : n0 + nn] of one operand of the expert whose rows start at `start`, at `to`.
 template <class Op, class T>
@@ -28,6 +35,10 @@ void bring(
     switch (which) {
         case X: return gather<Op>(Gathered<T>{(const T*)c.x, c.D, c.row_R + r0, kn, n0, nn}, to);
         case DY: return gather<Op>(Gathered<T>{(const T*)c.dy, c.D, c.row_R + r0, kn, n0, nn}, to);
+        case U_UP: return bring_thin<Op>((const T*)c.u_up, c.rank_up, r0, kn, n0, nn, to);
+        case V_UP: return bring_thin<Op>((const T*)c.v_up, c.rank_up, r0, kn, n0, nn, to);
+        case U_DOWN: return bring_thin<Op>((const T*)c.u_down, c.rank_down, r0, kn, n0, nn, to);
+        case V_DOWN: return bring_thin<Op>((const T*)c.v_down, c.rank_down, r0, kn, n0, nn, to);
         case DPRE: return bring_block<Op>(o.d_pre + r0 * o.ld + n0, o.ld, kn, nn, to);
         case H: {
             if (o.hidden) return bring_block<Op>(o.hidden + r0 * c.F + n0, c.F, kn, nn, to);
@@ -45,8 +56,31 @@ void bring(
     }
 }
 
-struct Block {  // of the gradient of `down` or `up` of one expert: rows p0.., columns q0..
-    bool down;
+// One parameter's gradient, of all experts: [outs, ins] each; made turned, and put as it is made or turned back.
+struct Kind {
+    void* to;
+    long outs, ins;
+    Operand of_outs, of_ins;
+    bool transposed, add, wide, back = false;
+    long P() const { return transposed ? ins : outs; }
+    long Q() const { return transposed ? outs : ins; }
+};
+constexpr int KINDS = 6;
+inline Kind kind(const Call& c, int which) {
+    const long I = width(c), D = c.D, F = c.F, up = c.rank_up, down = c.rank_down;
+    const bool turned = c.transposed != 0;
+    switch (which) {
+        case 0: return {c.d_up, I, D, DPRE, X, turned, c.add_up != 0, c.type_up == FLOAT};
+        case 1: return {c.d_down, D, F, DY, H, turned, c.add_down != 0, c.type_down == FLOAT};
+        case 2: return {c.d_up_a, up, D, V_UP, X, false, false, true};
+        case 3: return {c.d_up_b, I, up, DPRE, U_UP, true, false, true, true};  // the thin operand is turned
+        case 4: return {c.d_down_a, down, F, V_DOWN, H, false, false, true};
+        default: return {c.d_down_b, D, down, DY, U_DOWN, true, false, true, true};
+    }
+}
+
+struct Block {  // of the gradient of a kind of one expert: rows p0.., columns q0..
+    int which;
     long expert, p0, pn, q0, qn;
 };
 
@@ -62,14 +96,13 @@ std::vector<Block> blocks(const Call& c, const Wave& wave) {
         const bool several = -rows > ROWS<Op>;
         const long most_p = few ? NC : several ? HIGHEST : std::max(HIGHEST, Op::columns);
         const long most_q = few ? NC : several ? Op::block : Op::columns;
-        for (int down = 0; down < 2; down++) {
-            if (!(down ? c.d_down : c.d_up)) continue;
-            const long outs = down ? c.D : width(c), ins = down ? c.F : c.D;
-            if (rows == 0 && (down ? c.add_down : c.add_up)) continue;
-            const long P = c.transposed ? ins : outs, Q = c.transposed ? outs : ins;
+        for (int which = 0; which < KINDS; which++) {
+            const Kind g = kind(c, which);
+            if (!g.to || (rows == 0 && g.add)) continue;
+            const long P = g.P(), Q = g.Q();
             for (long q = 0; q < Q; q += most_q)
                 for (long p = 0, n = (P + most_p - 1) / most_p; p < n; p++)
-                    out.push_back({down != 0, e, p * P / n, (p + 1) * P / n - p * P / n, q, std::min(most_q, Q - q)});
+                    out.push_back({which, e, p * P / n, (p + 1) * P / n - p * P / n, q, std::min(most_q, Q - q)});
         }
     }
     return out;
@@ -93,30 +126,30 @@ void put(const float* got, long from, long pn, long qn, G* to, long ld, bool add
 struct Gradient {
     long start, rows, Q;  // of the expert; columns of its gradient
     Operand left, right;
-    bool add, wide;
+    bool add, wide, back;
     void* to;
     Gradient(const Call& c, const Block& t) {
         start = c.offsets[t.expert], rows = c.offsets[t.expert + 1] - start;
-        const long outs = t.down ? c.D : width(c), ins = t.down ? c.F : c.D;
-        Q = c.transposed ? outs : ins;
-        const Operand of_outs = t.down ? DY : DPRE, of_ins = t.down ? H : X;
-        left = c.transposed ? of_ins : of_outs, right = c.transposed ? of_outs : of_ins;
-        add = t.down ? c.add_down : c.add_up, wide = (t.down ? c.type_down : c.type_up) == FLOAT;
-        const long at = t.expert * outs * ins + t.p0 * Q + t.q0;
-        void* all = t.down ? c.d_down : c.d_up;
-        to = wide ? (void*)((float*)all + at) : (void*)((bf16*)all + at);
+        const Kind g = kind(c, t.which);
+        Q = g.back ? g.P() : g.Q(), add = g.add, wide = g.wide, back = g.back;
+        left = g.transposed ? g.of_ins : g.of_outs, right = g.transposed ? g.of_outs : g.of_ins;
+        const long at = t.expert * g.outs * g.ins + (back ? t.q0 * Q + t.p0 : t.p0 * Q + t.q0);
+        to = wide ? (void*)((float*)g.to + at) : (void*)((bf16*)g.to + at);
     }
     void* at(long p, long q) const {
         return wide ? (void*)((float*)to + p * Q + q) : (void*)((bf16*)to + p * Q + q);
     }
     // Whether sums can go straight from registers to where they belong: whole ones, from a boundary on.
-    bool direct(long qn) const { return qn % NR == 0 && ((uintptr_t)to | Q * (wide ? 4 : 2)) % 64 == 0; }
+    bool direct(long qn) const { return !back && qn % NR == 0 && ((uintptr_t)to | Q * (wide ? 4 : 2)) % 64 == 0; }
     End end() const {
         if (add) return wide ? ADD : ADD_NARROW;
         return wide ? PAST : PAST_NARROW;
     }
     void put(const float* got, long from, long p, long pn, long q, long qn) const {
-        if (wide) ::put(got, from, pn, qn, (float*)at(p, q), Q, add);
+        if (back) {
+            for (long i = 0; i < qn; i++)
+                for (long j = 0; j < pn; j++) ((float*)to)[(q + i) * Q + p + j] = got[j * from + i];
+        } else if (wide) ::put(got, from, pn, qn, (float*)at(p, q), Q, add);
         else ::put(got, from, pn, qn, (bf16*)at(p, q), Q, add);
     }
 };
@@ -142,7 +175,7 @@ void one_block(const Operands<T>& o, Block t, Scratch s) {
     constexpr long rows = ROWS<Op>, ld_left = pitch(rows / Op::values), depth = std::min(Op::depth, rows);
     const Gradient g(o.c, t);
     const bool several = g.rows > rows, direct = g.direct(t.qn) && (!g.add || Op::adds);
-    const long ld = several ? pitch(Op::block) : LDC, each = Op::deep * up_to(t.qn, NR);  // words of a step
+    const long ld = several ? pitch(Op::block) : LDC, each = Op::panel * up_to(t.qn, NR);  // words of a step
     const long at_once = several ? depth : rows;  // few beside many sums, for the second cache's sake
     // Sums of one step leave at once and wait nowhere: whole rows of them are written in one go.
     const long wide = Op::along && direct && g.rows <= depth ? t.qn : NC;
@@ -154,7 +187,7 @@ void one_block(const Operands<T>& o, Block t, Scratch s) {
         for (long i = 0; i < steps; i++) {
             const long n = std::min(depth, kn - i * depth);
             for (long q = 0; q < t.qn; q += NC) {
-                const auto panels = panels_of<Op>(right + i * each + q * Op::deep);
+                const auto panels = panels_of<Op>(right + i * each + q * Op::panel);
                 bring<Op>(o, g.right, g.start, k0 + i * depth, n, t.q0 + q, std::min(NC, t.qn - q), panels);
             }
         }
@@ -168,7 +201,7 @@ void one_block(const Operands<T>& o, Block t, Scratch s) {
                     const long words = (std::min(depth, kn - i * depth) + Op::values - 1) / Op::values;
                     Sums way = {k0 > 0 || i > 0 ? sums : nullptr, ld, sums, ld, NEAR};
                     if (direct && last && i + 1 == steps) way.to = g.at(p, q), way.ld = g.Q, way.end = g.end();
-                    const Word* b = right + i * each + q * Op::deep;
+                    const Word* b = right + i * each + q * Op::panel;
                     multiply(Op(), pn, qn, i * depth / Op::values, words, {left, ld_left}, b, way);
                 }
                 if (last && !direct) g.put(sums, ld, p, pn, q, qn);
