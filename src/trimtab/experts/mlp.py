@@ -89,7 +89,7 @@ def expert_mlp(
     inputs = call.inputs(x_MD)
     y: Tensor
     if weights.adapters is not None:
-        from trimtab.experts.adapters import adapted_experts
+        from trimtab.experts.adapted import adapted_experts
 
         with without_autocast():
             y = adapted_experts(call, x, w, weights.adapters)

@@ -1,0 +1,79 @@
+"""The expert MLP with adapters, differentiable: thin products beside the others; the delta b a is never built.
+
+Saved for the backward beside what the experts save: scale x a^T, [R, r] for each pair.
+
+Legend: M rows, R expert rows, e local experts, K slots per row, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from trimtab.backward import forward_of, needed, once_differentiable
+from trimtab.experts.adapted_ops import adapted_backward_op, adapted_op
+from trimtab.experts.adapters import Adapters, Pair
+from trimtab.experts.expert_call import ExpertCall
+
+WHOLE = 8
+"""Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
+
+
+def adapted_experts(call: ExpertCall, x: Tensor, w_MK: Tensor, adapters: Adapters) -> Tensor:
+    """As `expert_mlp` of weights with these."""
+    experts = call.weights.down.shape[0]
+    pairs: list[Tensor] = []
+    for name in ("up", "down"):
+        pair: Pair | None = getattr(adapters, name)
+        if pair is None:
+            weight = call.weights.down
+            pair = Pair(a=weight.new_empty(1, 0, _in(call, name)), b=weight.new_empty(1, _out(call, name), 0))
+        a, b = pair.a, pair.b
+        if more := -pair.rank % WHOLE:
+            a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
+        pairs += [t.expand(experts, -1, -1) for t in (a, b)]  # whose backward sums what experts share
+    scales = [1.0 if pair is None else pair.scale for pair in (adapters.up, adapters.down)]
+    y: Tensor = forward_of(_Adapted, call, scales, x, w_MK, *call.weights.each, *pairs)
+    return y
+
+
+def _in(call: ExpertCall, name: str) -> int:
+    """Values that a row has before a weight."""
+    down, turned = call.weights.down, call.weights.transposed
+    return down.shape[2 if turned else 1] if name == "up" else down.shape[1 if turned else 2]
+
+
+def _out(call: ExpertCall, name: str) -> int:
+    return call.weights.width if name == "up" else _in(call, "up")
+
+
+class _Adapted(Function):
+    @staticmethod
+    def forward(ctx: Any, call: ExpertCall, scales: list[float], x: Tensor, w_MK: Tensor, *params: Any) -> Tensor:
+        weights, pairs, plan = params[:4], [p.contiguous() for p in params[4:]], list(call.plan)
+        options = (call.word, call.weights.transposed, call.name)
+        y: Tensor
+        y, pre, *thin = adapted_op(x, w_MK, *weights, plan, *options, pairs, scales, call.keep)
+        ctx.call, ctx.scales, ctx.options = call, scales, options
+        ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *params[4:], *plan)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: ExpertCall = ctx.call
+        pre, u_up, u_down, x, w_MK, *rest = ctx.saved_tensors
+        weights, pairs, plan = rest[:4], rest[4:8], rest[8:]
+        _, _, need_x, need_w, *needs = needed(ctx)
+        grads = call.gradients(needs[:4])
+        out, wanted, adds = grads.buffers()
+        trained = any(needs[4:])
+        dx, dw, *thin = adapted_backward_op(
+            dy, pre, u_up, u_down, out, wanted, adds, x, w_MK, *weights, plan, *ctx.options,
+            [p.contiguous() for p in pairs], ctx.scales, need_x, trained,
+        )  # fmt: skip
+        of_pairs = [d.to(p.dtype) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)]
+        return (None, None, dx if need_x else None, dw if need_w else None, *grads.close(), *of_pairs)
