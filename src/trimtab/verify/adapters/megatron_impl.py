@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from trimtab.errors import InputError
 from trimtab.layout import shard_cuts
 from trimtab.verify.adapters import Outcome, Place, Share, Subject, residual
 from trimtab.verify.patterns import Pattern
@@ -65,44 +65,6 @@ class AllGather(Impl):
     dispatcher = "allgather"
 
 
-class Trimtab(Impl):
-    """trimtab in Megatron's layer: dispatch, experts and combine."""
-
-    name = "megatron-trimtab"
-    refusal: type[Exception] = InputError
-    experts = True
-
-    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        return next((said for said, holds in _shared(topology, pattern).items() if holds), None)
-
-    def spec(self, topology: Topology, sizes: Sizes) -> Any:
-        from trimtab.integrations.megatron import use
-
-        transport = "alltoall" if topology.transport == "local" else topology.transport
-        stock = super().spec(topology, sizes)
-        return use(self.of(stock), experts=self.experts, transport=transport, combine=topology.combine)
-
-    def of(self, stock: Any) -> Any:
-        """The spec of Megatron's that ours goes into."""
-        return stock
-
-
-class TrimtabDispatcher(Trimtab):
-    """trimtab's dispatch and combine around Megatron's SequentialMLP."""
-
-    name = "megatron-trimtab-dispatcher"
-    experts = False
-
-
-class TrimtabLinears(TrimtabDispatcher):
-    """The same around Megatron's TEGroupedMLP, whose grouped linears are trimtab's."""
-
-    name = "megatron-trimtab-linears"
-
-    def of(self, stock: Any) -> Any:
-        return stock
-
-
 def _shared(t: Topology, pattern: Pattern) -> dict[str, bool]:
     """What neither Megatron's layer nor ours in its place can be asked for here."""
     return {
@@ -131,6 +93,8 @@ class Groups:
         given.tp = given.tp_cp = dense["tp"].get_group()
         given.dp = given.dp_cp = dense["dp"].get_group()
         given.cp = given.pp = alone
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # all that Megatron keeps globally and reads here
+            parallel_state._set_global_memory_buffer()
         given.tp_dp_cp = self.all
         if "expt_dp_gtp_remat" in ProcessGroupCollection.__dataclass_fields__:  # from 0.19 on
             given.expt_dp_gtp_remat, given.gtp_remat, given.expt_gtp_remat = self.edp, alone, alone
@@ -145,7 +109,7 @@ def _config(t: Topology, sizes: Sizes, dispatcher: str) -> Any:
     return TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.dim,
-        num_attention_heads=1,
+        num_attention_heads=t.tp,
         num_moe_experts=sizes.num_experts,
         moe_ffn_hidden_size=sizes.hidden,
         moe_router_topk=sizes.top_k,
@@ -193,12 +157,20 @@ class Layers:
                         param.copy_(value)
 
     def _replay(self, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The router's outputs, of the replayed experts: their scores are live. One chosen twice counts twice."""
-        ids_TK, (probs_TE, _) = self.replayed_TK, output
-        if ids_TK is None or len(ids_TK) != len(probs_TE):  # no token: the router was given one that is padding
+        """The router's outputs, of the replayed experts: their scores are live. One chosen twice counts twice.
+
+        In float64 the scores of its own choice are taken anew: its softmax is in float32 even then.
+        """
+        ids_TK, (probs_TE, map_TE) = self.replayed_TK, output
+        if ids_TK is not None and len(ids_TK) == len(probs_TE):  # else it was given one of padding
+            counts_TE = torch.zeros_like(probs_TE).scatter_add_(
+                1, ids_TK.clamp_min(0), (ids_TK >= 0).to(probs_TE.dtype)
+            )
+        elif probs_TE.dtype == torch.float64:
+            counts_TE = map_TE.to(probs_TE.dtype)
+        else:
             return output
         scores_TE = router.gating(args[0]).view_as(probs_TE).softmax(1, dtype=probs_TE.dtype)
-        counts_TE = torch.zeros_like(probs_TE).scatter_add_(1, ids_TK.clamp_min(0), (ids_TK >= 0).to(probs_TE.dtype))
         return scores_TE * counts_TE, counts_TE > 0
 
     def step(self, share: Share) -> Outcome:
