@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -24,6 +24,11 @@ from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
 from helpers.ranks import preload, run_ranks
+from trimtab.verify.cases import Case
+from trimtab.verify.collect import Verdict
+from trimtab.verify.patterns import pattern_named
+from trimtab.verify.run import run_local
+from trimtab.verify.topologies import topology_named
 
 if find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -46,7 +51,7 @@ with patch("torch.compile", _as_it_is), warnings.catch_warnings(action="ignore")
     from megatron.core.transformer import spec_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-preload("helpers.megatron_cpu")  # ranks start with all of it imported
+preload("helpers.megatron_cpu", "trimtab.verify.adapters.megatron_impl")  # ranks start with all of it imported
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 
 
@@ -153,6 +158,24 @@ def built(spec: Any, **options: Any) -> Any:
     groups = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     build = partial(spec_utils.build_module, spec) if isinstance(spec, spec_utils.ModuleSpec) else spec
     return build(pg_collection=groups, **options)
+
+
+def judged(
+    implementation: str,
+    topologies: Sequence[str],
+    patterns: Sequence[str],
+    dtypes: Sequence[str] = ("float32",),
+    *,
+    deadline: float = 30.0,
+) -> list[Verdict]:
+    """The ledger's verdicts on an implementation, on ranks where CUDA is stood in for. `deadline`: of each case."""
+    cases = [
+        Case(topology=topology_named(topology), pattern=pattern_named(pattern), dtype=dtype, seed=0)
+        for topology in topologies
+        for dtype in dtypes
+        for pattern in patterns
+    ]
+    return list(run_local(cases, implementation, deadline=deadline, around=cuda_stood_in))
 
 
 def megatron_ranks(

@@ -32,6 +32,9 @@ NAMES = {
     "torchtitan-local": "torchtitan_impl:Local",
     "megatron": "megatron_impl:Impl",
     "megatron-allgather": "megatron_impl:AllGather",
+    "megatron-trimtab": "megatron_impl:Trimtab",
+    "megatron-trimtab-dispatcher": "megatron_impl:TrimtabDispatcher",
+    "megatron-trimtab-linears": "megatron_impl:TrimtabLinears",
 }
 """What `--impl` takes, and the class that it means, in a module of this package."""
 

@@ -19,15 +19,22 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from trimtab.errors import InputError
+from trimtab.integrations.megatron import use
+from trimtab.integrations.megatron.linears import GroupedColumn, GroupedRow
 from trimtab.layout import shard_cuts
 from trimtab.verify.adapters import Outcome, Place, Share, Subject, residual
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
+
+GroupedSubmodules = getattr(megatron_experts, "GroupedMLPSubmodules", MLPSubmodules)  # a class of its own from 0.18 on
 
 
 class Impl:
@@ -63,6 +70,45 @@ class AllGather(Impl):
 
     name = "megatron-allgather"
     dispatcher = "allgather"
+
+
+class Trimtab(Impl):
+    """trimtab in Megatron's layer: dispatch, experts and combine."""
+
+    name = "megatron-trimtab"
+    refusal: type[Exception] = InputError
+    experts = True
+
+    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
+        return next((said for said, holds in _shared(topology, pattern).items() if holds), None)
+
+    def spec(self, topology: Topology, sizes: Sizes) -> Any:
+        transport = "alltoall" if topology.transport == "local" else topology.transport
+        stock = super().spec(topology, sizes)
+        return use(self.of(stock), experts=self.experts, transport=transport, combine=topology.combine)
+
+    def of(self, stock: Any) -> Any:
+        """The spec of Megatron's that ours goes into."""
+        return stock
+
+
+class TrimtabDispatcher(Trimtab):
+    """trimtab's dispatch and combine around Megatron's SequentialMLP."""
+
+    name = "megatron-trimtab-dispatcher"
+    experts = False
+
+
+class TrimtabLinears(TrimtabDispatcher):
+    """The same around Megatron's TEGroupedMLP, whose grouped linears are trimtab's."""
+
+    name = "megatron-trimtab-linears"
+
+    def of(self, stock: Any) -> Any:
+        inside = stock.submodules if isinstance(stock, ModuleSpec) else stock.keywords["submodules"]
+        linears = GroupedSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)
+        inside.experts = ModuleSpec(module=megatron_experts.TEGroupedMLP, submodules=linears)
+        return stock
 
 
 def _shared(t: Topology, pattern: Pattern) -> dict[str, bool]:
