@@ -23,6 +23,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
@@ -139,8 +140,8 @@ class Groups:
         given.tp = given.tp_cp = dense["tp"].get_group()
         given.dp = given.dp_cp = dense["dp"].get_group()
         given.cp = given.pp = alone
-        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # all that Megatron keeps globally and reads here
-            parallel_state._set_global_memory_buffer()
+        held = vars(parallel_state)  # all that Megatron keeps globally and reads here
+        held["_GLOBAL_MEMORY_BUFFER"] = held["_GLOBAL_MEMORY_BUFFER"] or GlobalMemoryBuffer()
         given.tp_dp_cp = self.all
         if "expt_dp_gtp_remat" in ProcessGroupCollection.__dataclass_fields__:  # from 0.19 on
             given.expt_dp_gtp_remat, given.gtp_remat, given.expt_gtp_remat = self.edp, alone, alone
