@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu, overhead, step
+from benchmarks import gpu, megatron, overhead, step
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
 from benchmarks.layer import BACKENDS, layer_task
@@ -34,6 +34,7 @@ Run it from the root of the repository.
 
   python -m benchmarks step                      a whole training step in transformers; writes results/step.md
   python -m benchmarks overhead                  4 tokens: what the host does; writes results/overhead.md
+  python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   python -m benchmarks layer --ranks 2 --peers all_to_all --transports alltoall shared_memory
   python -m benchmarks layer --workloads balanced zipf hot
@@ -73,6 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
     few = _part(parts, "overhead", "host overhead at 4 tokens", _overhead, RESULTS / "overhead.md", malloc="default")
     for add in (layer, whole, few):
         add("--against", default="", metavar="SRC", help="race the trimtab of another checkout's src folder as well")
+    mcore = _part(parts, "megatron", "a layer of Megatron-Core", _megatron, RESULTS / "megatron.md", malloc="default")
+    mcore("--shape", nargs="+", default=["A", "B", "C"], metavar="D,F,E,K")
+    mcore("--tokens", type=_positive, default=2048, metavar="N", help="per rank (default 2048)")
+    mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
+    mcore("--transports", nargs="+", default=["alltoall"], choices=(*DIRECT, "allgather"))
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")
@@ -150,6 +156,13 @@ def _overhead(o: argparse.Namespace) -> list[Task]:
     return [overhead.overhead_task(against=o.against)]
 
 
+def _megatron(o: argparse.Namespace) -> list[Task]:
+    return [
+        megatron.megatron_task(parse_shape(shape), tokens=o.tokens, dtype=dtype, transports=o.transports)
+        for shape, dtype in product(o.shape, o.dtype)
+    ]
+
+
 def _gpu(o: argparse.Namespace) -> list[Task]:
     import torch
 
@@ -159,7 +172,7 @@ def _gpu(o: argparse.Namespace) -> list[Task]:
     return [gpu.gpu_task(shape, tokens=o.tokens, backends=o.backends, device=o.device) for shape in shapes]
 
 
-ABOUT = {"step": step.__doc__, "overhead": overhead.__doc__, "gpu": gpu.__doc__}
+ABOUT = {"step": step.__doc__, "overhead": overhead.__doc__, "megatron": megatron.__doc__, "gpu": gpu.__doc__}
 
 
 def run(options: argparse.Namespace) -> int:

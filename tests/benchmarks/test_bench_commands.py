@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_gpu_case_on_the_cpu(tmp_path: Path) -> None:
         **dict.fromkeys((f"trimtab {BACKEND}", "transformers grouped_mm", "dense bf16"), MODES), "copy": {"copy"},
     }  # fmt: skip
     assert "# A layer on a GPU" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.megatron_full
+def test_megatron(tmp_path: Path) -> None:
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    places = ["--dtype", "fp32", "--out", str(tmp_path / "megatron.md")]
+    code, found = bench(tmp_path, "megatron", *TINY, *places)
+    assert code == 0
+    assert len(timed(found)) == 4
+    assert all(modes == MODES for modes in timed(found).values())
+    assert "# A layer of Megatron-Core" in (tmp_path / "megatron.md").read_text()
 
 
 def test_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

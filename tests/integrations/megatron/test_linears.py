@@ -16,6 +16,7 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from helpers.megatron_cpu import cuda_stood_in, megatron
+from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.linears import GroupedColumn, GroupedRow
 
 moe_experts = megatron.core.transformer.moe.experts
@@ -117,3 +118,64 @@ def test_values_and_gradients(kind: str, fused: bool, later: bool, recomputed: b
         in_main = fused and "weight" in name
         assert param.grad_added_to_main_grad == in_main
         assert_close(param.main_grad if in_main else param.grad, total[name], 1e-5, name)
+
+
+def test_parameters_have_megatrons_flags_and_names() -> None:
+    for parallel, etp in ((1, 1), (2, 1), (1, 2)):
+        place = SimpleNamespace(size=lambda n=etp: n, rank=lambda n=etp: n - 1)
+        groups = SimpleNamespace(ep=ALONE, expt_tp=place, expt_dp=ALONE)
+        made = config(
+            activation_func=F.silu, gated_linear_unit=True, add_bias_linear=etp == 1,
+            expert_model_parallel_size=parallel, expert_tensor_parallel_size=etp,
+        )  # fmt: skip
+        mlp = grouped(made, groups)
+        shapes = {"linear_fc1.weight": (2 * FFN // etp, HIDDEN), "linear_fc2.weight": (HIDDEN, FFN // etp)}
+        cut = {"linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1), "linear_fc1.bias": (0, 2)}
+        for name, param in mlp.named_parameters():
+            kind = name.rstrip("0123456789")
+            assert param.allreduce == (parallel == etp == 1)
+            assert param.shape == shapes.get(kind, param.shape)
+            assert param.tensor_model_parallel == (kind in cut)
+            if kind in cut:
+                assert (param.partition_dim, param.partition_stride) == cut[kind]
+        assert {name for name, _ in mlp.named_parameters()} == {
+            f"linear_fc{n}.{kind}{i}"
+            for n in (1, 2) for kind in ("weight", *["bias"] * (etp == 1)) for i in range(EXPERTS)
+        }  # fmt: skip
+
+
+def test_weights_are_drawn_whole_and_cut() -> None:
+    """On a CPU: a rank of two holds its share of gate and of up, or of the inputs, of what a rank alone draws."""
+    made = config(activation_func=F.silu, gated_linear_unit=True)
+    whole = grouped(made)
+    for rank in (0, 1):
+        place = SimpleNamespace(size=lambda: 2, rank=lambda r=rank: r)
+        mlp = grouped(made, SimpleNamespace(ep=ALONE, expt_tp=place, expt_dp=ALONE))
+        for i in range(EXPERTS):
+            gate, up = whole.linear_fc1.get_parameter(f"weight{i}").chunk(2)
+            down = whole.linear_fc2.get_parameter(f"weight{i}")
+            wanted = torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]])
+            assert torch.equal(mlp.linear_fc1.get_parameter(f"weight{i}"), wanted)
+            assert torch.equal(mlp.linear_fc2.get_parameter(f"weight{i}"), down.chunk(2, 1)[rank])
+    made.perform_initialization = False
+    assert GroupedRow(
+        1, 4, 4, config=made, init_method=pytest.fail, bias=False, skip_bias_add=True, pg_collection=GROUPS
+    )
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    options: dict[str, Any] = {"init_method": torch.nn.init.zeros_, "bias": False, "skip_bias_add": False}
+    for name in ("fp8", "fp4", "moe_single_grouped_weight", "use_transformer_engine_op_fuser"):
+        made = config()
+        setattr(made, name, "e4m3")
+        with pytest.raises(ConfigError, match=name):
+            GroupedColumn(1, 4, 4, config=made, pg_collection=GROUPS, **options)
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    groups = SimpleNamespace(ep=ALONE, expt_tp=two, expt_dp=ALONE)
+    with pytest.raises(ConfigError, match="bias=True with tp_size=2"):
+        GroupedColumn(1, 4, 4, config=config(), pg_collection=groups, **options | {"bias": True})
+    with pytest.raises(ConfigError, match="5 features do not divide by tp_size=2"):
+        GroupedColumn(1, 4, 5, config=config(), pg_collection=groups, **options)
+    gated = config(activation_func=F.silu, gated_linear_unit=True)
+    with pytest.raises(ConfigError, match="6 features do not divide by tp_size=2 for each of gate and up"):
+        GroupedColumn(1, 4, 6, config=gated, pg_collection=groups, **options)

@@ -58,6 +58,9 @@ class GroupedLinear(te.GroupedLinear):
         self.whole, self.cut = (output_size, input_size), int(self.parallel == "row")
         gated = config.gated_linear_unit and not getattr(config, "moe_mlp_glu_interleave_size", None)
         self.halves = 2 if gated and self.parallel == "column" else 1
+        if self.whole[self.cut] % (self.halves * groups.expt_tp.size()) and self.halves == 2:
+            sizes = f"{self.whole[self.cut]} features do not divide by tp_size={groups.expt_tp.size()}"
+            raise ConfigError(f"{sizes} for each of gate and up")
         super().__init__(
             num_gemms,
             input_size,
