@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -50,6 +50,9 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 	PYTHONPATH=tests $(BIN)/python -m faults
 	PYTHONPATH=tests $(BIN)/python -m fuzz 100000
 	PYTHONPATH=tests $(BIN)/python -m mutants
+
+megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every test; MEGATRON=0.18.2 for another release
+	.ci/megatron-check
 
 # An interpreter that has a PyTorch for its GPU, as containers and clusters do, needs no set-up: GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
