@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--shape", nargs="+", default=["A", "B", "C"], metavar="D,F,E,K")
     mcore("--tokens", type=_positive, default=2048, metavar="N", help="per rank (default 2048)")
     mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
-    mcore("--transports", nargs="+", default=["alltoall"], choices=(*DIRECT, "allgather"))
+    mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")

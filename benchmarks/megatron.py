@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestant import Contestant, Role
+from benchmarks.exchange import DIRECT
 from benchmarks.layer_case import LayerCase, LayerData, expert_weights
 from benchmarks.layer_truth import BOUNDS, probe
 from benchmarks.step import first_is_right
@@ -38,9 +39,12 @@ HELPERS = Path(__file__).parents[1] / "tests"
 
 
 def megatron_task(
-    shape: tuple[int, int, int, int], *, tokens: int, dtype: str, transports: Sequence[str] = ("alltoall",)
+    shape: tuple[int, int, int, int], *, tokens: int, dtype: str, transports: Sequence[str] = DIRECT
 ) -> Task:
-    """tokens: of each rank. Raises ConfigError where Megatron-Core is not installed."""
+    """tokens: of each rank. transports: ours; the first one before SequentialMLP as well.
+
+    Raises ConfigError where Megatron-Core is not installed.
+    """
     case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, ranks=RANKS)
 
     def made(name: str, role: Role, **args: Any) -> Contestant:
@@ -48,10 +52,9 @@ def megatron_task(
         return Contestant(name=name, role=role, build=build, args=case.as_args(**args), ranks=RANKS)
 
     contestants = [made(f"Megatron-Core {_version()}, alltoall, SequentialMLP", "peer", kind=BEFORE)]
-    for transport in transports:
-        contestants.append(made(f"trimtab, {transport}", "ours", kind="pair", transport=transport))
-        contestants.append(made(f"trimtab, {transport}, SequentialMLP", "ours", kind="dispatcher", transport=transport))
-    contestants.append(made("Megatron, alltoall, TEGroupedMLP with trimtab's linears", "ours", kind=LINEARS))
+    contestants += [made(f"trimtab, {each}", "ours", kind="pair", transport=each) for each in transports]
+    contestants.append(made("trimtab's exchange, SequentialMLP", "ours", kind="dispatcher", transport=transports[0]))
+    contestants.append(made("alltoall, TEGroupedMLP with trimtab's linears", "ours", kind=LINEARS))
     return Task(
         part="megatron",
         case={"shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": 1, "ranks": RANKS},

@@ -34,8 +34,8 @@ class GroupedLinear(Grouped):
     """y = x W_g^T + b_g, g the group of the row, with the arguments, attributes and methods of TransformerEngine's.
 
     What differs: a group, or all of them, may be without rows; rows behind the splits may hold anything, their output
-    is zero, also in `out`; it runs on a CPU, in float64 too; `single_grouped_weight` and `single_grouped_bias` need no
-    environment variable; delayed gradients add up over microbatches.
+    is zero, and so is their gradient; it runs on a CPU, in float64 too; single parameters need no environment variable;
+    delayed gradients add up over microbatches.
 
     Args:
         num_gemms: G.
@@ -53,12 +53,11 @@ class GroupedLinear(Grouped):
         params_dtype: by default torch's default.
         parallel_mode: None, "column" or "row".
         device: by default "cuda" where there is one, else "cpu".
-        ub_overlap_rs, ub_overlap_ag: must be False.
         delay_wgrad_compute: weight and bias gradients are computed by `backward_dw()`, not by the backward. Parameters
             are not marked `skip_backward_post_hook`, since autograd delivers these gradients as well.
         single_grouped_weight, single_grouped_bias: one parameter `weight` [G, out, in], `bias` [G, out], in place of
             `weight0` .. and `bias0` .. . State dicts of either form load into either.
-        ub_name, save_original_input, use_grouped_tensor, name: accepted; kept as attributes.
+        ub_overlap_rs, ub_overlap_ag: must be False. ub_name, save_original_input, use_grouped_tensor, name: attributes.
         recipe, kernels: as of `trimtab.GroupedLinear`. TransformerEngine's own `autocast` for FP8 chooses none.
 
     Raises:
@@ -184,7 +183,7 @@ class GroupedLinear(Grouped):
                 not read.
             is_first_microbatch: True overwrites `main_grad` in place of adding to it.
             out: [R, out_features], contiguous, in the output's dtype, without a gradient: the output is copied there,
-                and what comes back is this tensor.
+                and what comes back is this tensor. Its rows behind the splits stay as they are.
             dgrad_out: [R, in_features], the same for the gradient of inp.
 
         Raises:
@@ -202,20 +201,18 @@ class GroupedLinear(Grouped):
         x = inp.reshape(-1, inp.shape[-1])
         if dgrad_out is not None:
             _check_buffer("dgrad_out", dgrad_out, x)
-            x = forward_of(_GradientInto, x, dgrad_out)
+            x = forward_of(_GradientInto, x, dgrad_out, _held(m_splits, x))
         if self.fuse_wgrad_accumulation:
             self.main_grad = "te_first" if is_first_microbatch else "te"
         y = super().forward(x.to(dtype), m_splits)
         if out is not None:
             _check_buffer("out", out, y)
-            y = out.copy_(y)
+            y = out.copy_(torch.where(_held(m_splits, y), y, out))
         y = y.view(*lead, self.out_features)
         if not self.return_bias:
             return y
-        if not self.use_bias:
-            return y, [y.new_empty(0) for _ in range(self.num_gemms)]
-        each = self._params("bias")
-        return y, each[0] if self.single_grouped_bias else [bias.to(dtype) for bias in each]
+        each = self._params("bias") if self.use_bias else [y.new_empty(0)] * self.num_gemms
+        return y, each[0] if self.use_bias and self.single_grouped_bias else [bias.to(dtype) for bias in each]
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw()` has something to do after a backward."""
@@ -256,14 +253,20 @@ class _GradientInto(Function):
     """The same rows; their gradient goes through a buffer of the caller's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
-        ctx.buffer = buffer
+    def forward(ctx: Any, x: Tensor, buffer: Tensor, held_R1: Tensor) -> Tensor:
+        ctx.buffer, ctx.held_R1 = buffer, held_R1
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return ctx.buffer.copy_(dx), None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.buffer.copy_(torch.where(ctx.held_R1, dx, ctx.buffer)), None, None
+
+
+def _held(m_splits: GroupSizes, rows: Tensor) -> Tensor:
+    """Which rows [R, 1] lie before the end of the splits."""
+    held = torch.as_tensor(m_splits).sum().to(rows.device)
+    return torch.arange(rows.shape[0], device=rows.device)[:, None] < held
 
 
 def _check_buffer(name: str, buffer: Tensor, like: Tensor) -> None:

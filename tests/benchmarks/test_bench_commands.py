@@ -95,7 +95,7 @@ def test_megatron(tmp_path: Path) -> None:
     places = ["--dtype", "fp32", "--out", str(tmp_path / "megatron.md")]
     code, found = bench(tmp_path, "megatron", *TINY, *places)
     assert code == 0
-    assert len(timed(found)) == 4
+    assert len(timed(found)) == 5
     assert all(modes == MODES for modes in timed(found).values())
     assert "# A layer of Megatron-Core" in (tmp_path / "megatron.md").read_text()
 
