@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +49,7 @@ with patch("torch.compile", _as_it_is), warnings.catch_warnings(action="ignore")
     import megatron.core.optimizer
     import megatron.core.transformer.moe.moe_layer
     from megatron.core import parallel_state, process_groups_config, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer import spec_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -98,9 +100,10 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _type(self: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
-    if dtype is not None:
-        return torch._C.TensorBase.type(self, dtype, *args, **options)
-    return torch._C.TensorBase.type(self).replace("torch.", "torch.cuda.")
+    with torch._C.DisableTorchFunction():  # which would ask for Tensor.type, and that is this
+        if dtype is not None:
+            return torch._C.TensorBase.type(self, dtype, *args, **options)
+        return torch._C.TensorBase.type(self).replace("torch.", "torch.cuda.")
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -138,6 +141,8 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         # splits come to the host as numpy arrays from a GPU alone, and what reads them counts on that
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         (moe_utils, "maybe_move_tensor_to_cpu", _to_host),
+        # results of saving come through a process that would outlive the rank
+        (filesystem_async, "_results_queue", Queue()),
         # 0.16 asks for TransformerEngine's product by a name that it has only with TransformerEngine
         *([] if hasattr(moe_utils, "te_general_gemm") else [(moe_utils, "te_general_gemm", None)]),
     ]
@@ -204,12 +209,15 @@ def _on_rank(sizes: SimpleNamespace, fn: Callable[..., Any], args: tuple[Any, ..
 
 
 @contextlib.contextmanager
-def model_parallel(*, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, seed: int = 1) -> Iterator[None]:
+def model_parallel(
+    *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, seed: int = 1
+) -> Iterator[None]:
     """Megatron's groups and generators over the world's ranks. Collective. Ends them, for another to begin."""
     options: dict[str, Any] = {"create_gloo_process_groups": False}
     known = inspect.signature(parallel_state.initialize_model_parallel).parameters
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,

@@ -104,7 +104,7 @@ def _shards(
     before, rank, ranks = len(offsets) + (not singleton), linear.tp_rank, linear.tp_size
     found = []
     for expert, whole in zip(experts, t if stacked else [t], strict=True):
-        for i, part in enumerate(whole.chunk(pieces, linear.cut)):
+        for i, part in enumerate(whole.chunk(pieces, linear.cut) if pieces > 1 else [whole]):
             at, own_key = offsets, key
             if singleton:
                 own_key = f"{key.removesuffix(tail)}{expert}.{tail}" + ("_w", "_v")[i] * (pieces > 1)
