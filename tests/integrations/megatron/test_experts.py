@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.megatron_cpu import megatron
+from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.experts import Experts
 
 fast_gelu, quick_gelu = megatron.core.activations.fast_gelu, megatron.core.activations.quick_gelu
@@ -38,7 +39,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 def config(**options: Any) -> Any:
     plain: dict[str, Any] = {
-        "num_layers": 1, "hidden_size": H, "num_attention_heads": 1, "num_moe_experts": EXPERTS,
+        "num_layers": 1, "hidden_size": H, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
         "moe_ffn_hidden_size": HIDDEN, "add_bias_linear": False, "use_cpu_initialization": True, "moe_router_topk": 2,
         "init_method_std": 0.2,
     }  # fmt: skip
@@ -166,3 +167,150 @@ def rebuilt(experts: Experts, *, fused: bool, later: bool) -> Experts:
     made = Experts(EXPERTS, experts.config, pg_collection=GROUPS, single_parameter=experts.linear_fc1.single_parameter)
     made.load_state_dict(experts.state_dict())
     return made
+
+
+def test_no_rows_and_no_slots_give_zeros_everywhere() -> None:
+    experts = experts_of()
+    for count, top_k in ((0, 2), (5, 0)):
+        experts.zero_grad()
+        y, _ = experts(torch.randn(count, H), torch.zeros(count, top_k, dtype=torch.long), torch.rand(count, top_k))
+        y.sum().backward()
+        assert y.shape == (count, H)
+        assert not y.any()
+        assert all(param.grad is not None and not param.grad.any() for param in experts.parameters())
+
+
+@pytest.mark.parametrize("single_parameter", [True, False])
+@pytest.mark.parametrize("frozen", ["linear_fc1", "linear_fc2", "linear_fc"])
+def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: str, single_parameter: bool) -> None:
+    experts = experts_of(single_parameter=single_parameter)
+    for fused, later in ((False, False), (True, True)):
+        experts = rebuilt(experts, fused=fused, later=later)
+        for name, param in experts.named_parameters():
+            param.requires_grad_(not name.startswith(frozen))
+            param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
+        x, ids, w = rows()
+        y_true, of, x_true, _ = truth(experts, x, ids, w)
+        y, _ = experts(x, ids, w)
+        y.sum().backward()
+        y_true.sum().backward()
+        experts.backward_dw()
+        close(x.grad, x_true.grad)
+        for name, param in experts.named_parameters():
+            mine = param.main_grad if fused else param.grad
+            if not param.requires_grad:
+                assert param.grad is None
+                assert not param.main_grad.any()
+                assert not param.grad_added_to_main_grad
+            elif single_parameter:
+                zeros = torch.zeros_like(of[name][0])
+                close(mine, torch.stack([zeros if one.grad is None else one.grad for one in of[name]]))
+
+
+def test_probabilities_may_weigh_the_inputs() -> None:
+    experts = experts_of(moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
+    x, ids, w = rows(top_k=1)
+    weighted = x.detach() * w.detach()
+    y_true, _, of_weighted, _ = truth(experts, weighted, ids, torch.ones_like(w))
+    y, _ = experts(x, ids, w)
+    close(y, y_true)
+    y.sum().backward()
+    y_true.sum().backward()
+    close(x.grad, of_weighted.grad * w.detach())
+    close(w.grad[:, 0], (of_weighted.grad * x.detach()).sum(1))
+
+
+@pytest.mark.parametrize("single_parameter", [True, False])
+def test_hooks_before_a_linear_run_before_its_parameters_are_read(single_parameter: bool) -> None:
+    """Megatron gathers parameters there."""
+    experts, whole = experts_of(single_parameter=single_parameter), experts_of(single_parameter=single_parameter)
+    calls: list[str] = []
+
+    def gather(module: Any, given: Any, name: str) -> None:
+        calls.append(name)
+        getattr(experts, name).load_state_dict(getattr(whole, name).state_dict())
+
+    for name in ("linear_fc1", "linear_fc2"):
+        getattr(experts, name).register_forward_pre_hook(lambda module, given, name=name: gather(module, given, name))
+    with torch.no_grad():
+        for param in experts.parameters():
+            param.fill_(torch.nan)
+        x, ids, w = rows()
+        assert torch.equal(experts(x, ids, w)[0], whole(x, ids, w)[0])
+    assert calls == ["linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize("single_parameter", [True, False])
+@pytest.mark.parametrize(("ep", "etp", "tp"), [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+def test_megatron_is_told_who_sums_what(ep: int, etp: int, tp: int, single_parameter: bool) -> None:
+    of_tp = SimpleNamespace(size=lambda: etp, rank=lambda: etp - 1)
+    options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "tensor_model_parallel_size": tp}
+    made = config(gated_linear_unit=True, activation_func=F.silu, sequence_parallel=tp > 1, **options)
+    torch.manual_seed(3)
+    groups = SimpleNamespace(ep=ALONE, expt_tp=of_tp, expt_dp=ALONE)
+    experts = Experts(EXPERTS, made, pg_collection=groups, single_parameter=single_parameter)
+    torch.manual_seed(3)
+    for i in range(EXPERTS):  # as SequentialMLP draws: the whole, then a share of gate and of up
+        up, down = torch.empty(2 * HIDDEN, H), torch.empty(H, HIDDEN)
+        made.init_method(up)
+        made.output_layer_init_method(down)
+        up = torch.cat([half.chunk(etp)[etp - 1] for half in up.chunk(2)])
+        down = down.chunk(etp, 1)[etp - 1]
+        found = dict(experts.named_parameters())
+        if single_parameter:
+            mine = found["linear_fc1.weight"][i], found["linear_fc2.weight"][i]
+        else:
+            mine = found[f"linear_fc1.weight{i}"], found[f"linear_fc2.weight{i}"]
+        assert torch.equal(mine[0], up)
+        assert torch.equal(mine[1], down)
+    for name, param in experts.named_parameters():
+        first = name.startswith("linear_fc1")
+        assert param.allreduce == (ep == 1 and etp == tp)
+        assert param.tensor_model_parallel
+        assert param.partition_dim == (0 if first else 1) + single_parameter
+        assert param.partition_stride == (2 if first else 1)
+
+
+def test_biases_do_not_decay() -> None:
+    """Megatron leaves out what is 1-D or ends so."""
+    names = [name for name, _ in experts_of(add_bias_linear=True).named_parameters() if "bias" in name]
+    assert names == ["linear_fc1.bias", "linear_fc2.bias"]
+    each = experts_of(add_bias_linear=True, single_parameter=False)
+    assert all(param.ndim == 1 for name, param in each.named_parameters() if "bias" in name)
+
+
+def test_state_dicts_of_every_form_load_and_extra_states_do_not_matter() -> None:
+    stacked = experts_of(add_bias_linear=True)
+    state = {name: value.clone() for name, value in stacked.state_dict().items()}
+    sequential = {
+        f"local_experts.{i}.{name}": value[i] for name, value in state.items() for i in range(EXPERTS)
+    }  # fmt: skip
+    each = experts_of(add_bias_linear=True, single_parameter=False)
+    for given in (state, sequential, {**sequential, "local_experts.0.linear_fc1._extra_state": None}):
+        for into in (each, stacked):
+            with torch.no_grad():
+                for param in into.parameters():
+                    param.fill_(torch.nan)
+            into.load_state_dict(dict(given))
+        assert torch.equal(stacked.linear_fc1.weight[1], each.linear_fc1.weight1)
+        assert torch.equal(stacked.linear_fc2.bias[2], each.linear_fc2.bias2)
+        assert all(torch.equal(value, state[name]) for name, value in stacked.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"add_bias_linear": True}, "no biases"),
+        ({"moe_apply_probs_on_input": True}, "moe_router_topk=1"),
+        ({"use_te_activation_func": True}, "activations of TransformerEngine"),
+        ({"fp8": "hybrid"}, "8 bits"),
+        ({"moe_ffn_hidden_size": 9}, "F = 9 does not divide over 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    made = config()
+    for name, value in options.items():
+        setattr(made, name, value)
+    with pytest.raises(ConfigError, match=words):
+        Experts(EXPERTS, made, pg_collection=SimpleNamespace(ep=ALONE, expt_tp=two, expt_dp=ALONE))

@@ -38,8 +38,8 @@ from trimtab.kernels.choose import KernelChoice
 
 RowFunction = Callable[[Tensor], Tensor]
 REFUSED = {
-    "fp8": "low precision: it takes recipes of trimtab.experts.recipes in layers of its own",
-    "fp4": "low precision: it takes recipes of trimtab.experts.recipes in layers of its own",
+    "fp8": "products in 8 bits",
+    "fp4": "products in 4 bits",
     "use_te_activation_func": "activations of TransformerEngine",
     "use_transformer_engine_op_fuser": "TransformerEngine's fused operators",
     "moe_mlp_glu_interleave_size": "gates and ups that alternate",
@@ -54,19 +54,19 @@ def refuse(config: Any, pg_collection: Any) -> None:
     ConfigError: these experts cannot be what the configuration says.
     """
     asked = [name for name in REFUSED if getattr(config, name, None)]
-    why = "; ".join(f"{name}={getattr(config, name)!r} asks for {REFUSED[name]}" for name in asked)
+    why = [f"{name}={getattr(config, name)!r} asks for {REFUSED[name]}" for name in asked]
     offloaded = set(getattr(config, "offload_modules", None) or ()) & {"expert_fc1", "moe_act", "fused_group_mlp"}
     if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
-        why = f"offload_modules {sorted(offloaded)} move what is inside of the experts, which keep rows alone"
+        why.append(f"offload_modules {sorted(offloaded)} are inside of these experts, which keep their rows alone")
     if config.add_bias_linear and pg_collection.expt_tp.size() > 1:
-        why = "add_bias_linear=True with expert tensor parallelism: Megatron's experts have no biases then"
+        why.append("add_bias_linear=True with expert tensor parallelism: Megatron's experts have no biases then")
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        why = "moe_apply_probs_on_input=True needs moe_router_topk=1"
+        why.append("moe_apply_probs_on_input=True needs moe_router_topk=1")
     remat = getattr(pg_collection, "expt_gtp_remat", None)
     if remat is not None and remat.size() > 1:
-        why = "its weights are cut over a group of generalized tensor parallelism"
+        why.append("weights cut over a group of generalized tensor parallelism")
     if why:
-        raise ConfigError(f"trimtab's experts cannot be built: {why}; use(spec, experts=False) keeps Megatron's")
+        raise ConfigError(f"trimtab's experts do not have: {'; '.join(why)}. use(spec, experts=False) keeps Megatron's")
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
@@ -83,8 +83,9 @@ class Experts(MegatronModule):  # type: ignore[misc]
         submodules: part of Megatron's signature, not used.
         pg_collection: Megatron's groups, of which `ep`, `expt_tp` and `expt_dp` are read.
         name: what Megatron calls the module.
-        single_parameter: one parameter of all experts, or one each, as Muon, upcycling and Megatron-Bridge want them.
-            The latter keep the expert rows and the activations for the backward, the former rows alone.
+        single_parameter: one parameter of all experts, or one each, as Muon, upcycling and Megatron-Bridge want them:
+            `use(spec, experts=ModuleSpec(module=Experts, params={"single_parameter": False}))`. The latter keep the
+            expert rows and the activations for the backward, the former the rows alone.
 
     Raises:
         ConfigError: the configuration asks for what these experts do not have.
