@@ -82,12 +82,10 @@ _HOMES = {
     "update_bias": "trimtab.routing.balance",
 }
 
-_MODULES = {"megatron": "trimtab.integrations.megatron"}
-
 _OLD_NAMES = {"Rows": "Dispatched"}
 """Names of release 0.1 and what they are called now."""
 
-_MODULES = {"te": "trimtab.te"}
+_MODULES = {"megatron": "trimtab.integrations.megatron", "te": "trimtab.te"}
 """What is reached as an attribute, and the module that it is."""
 
 __all__ = list(_HOMES)
