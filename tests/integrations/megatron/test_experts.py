@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.megatron_cpu import megatron
+from helpers import megatron_experts
+from helpers.megatron_cpu import megatron, megatron_ranks
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.experts import Experts
 
@@ -269,6 +270,34 @@ def test_megatron_is_told_who_sums_what(ep: int, etp: int, tp: int, single_param
         assert param.tensor_model_parallel
         assert param.partition_dim == (0 if first else 1) + single_parameter
         assert param.partition_stride == (2 if first else 1)
+
+
+@pytest.mark.parametrize("single_parameter", [True, False])
+def test_a_parameter_may_ask_to_be_overwritten_and_for_zeros(single_parameter: bool) -> None:
+    experts = rebuilt(experts_of(single_parameter=single_parameter), fused=True, later=False)
+    for param in experts.parameters():
+        param.main_grad, param.overwrite_main_grad, param.zero_out_wgrad = torch.full_like(param, 5.0), True, True
+    check(experts, attribute="main_grad")
+    assert not any(param.grad.any() for param in experts.parameters())
+
+
+def drawn_on_a_rank(by_cpu: bool) -> list[dict[str, Tensor]]:
+    found = []
+    for kind in ("SequentialMLP", "Experts", "Experts weight{i}"):
+        torch.manual_seed(7)
+        megatron.core.tensor_parallel.model_parallel_cuda_manual_seed(7)
+        model = megatron_experts.model_of(kind, "EP2", by_cpu=by_cpu)
+        found.append(megatron_experts.assembled(model, "EP2"))
+    return found
+
+
+@pytest.mark.parametrize("by_cpu", [True, False])
+def test_weights_are_drawn_as_those_of_sequential_mlp(by_cpu: bool) -> None:
+    """On a device each rank of the experts has its own random numbers."""
+    for theirs, *ours in megatron_ranks(drawn_on_a_rank, 2, by_cpu, ep=2):
+        for name, value in theirs.items():
+            assert all(torch.equal(mine[name], value) for mine in ours), name
+            assert torch.equal(value[0], value[len(value) // 2]) == by_cpu
 
 
 def test_biases_do_not_decay() -> None:
