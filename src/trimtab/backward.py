@@ -20,10 +20,11 @@ _KINDS = ("cpu", "cuda")
 _TWICE = "trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
 
 
-def computed_in(param: Tensor) -> torch.dtype:
-    """What products with a parameter are made in: autocast's dtype where it is at work, but for float64, or its own."""
-    kind = param.device.type
-    return torch.get_autocast_dtype(kind) if _at_work(kind) and param.dtype is not torch.float64 else param.dtype
+def computed_in(param: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """What products with a parameter are made in: autocast's dtype where it is at work, but for float64, or its own, or
+    `dtype` if that is what its codes stand for."""
+    kind, own = param.device.type, dtype or param.dtype
+    return torch.get_autocast_dtype(kind) if _at_work(kind) and own is not torch.float64 else own
 
 
 def narrowed(x: Tensor, experts: nn.Module) -> Tensor:

@@ -1,4 +1,5 @@
-"""The expert MLP with adapters, differentiable: thin products beside the others; the delta b a is never built.
+"""The expert MLP with adapters, with codes in place of weights, or both, differentiable: thin products beside the
+others, and the delta b a is never built; codes are decoded where they are read, forward and backward.
 
 Saved for the backward beside what the experts save: scale x a^T, [R, r] for each pair.
 
@@ -22,42 +23,34 @@ WHOLE = 8
 """Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
 
 
-def adapted_experts(call: ExpertCall, x: Tensor, w_MK: Tensor, adapters: Adapters) -> Tensor:
-    """As `expert_mlp` of weights with these."""
-    experts = call.weights.down.shape[0]
+def adapted_experts(call: ExpertCall, x: Tensor, w_MK: Tensor) -> Tensor:
+    """As `expert_mlp` of weights that have some of these."""
+    weights, experts = call.weights, call.weights.down.shape[0]
+    adapters, codes = weights.adapters or Adapters(), weights.codes
     pairs: list[Tensor] = []
     for name in ("up", "down"):
         pair: Pair | None = getattr(adapters, name)
         if pair is None:
-            weight = call.weights.down
-            pair = Pair(a=weight.new_empty(1, 0, _in(call, name)), b=weight.new_empty(1, _out(call, name), 0))
+            ins, outs = (x.shape[1], weights.width) if name == "up" else (call.hidden, x.shape[1])
+            pair = Pair(a=x.new_empty(1, 0, ins), b=x.new_empty(1, outs, 0))
         a, b = pair.a, pair.b
         if more := -pair.rank % WHOLE:
             a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
         pairs += [t.expand(experts, -1, -1) for t in (a, b)]  # whose backward sums what experts share
     scales = [1.0 if pair is None else pair.scale for pair in (adapters.up, adapters.down)]
-    y: Tensor = forward_of(_Adapted, call, scales, x, w_MK, *call.weights.each, *pairs)
+    options = (scales, [], "") if codes is None else (scales, [codes.up, codes.down], codes.format)
+    y: Tensor = forward_of(_Adapted, call, options, x, w_MK, *weights.each, *pairs)
     return y
-
-
-def _in(call: ExpertCall, name: str) -> int:
-    """Values that a row has before a weight."""
-    down, turned = call.weights.down, call.weights.transposed
-    return down.shape[2 if turned else 1] if name == "up" else down.shape[1 if turned else 2]
-
-
-def _out(call: ExpertCall, name: str) -> int:
-    return call.weights.width if name == "up" else _in(call, "up")
 
 
 class _Adapted(Function):
     @staticmethod
-    def forward(ctx: Any, call: ExpertCall, scales: list[float], x: Tensor, w_MK: Tensor, *params: Any) -> Tensor:
+    def forward(ctx: Any, call: ExpertCall, more: tuple[Any, ...], x: Tensor, w_MK: Tensor, *params: Any) -> Tensor:
         weights, pairs, plan = params[:4], [p.contiguous() for p in params[4:]], list(call.plan)
         options = (call.word, call.weights.transposed, call.name)
         y: Tensor
-        y, pre, *thin = adapted_op(x, w_MK, *weights, plan, *options, pairs, scales, call.keep)
-        ctx.call, ctx.scales, ctx.options = call, scales, options
+        y, pre, *thin = adapted_op(x, w_MK, *weights, plan, *options, pairs, *more, call.keep)
+        ctx.call, ctx.more, ctx.options = call, more, options
         ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *params[4:], *plan)
         return y
 
@@ -73,7 +66,7 @@ class _Adapted(Function):
         trained = any(needs[4:])
         dx, dw, *thin = adapted_backward_op(
             dy, pre, u_up, u_down, out, wanted, adds, x, w_MK, *weights, plan, *ctx.options,
-            [p.contiguous() for p in pairs], ctx.scales, need_x, trained,
+            [p.contiguous() for p in pairs], *ctx.more, need_x, trained,
         )  # fmt: skip
         of_pairs = [d.to(p.dtype) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)]
         return (None, None, dx if need_x else None, dw if need_w else None, *grads.close(), *of_pairs)

@@ -8,6 +8,7 @@
 Gathered rows and activations live as long as their block and are made again in the backward; the routing weight's
 gradient is sum(activation * dh), without the output rows (SonicMoE, arXiv 2512.14080). Where a backend sums weighted
 rows at no cost, the weight is taken there: the same function. Adapters add thin products of their own to each product.
+Codes are decoded for a block and again for the next product with it; a block then is one expert, or all of them.
 
 Legend: M rows, R expert rows, e local experts, D model dim, I width of the pre-activations, F expert hidden dim.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from trimtab.experts.expert_call import cast_weights, joined
 from trimtab.experts.operands import Operands, Targets, row_dot
 from trimtab.experts.plan import slot_grads, slot_weights
+from trimtab.experts.quantized import decoded, packed
 from trimtab.kernels.api import Block, put
 from trimtab.kernels.compiled import at_once
 from trimtab.kernels.rows import combine_rows
@@ -42,7 +44,11 @@ class _Pass:
     def __post_init__(self) -> None:
         o = self.o
         self.kernels, self.plan, self.rows = o.kernels, o.plan, o.plan.row_R.shape[0]
-        if self.multiplies:
+        if o.codes is not None:
+            self.up_bias, self.down_bias = (
+                b if b is None else b.flatten(1).to(o.x.dtype) for b in (o.up_bias, o.down_bias)
+            )
+        elif self.multiplies:
             cast = cast_weights(o.up, o.down, o.up_bias, o.down_bias, o.plan, o.x, o.kernels)
             self.up, self.down = (o.by_row(weight) for weight in cast[:2])
             self.up_bias, self.down_bias = cast[2:]
@@ -51,6 +57,8 @@ class _Pass:
         self.w_R1 = slot_weights(o.w, o.plan).to(self.dtype)
 
     def blocks(self) -> Iterator[Block]:
+        if self.o.codes is not None:
+            return self.kernels.blocks(self.plan.offsets_e, self.rows)
         many = at_once(self.kernels, joined(self.o.up), self.o.down, dtype=self.o.x.dtype)
         return self.kernels.blocks(self.plan.offsets_e, self.rows, AT_ONCE if many else TOGETHER)
 
@@ -63,12 +71,24 @@ class _Pass:
             return None
         return self.kernels.empty_rows(self.rows, width, self.o.x.dtype, self.plan.offsets_e)
 
+    def weight(self, which: int, block: Block) -> Tensor:
+        """The block's up, 0, or down, 1, as [e, in, out]."""
+        o = self.o
+        if o.codes is None:
+            return (self.up, self.down)[which][block.experts]
+        codes = (joined(o.up), o.down)[which][block.experts]
+        wide = codes.new_empty(*codes.shape[:2], codes.shape[2] * packed(o.codes.format), dtype=o.x.dtype)
+        if block.sizes != (0,):  # else nobody reads it
+            scales = (o.codes.up, o.codes.down)[which][block.experts]
+            wide = decoded(codes, scales, o.codes.format, wide.dtype, self.kernels.empty_like(wide))
+        return wide.transpose(1, 2)
+
     def product(
         self, a: Tensor, weight_eAB: Tensor, block: Block, into: Tensor | None, bias: Tensor | None,
         more: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """a times the block's weights, plus its biases and more, in the rows' dtype where `into` is written."""
-        y = self.kernels.grouped_mm(a, weight_eAB[block.experts], block, self._there(into, block))
+        y = self.kernels.grouped_mm(a, weight_eAB, block, self._there(into, block))
         for term in (bias, more):
             if term is not None:
                 y += term
@@ -103,7 +123,7 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
         bias = p.expand(p.up_bias, block)
         x = p.gather(o.x, block)
         more = _adapted(p, 0, x, block, None)
-        pre = p.product(x, p.up, block, pre_RI, bias, more)
+        pre = p.product(x, p.weight(0, block), block, pre_RI, bias, more)
         del x, more
         if keep and pre_RI is None:
             pre_RI = pre
@@ -115,7 +135,7 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
             h *= w
             bias = None if bias is None else bias * w
         more = _adapted(p, 1, h, block, None if folded else w)
-        out = p.product(h, p.down, block, out_RD, bias, more)
+        out = p.product(h, p.weight(1, block), block, out_RD, bias, more)
         out_RD = out if out_RD is None else out_RD
         del h, out, more
     assert out_RD is not None
@@ -134,7 +154,7 @@ def backward(
     for block in p.blocks():
         w, pre_block = p.w_R1[block.rows], pre[block.rows].to(p.dtype)
         d_out = p.gather(dy, block)
-        dh = p.kernels.grouped_mm(d_out, p.down[block.experts].transpose(1, 2), block)
+        dh = p.kernels.grouped_mm(d_out, p.weight(1, block).transpose(1, 2), block)
         v_down, more = _adapted_back(p, 1, d_out, block)
         if more is not None:
             dh += more
@@ -159,7 +179,7 @@ def backward(
         if v_up is not None:
             _pair_gradients(p, 0, p.gather(o.x, block), v_up, d_pre, block)
         if need_x:
-            dx = p.product(d_pre, p.up.transpose(1, 2), block, dx_RD, None, more)
+            dx = p.product(d_pre, p.weight(0, block).transpose(1, 2), block, dx_RD, None, more)
             dx_RD = dx if dx_RD is None else dx_RD
             del dx
         del d_pre, v_up, more

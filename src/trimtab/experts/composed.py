@@ -23,6 +23,7 @@ from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
+from trimtab.experts.quantized import decoded
 from trimtab.kernels.api import Backend
 from trimtab.kernels.rows import combine_rows, gather_padded
 
@@ -32,12 +33,19 @@ def composed_experts(
     norm: Callable[[Tensor], Tensor] | None, kernels: Backend | str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """As `expert_mlp`. The functions run under the autocast of the caller, on all expert rows at once."""
-    up, down = joined(weights.up).to(dtype), weights.down.to(dtype)
+    up, down, codes = joined(weights.up), weights.down, weights.codes
     up_bias, down_bias = (None if b is None else b.flatten(1).to(dtype) for b in (weights.up_bias, weights.down_bias))
     adapters = weights.adapters or Adapters()
 
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None, pair: Pair | None) -> Tensor:
-        y = grouped_linear(rows, weight, plan.offsets_e, bias, transposed=weights.transposed, kernels=kernels)
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None, pair: Pair | None, scales: Tensor | None) -> Tensor:
+        if codes is None:
+            weight, turned = weight.to(dtype), weights.transposed
+            y = grouped_linear(rows, weight, plan.offsets_e, bias, transposed=turned, kernels=kernels)
+        else:
+            y = forward_of(_CodedLinear, rows, weight, scales, codes.format, plan.offsets_e, kernels)
+            if bias is not None:
+                rows_R = torch.arange(rows.shape[0], device=rows.device)
+                y = y + bias[torch.bucketize(rows_R, plan.offsets_e[1:-1], right=True)]
         if pair is None:
             return y
         a, b = (t.expand(down.shape[0], -1, -1).to(dtype) for t in (pair.a, pair.b))
@@ -45,14 +53,33 @@ def composed_experts(
         return y + grouped_linear(thin * pair.scale, b, plan.offsets_e, kernels=kernels)
 
     x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan, False)
-    pre_RI = product(x_RD, up, up_bias, adapters.up)
+    pre_RI = product(x_RD, up, up_bias, adapters.up, None if codes is None else codes.up)
     h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
-    out_RD = product(h_RF.to(dtype), down, down_bias, adapters.down)
+    out_RD = product(h_RF.to(dtype), down, down_bias, adapters.down, None if codes is None else codes.down)
     if norm is not None:
         out_RD = norm(out_RD)
     w_MK = w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     y: Tensor = forward_of(FromExperts, out_RD, w_MK, plan)
     return y.to(x_MD.dtype)
+
+
+class _CodedLinear(Function):
+    """Rows times weights that are decoded for the product, and again for the backward's: one layer's at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, codes: Tensor, scales: Tensor, name: str, offsets_e: Tensor, kernels: Backend | str
+    ) -> Tensor:  # fmt: skip
+        ctx.options = name, kernels
+        ctx.save_for_backward(codes, scales, offsets_e)
+        return grouped_linear(rows, decoded(codes, scales, name, rows.dtype), offsets_e, kernels=kernels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (codes, scales, offsets_e), (name, kernels) = ctx.saved_tensors, ctx.options
+        weight, dy = decoded(codes, scales, name, dy.dtype), dy.contiguous()
+        return grouped_linear(dy, weight, offsets_e, transposed=True, kernels=kernels), *[None] * 5
 
 
 class ToExperts(Function):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trimtab.backward import computed_in
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
@@ -21,6 +22,7 @@ from trimtab.kernels.memory import no_values
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters
     from trimtab.experts.lowered import LoweredProducts
+    from trimtab.experts.quantized import Codes
 
 
 @dataclass(kw_only=True)
@@ -28,7 +30,7 @@ class ExpertWeights:
     """The parameters of all local experts.
 
     up: [e, 2, F, D] with a gate (gate 0, up 1) or [e, I, D], and down: [e, D, F]; with `transposed` [e, D, I] and
-    [e, F, D]. Biases: as up without D, and [e, D].
+    [e, F, D]. Biases: as up without D, and [e, D]. codes: what up and down, [e, out, in] then, are codes of.
     """
 
     up: Tensor
@@ -37,6 +39,11 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     transposed: bool = False
     adapters: Adapters | None = None
+    codes: Codes | None = None
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        return computed_in(self.up, None if self.codes is None else self.codes.dtype)
 
     @property
     def each(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -71,6 +78,11 @@ class ExpertCall:
     @property
     def activation(self) -> Activation:
         return activation_of(self.word)
+
+    @property
+    def hidden(self) -> int:
+        """F."""
+        return self.weights.width // 2 if self.activation.gated else self.weights.width
 
     def inputs(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """The parameters as autograd may meet them, and what stands in for those it may not."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import computed_in, forward_of, needed, once_differentiable, without_autocast
+from trimtab.backward import forward_of, needed, once_differentiable, without_autocast
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
@@ -63,9 +63,9 @@ def expert_mlp(
 
     Raises:
         ConfigError: `main_grad`, `defer` or `low` with a function of one's own; `low` with `transposed`; `low` or
-            `defer` with adapters.
+            `defer` with adapters or codes; codes with `transposed`.
     """
-    dtype = computed_in(weights.up)
+    dtype = weights.computed_in
     if callable(activation) or norm is not None or (weights.adapters is not None and weights.adapters.dropout):
         if main_grad != "off" or defer is not None or low is not None:
             raise ConfigError(
@@ -74,10 +74,11 @@ def expert_mlp(
         from trimtab.experts.composed import composed_experts
 
         return composed_experts(x_MD, w_MK, plan, weights, activation, norm, kernels, dtype)
-    if weights.adapters is not None and (low is not None or defer is not None):
-        raise ConfigError("experts with adapters take no recipe, and no weight gradients that come later")
-    if low is not None and weights.transposed:
-        raise ConfigError("a recipe takes no transposed weights")
+    thin = weights.adapters is not None or weights.codes is not None
+    if thin and (low is not None or defer is not None):
+        raise ConfigError("experts of codes or with adapters take no recipe, and no weight gradients that come later")
+    if weights.transposed and (low is not None or weights.codes is not None):
+        raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
     call = ExpertCall(
         plan=plan, word=activation, kernels=None if isinstance(kernels, str) else kernels,
         name=kernels if isinstance(kernels, str) else name_of(kernels), weights=weights, main_grad=main_grad,
@@ -88,11 +89,11 @@ def expert_mlp(
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     inputs = call.inputs(x_MD)
     y: Tensor
-    if weights.adapters is not None:
+    if thin:
         from trimtab.experts.adapted import adapted_experts
 
         with without_autocast():
-            y = adapted_experts(call, x, w, weights.adapters)
+            y = adapted_experts(call, x, w)
     elif low is None:
         y = forward_of(_Experts, call, x, w, *inputs)
     else:

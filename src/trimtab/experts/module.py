@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import computed_in, not_in_graphs, refuse_transforms
+from trimtab.backward import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights
@@ -164,7 +164,7 @@ class ExpertMLP(GroupedModule):
             )
         self._refuse_codes(weights.each)
         refuse_transforms(type(self).__name__)
-        kernels = kernels_for(self.kernels, x_MD.device, computed_in(weights.up))
+        kernels = kernels_for(self.kernels, x_MD.device, weights.computed_in)
         in_graph = isinstance(kernels, str)  # where it may be a symbol
         if num_slots is not None and not in_graph and (not is_whole(num_slots) or num_slots < 0):
             raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
@@ -178,7 +178,7 @@ class ExpertMLP(GroupedModule):
         self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None
     ) -> Tensor:
         """Between two graphs where `torch.compile` traces."""
-        kernels = self.kernels.on(x_MD.device, computed_in(weights.up))
+        kernels = self.kernels.on(x_MD.device, weights.computed_in)
         engine = self.engine_for(self._widths())
         alignment = 1 if self.recipe is None else (engine or self.recipe).alignment
         plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)

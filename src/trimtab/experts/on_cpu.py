@@ -34,6 +34,7 @@ def covers(o: Operands) -> bool:
         and _known(o.word) is not None
         and o.x.dtype in TYPES
         and all(p is None or (p.dtype is o.up.dtype and p.is_contiguous()) for p in params)
+        and o.codes is None
         and (o.thin is None or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0))
     )
 

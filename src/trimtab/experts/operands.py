@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.quantized import Codes
 from trimtab.kernels.api import Backend
 
 
@@ -42,6 +43,7 @@ class Operands:
     """x [M, D] in the dtype that is computed in, w [M, K] in float32 or wider, the parameters in the model's dtype.
 
     up: [e, 2, F, D], [e, I, D] or, with `transposed`, [e, D, I]. down: [e, D, F], or [e, F, D]. word: the activation's.
+    codes: what up and down are codes of.
     """
 
     x: Tensor
@@ -55,6 +57,7 @@ class Operands:
     plan: ExpertPlan
     kernels: Backend
     thin: tuple[Thin, Thin] | None = None
+    codes: Codes | None = None
 
     def adapter(self, which: int) -> Thin | None:
         """That of up, 0, or of down, 1, if there is one."""
@@ -72,7 +75,8 @@ class Operands:
     @property
     def hidden(self) -> int:
         """F."""
-        return self.down.shape[1 if self.transposed else 2]
+        width = self.width
+        return width // 2 if self.activation.gated else width
 
     def by_row(self, weight: Tensor) -> Tensor:
         """A weight, or a part of one, as [e, in, out]."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.backward import computed_in, refuse_transforms
+from trimtab.backward import refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
@@ -57,7 +57,7 @@ def experts_forward(
             phase="experts",
         )
     weights = weights_of(module)
-    chosen = kernels_for(kernels, hidden_states.device, computed_in(weights.up))
+    chosen = kernels_for(kernels, hidden_states.device, weights.computed_in)
     assert chosen is not None  # the registered choice names its kernels
     whole = "" if module._is_expert_parallel else who  # else slots of other ranks have the sentinel
     plan = plan_for(top_k_index, weights.up.shape[0], num_slots, chosen, whole)

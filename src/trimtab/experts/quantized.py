@@ -1,0 +1,147 @@
+"""Weights of experts as codes and scales, each a plain tensor: `FORMATS` says how they lie, `decoded` what they mean.
+
+Codes are uint8 [..., out, in / values in a byte]; scales have an entry for each block of outs and ins. Every weight is
+(value of its code) * (scale of its block) in float32, then rounded to the dtype that is asked for: bit for bit what
+bitsandbytes (nf4, int8) and transformers (fp8, mxfp4) make of the same codes.
+
+Legend: e experts, out and in the outputs and inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_127TH = 7.874015718698502e-3
+
+
+@dataclass(frozen=True)
+class Format:
+    """per_byte: values in a byte. outs, ins: of a block that shares a scale; 0: all inputs of an output. values: of
+    codes of four bits; high_first: whether a byte's upper half comes first. scales: their dtype."""
+
+    per_byte: int
+    outs: int
+    ins: int
+    scales: torch.dtype = torch.float32
+    values: tuple[float, ...] = ()
+    high_first: bool = False
+    quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes:
+    """What the weights of experts are codes of: these stand where the weights would, in [e, out, in]'s order.
+
+    format: of `FORMATS`. up, down: scales. dtype: of the weights that they stand for.
+    """
+
+    format: str
+    up: Tensor
+    down: Tensor
+    dtype: torch.dtype
+
+
+def packed(name: str) -> int:
+    """Values in an entry of a weight's last axis; 1 where it is no codes, ""."""
+    return FORMATS[name].per_byte if name else 1
+
+
+def scales_of(codes: Tensor, name: str) -> tuple[int, ...]:
+    """The shape of the scales of codes [..., out, in / values in a byte]."""
+    f = FORMATS[name]
+    *lead, outs, packed = codes.shape
+    ins = packed * f.per_byte
+    return (*lead, -(-outs // f.outs), -(-ins // f.ins) if f.ins else 1)
+
+
+def decoded(codes_eOI: Tensor, scales_eOI: Tensor, name: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The weights [e, out, in] of codes [e, out, in / values in a byte], into `out` if it is given."""
+    f = FORMATS[name]
+    if f.values:
+        wide = _pairs(f.values, f.high_first, codes_eOI.device)
+        value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)
+    else:
+        value = codes_eOI.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).to(torch.float32)
+    scale = scales_eOI
+    if scale.dtype is torch.uint8:
+        scale = torch.pow(2.0, scale.to(torch.int32) - 127)
+    e, outs, ins = value.shape
+    if f.outs > 1:
+        scale = scale.repeat_interleave(f.outs, 1)[:, :outs]
+    if f.ins and ins % f.ins:
+        value.mul_(scale.repeat_interleave(f.ins, 2)[:, :, :ins])
+    elif value.numel():
+        value.view(e, outs, scale.shape[2], -1).mul_(scale.unsqueeze(-1))
+    if name == "int8":
+        value.mul_(_127TH)
+    return value.to(dtype) if out is None else out.copy_(value)
+
+
+def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights [..., out, in] in a format that there is an encoder for.
+
+    Raises:
+        ConfigError: there is none, or its blocks do not divide the inputs.
+    """
+    f = FORMATS.get(name)
+    if f is None or f.quantize is None:
+        known = [key for key, row in FORMATS.items() if row.quantize]
+        raise ConfigError(f"weights can be quantized to {known}, not to {name!r}", phase="experts")
+    if f.ins and weight.shape[-1] % f.ins:
+        raise ConfigError(
+            f"{name} has blocks of {f.ins} values of an expert's inputs, and {weight.shape[-1]} inputs are no multiple",
+            phase="experts",
+        )
+    return f.quantize(weight.detach(), f)
+
+
+def _nf4(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
+    blocks = weight.reshape(-1, f.ins).float()
+    absmax = blocks.abs().amax(1)
+    blocks = blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(1)
+    values = torch.tensor(f.values, device=weight.device)
+    code = torch.bucketize(blocks, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+    codes = (code[:, ::2] << 4) | code[:, 1::2]
+    lead = weight.shape[:-1]
+    return codes.view(*lead, -1), absmax.view(*lead, -1)
+
+
+def _int8(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    absmax = wide.abs().amax(-1, keepdim=True)
+    codes = (wide * (127.0 / absmax.clamp(min=1e-38))).round().to(torch.int8)
+    return codes.view(torch.uint8), absmax
+
+
+@lru_cache(maxsize=8)
+def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) -> Tensor:
+    """The two values of each byte, [256, 2]."""
+    with torch.inference_mode(False), torch.device(device):
+        value, byte = torch.tensor(values, dtype=torch.float32), torch.arange(256)
+    halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
+    return torch.stack([value[half] for half in halves], 1)
+
+
+FORMATS = {
+    "nf4": Format(2, 1, 64, values=NF4, high_first=True, quantize=_nf4),
+    "int8": Format(1, 1, 0, quantize=_int8),
+    "fp8": Format(1, 128, 128),
+    "mxfp4": Format(2, 1, 32, torch.uint8, E2M1),
+}
+"""By name: NF4 with an absmax of each 64 values, as bitsandbytes packs them; int8 with an absmax of each row, as
+bitsandbytes' `int8_vectorwise_quant`; float8_e4m3 with a scale of each 128 x 128, as DeepSeek's checkpoints have them;
+and e2m1 with a power of two of each 32 values, as gpt-oss has them: weights there are codes of [e, out, in], too."""
