@@ -1,6 +1,7 @@
 """The expert MLP by the C++ kernels: one call forward, one backward, one more where weight gradients come later.
 
-They cover activations that C++ knows by name, of contiguous weights in float32 or bfloat16 in either layout.
+They cover activations that C++ knows by name, of contiguous weights in float32 or bfloat16 in either layout,
+and codes.
 
 Legend: M rows, K slots per row, R expert rows, e experts, D model dim, I width of the pre-activations, F hidden dim.
 """
@@ -17,8 +18,9 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.expert_call import cast_weights
 from trimtab.experts.operands import Operands, Targets
+from trimtab.experts.quantized import packed
 from trimtab.kernels.api import put
-from trimtab.kernels.compiled import ACTIVATIONS, TYPES, CompiledKernels
+from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 
 Fields = dict[str, Any]
 ADAPTED = 32
@@ -33,9 +35,13 @@ def covers(o: Operands) -> bool:
         isinstance(o.kernels, CompiledKernels)
         and _known(o.word) is not None
         and o.x.dtype in TYPES
-        and all(p is None or (p.dtype is o.up.dtype and p.is_contiguous()) for p in params)
-        and o.codes is None
-        and (o.thin is None or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0))
+        and all(p is None or (p.is_contiguous() and (o.codes is not None or p.dtype is o.up.dtype)) for p in params)
+        and (o.codes is None or (o.codes.up.is_contiguous() and o.codes.down.is_contiguous()))
+        and (
+            o.thin is None
+            or not (o.thin[0].rank or o.thin[1].rank)
+            or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0)
+        )
     )
 
 
@@ -45,7 +51,7 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
     fields = _fields(o, x) | _weights(o, x)
     pre = kernels.empty(fields["R"] if keep else 0, o.width, dtype=x.dtype)
     y = kernels.empty(*x.shape, dtype=x.dtype)
-    thin = _adapters(o, fields["up"].dtype)
+    thin = _adapters(o, x.dtype if o.codes else fields["up"].dtype)
     kernels.forward(fields | thin | {"pre": pre if keep else None, "y": y})
     return y, pre
 
@@ -61,7 +67,7 @@ def backward(
     dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
     dw = torch.zeros(o.w.shape, dtype=torch.float32, device="cpu")
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw, "d_pre": d_pre}
-    thin = _adapters(o, fields["up"].dtype)
+    thin = _adapters(o, x.dtype if o.codes else fields["up"].dtype)
     for name, pair in zip(("up", "down"), o.thin or (), strict=False):
         thin[f"v_{name}"] = kernels.empty(fields["R"], pair.rank, dtype=x.dtype)
         thin |= {f"d_{name}_a": pair.d_a, f"d_{name}_b": pair.d_b}
@@ -103,12 +109,13 @@ def _known(word: str) -> Fields | None:
 def _fields(o: Operands, x: Tensor) -> Fields:
     """What all three calls read, and what keeps it alive."""
     plan, (M, D), (e, _, F), width, known = o.plan, x.shape, o.down.shape, o.width, _known(o.word)
-    wanted = (e, D, F)
+    each = packed(o.codes.format) if o.codes else 1
+    wanted, F = (e, D, F), F * each
     if o.transposed:
         F = o.down.shape[1]
         wanted = (e, F, D)
     assert known is not None
-    fits = o.down.shape == wanted and o.up.shape[0] == e and o.up.shape[1 if o.transposed else -1] == D
+    fits = o.down.shape == wanted and o.up.shape[0] == e and o.up.shape[1 if o.transposed else -1] * each == D
     fits = fits and width == (2 * F if activation_of(o.word).gated else F) and o.w.shape[0] == M
     if not fits or plan.offsets_e.shape[0] != e + 1 or plan.bag_offsets.shape[0] != M + 1:
         raise InputError(
@@ -127,9 +134,16 @@ def _fields(o: Operands, x: Tensor) -> Fields:
 def _weights(o: Operands, x: Tensor) -> Fields:
     """The parameters where they are read, in one of the types that may lie beside x."""
     up, down, up_bias, down_bias = o.up, o.down, o.up_bias, o.down_bias
-    if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those C++ rounds
-        up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, o.plan, x, o.kernels)
-    fields: Fields = {"up": up, "down": down, "type_weights": TYPES[up.dtype]}
+    if o.codes is not None:
+        fields: Fields = {"type_weights": CODES[o.codes.format], "up_scales": o.codes.up, "down_scales": o.codes.down}
+    else:
+        if up.dtype is not x.dtype and (up.dtype, x.dtype) != (
+            torch.float32,
+            torch.bfloat16,
+        ):  # beside those C++ rounds
+            up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, o.plan, x, o.kernels)
+        fields = {"type_weights": TYPES[up.dtype]}
+    fields |= {"up": up, "down": down}
     if up_bias is not None and down_bias is not None:
         fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
     return fields

@@ -39,6 +39,8 @@ SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+CODES = {"nf4": 2, "int8": 3, "fp8": 4, "mxfp4": 5}
+"""Of `trimtab.experts.quantized`, by their numbers in cpu/call.h."""
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
 
@@ -49,9 +51,9 @@ _NUMBERS = (
 _TENSORS = (
     "row_R", "slot_R", "offsets", "w", "x", "up", "down", "up_bias", "down_bias", "pre", "y", "dy", "d_pre", "dx",
     "dw", "d_up", "d_down", "d_up_bias", "d_down_bias", "up_a", "up_b", "down_a", "down_b", "u_up", "u_down", "v_up",
-    "v_down", "d_up_a", "d_up_b", "d_down_a", "d_down_b",
+    "v_down", "d_up_a", "d_up_b", "d_down_a", "d_down_b", "up_scales", "down_scales",
 )  # fmt: skip
-_CALL = struct.Struct("11i 5f 7q 31P 2P")
+_CALL = struct.Struct("11i 5f 7q 33P 2P")
 """cpu/call.h, field by field: int32, float, int64 and addresses, of which the library sets the last two."""
 
 

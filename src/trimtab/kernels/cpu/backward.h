@@ -42,7 +42,7 @@ void hidden_gradients(
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
     gather_left<Op>(Gathered<T>{(const T*)c.dy, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
-    append<Op>(c, t, rows, D, c.rank_down, c.scale_down, to_inputs(of_expert<W>(c.down_b, t.expert, c.rank_down * D), c.rank_down, D, false), (T*)c.v_down, s);
+    append<Op>(c, t, rows, D, c.rank_down, c.scale_down, to_inputs(of_expert<Beside<W>>(c.down_b, t.expert, c.rank_down * D), c.rank_down, D, false), (T*)c.v_down, s);
     memset(s.sums, 0, t.count * VL * sizeof(float));
     gemm<Op>(
         t.count, F, K, {(Word*)rows, ldx / Op::values}, back_of_down<W>(c, t.expert), (Word*)s.b, s.c,
@@ -84,7 +84,7 @@ void hidden_gradients(
         for (long d = 0; bias && d < D; d += VL) total += load(bias + d, D - d) * load(rows + i * ldx + d, D - d);
         if (slot >= 0) c.dw[slot] = sum(total);
     }
-    append<Op>(c, t, d_pre, I, c.rank_up, c.scale_up, to_inputs(of_expert<W>(c.up_b, t.expert, c.rank_up * I), c.rank_up, I, false), (T*)c.v_up, s);
+    append<Op>(c, t, d_pre, I, c.rank_up, c.scale_up, to_inputs(of_expert<Beside<W>>(c.up_b, t.expert, c.rank_up * I), c.rank_up, I, false), (T*)c.v_up, s);
 }
 
 template <class T, class W, class Op>

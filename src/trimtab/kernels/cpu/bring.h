@@ -4,6 +4,7 @@
 // the other; columns behind the last one hold zeros.
 #pragma once
 #include "amx.h"
+#include "codes.h"
 
 // Where word k of column n goes, n a multiple of VL.
 template <class Word>
@@ -169,13 +170,51 @@ struct Matrix {
     }
 };
 
+// Codes of one expert's parameter, decoded piece by piece: from its inputs to its outputs, of which parts lie `beside`
+// outputs apart and `step` outputs from one to the next, or back.
+template <class T>
+struct Matrix<coded<T>> {
+    Stack w;
+    bool by_rows;  // k is an output and n an input, else n is an output
+    int step = 1, parts = 1;
+    long beside = 0, first = 0;
+    Matrix from(long n) const { return {w, by_rows, step, parts, beside, first + n}; }
+    long output(int part, long n) const { return part * beside + (first + n) * step; }
+    template <class Op>
+    void bring(int part, typename Op::Word* p, long k0, long kn, long n0, long nn) const {
+        const auto to = panels_of<Op>(p);
+        if (by_rows) {
+            T rows[2][NC];
+            const auto row = [&](long k) {
+                w.decode(k0 + k, first + n0, nn, rows[k % 2]);
+                return rows[k % 2];
+            };
+            const auto ask = [&](long k) {
+                if (k + FAR < kn) expect<2>(w.at(k0 + k + FAR, first + n0), w.bytes(nn));
+            };
+            return bring_rows<Op, T>(row, ask, kn, nn, to);
+        }
+        constexpr long ld = pitch(KC);
+        T rows[NR * ld];
+        for (long n = 0; n < nn; n += NR) {
+            const long some = std::min<long>(NR, nn - n);
+            for (long i = 0; i < some; i++) w.decode(output(part, n0 + n + i), k0, kn, rows + i * ld);
+            bring_transposed<Op>(rows, ld, kn, some, {to.p + n / NR * to.panel, to.row, to.panel});
+        }
+    }
+    Ahead where(int part, long k0, long kn, long n0, long nn) const {
+        if (by_rows) return {(const char*)w.at(k0, first + n0), w.bytes(w.ins), kn, w.bytes(nn)};
+        return {(const char*)w.at(output(part, n0), k0), w.bytes(w.ins) * step, nn, w.bytes(kn)};
+    }
+};
+
 // A parameter, and below its last row those of an adapter, if it has some: of an aligned `end` on (call.h).
 template <class W>
 struct Right : Matrix<W> {
-    Matrix<W> tail = {};
+    Matrix<Beside<W>> tail = {};
     long end = 0;
     Right(const Matrix<W>& own) : Matrix<W>(own) {}
-    Right(const Matrix<W>& own, const Matrix<W>& tail, long end) : Matrix<W>(own), tail(tail), end(end) {}
+    Right(const Matrix<W>& own, const Matrix<Beside<W>>& tail, long end) : Matrix<W>(own), tail(tail), end(end) {}
     bool whole() const { return !tail.w; }
     Right from(long n) const { return whole() ? Right(Matrix<W>::from(n)) : Right(Matrix<W>::from(n), tail.from(n), end); }
     long own(long k0, long kn) const { return whole() ? kn : std::clamp(end - k0, 0L, kn); }

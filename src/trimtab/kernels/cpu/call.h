@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-enum Type : int32_t { FLOAT = 0, BFLOAT = 1 };
+enum Type : int32_t { FLOAT = 0, BFLOAT = 1, NF4 = 2, INT8 = 3, FP8 = 4, MXFP4 = 5 };  // codes from NF4 on (codes.h)
 enum Products : int32_t { WIDENED = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
 
@@ -36,10 +36,11 @@ struct Call {
     float* dw;                     // [M, K], zeros before
     void *d_up, *d_down;           // like the parameters, or null
     void *d_up_bias, *d_down_bias;  // float [E, I], [E, D], or null
-    const void *up_a, *up_b, *down_a, *down_b;  // [E, r, D], [E, I, r], [E, r, F], [E, D, r], of the weights' type
+    const void *up_a, *up_b, *down_a, *down_b;  // [E, r, D], [E, I, r], [E, r, F], [E, D, r], of the weights' type or, beside codes, the rows'
     void *u_up, *u_down;           // [R, r]: scale x a^T and scale h w a^T, from a forward to its backward, or null
     void *v_up, *v_down;           // [R, r]: scale d_pre b and scale dy b
     float *d_up_a, *d_up_b, *d_down_a, *d_down_b;  // like the adapters, or null
+    const void *up_scales, *down_scales;  // of codes
     float* sums;                   // [M, D]: where y or dx are bf16, tokens' sums while they grow
     float* scratch;                // `scratch_floats`
 };

@@ -24,7 +24,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
     const int parts = act.gate ? 2 : 1, step = c.interleaved ? 2 : 1;
     const long second = c.interleaved ? 1 : F;
     gather_left<Op>(Gathered<T>{(const T*)c.x, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
-    append<Op>(c, t, rows, D, c.rank_up, c.scale_up, to_outputs(of_expert<W>(c.up_a, t.expert, c.rank_up * D), D, c.rank_up, false), (T*)c.u_up, s);
+    append<Op>(c, t, rows, D, c.rank_up, c.scale_up, to_outputs(of_expert<Beside<W>>(c.up_a, t.expert, c.rank_up * D), D, c.rank_up, false), (T*)c.u_up, s);
     const T* bias = c.up_bias ? (const T*)c.up_bias + t.expert * I : nullptr;
     gemm<Op>(
         t.count, F, K, {(Word*)rows, ldx / Op::values}, up_of<W>(c, t.expert), (Word*)s.b, s.c,
@@ -51,7 +51,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
             }
         });
     if (!c.y) return;
-    append<Op>(c, t, hidden, F, c.rank_down, c.scale_down, to_outputs(of_expert<W>(c.down_a, t.expert, c.rank_down * F), F, c.rank_down, false), (T*)c.u_down, s);
+    append<Op>(c, t, hidden, F, c.rank_down, c.scale_down, to_outputs(of_expert<Beside<W>>(c.down_a, t.expert, c.rank_down * F), F, c.rank_down, false), (T*)c.u_down, s);
 }
 
 template <class T, class W, class Op>

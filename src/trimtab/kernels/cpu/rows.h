@@ -119,41 +119,65 @@ struct Shared {
 // An expert's parameters, in a forward's products and in a backward's. An adapter's second matrix lies below them; its
 // first makes the columns that this one takes.
 template <class W>
-Right<W> with_tail(const Matrix<W>& own, long end, const Matrix<W>& tail) {
+Right<W> with_tail(const Matrix<W>& own, long end, const Matrix<Beside<W>>& tail) {
     return tail.w ? Right<W>(own, tail, end) : Right<W>(own);
 }
 template <class W>
 const W* of_expert(const void* all, long e, long each) {
     return all ? (const W*)all + e * each : nullptr;
 }
+// The parameter itself: [I, D] or [D, F], or turned; codes never are.
+template <class W>
+Matrix<W> own_up(const Call& c, long e, bool back) {
+    const int parts = back || !gated(c) ? 1 : 2;
+    const bool interleaved = !back && c.interleaved;
+    const long I = width(c);
+    if constexpr (Decoded<W>::codes) {
+        const Stack w = Stack::of(c.type_weights, c.up, c.up_scales, e, I, c.D);
+        return {w, back, interleaved ? parts : 1, parts, interleaved ? 1 : I / parts};
+    } else {
+        const W* w = (const W*)c.up + e * I * c.D;
+        if (back) return to_inputs(w, c.D, I, c.transposed != 0);
+        return to_outputs(w, c.D, I, c.transposed != 0, parts, interleaved);
+    }
+}
+template <class W>
+Matrix<W> own_down(const Call& c, long e, bool back) {
+    if constexpr (Decoded<W>::codes) {
+        return {Stack::of(c.type_weights, c.down, c.down_scales, e, c.D, c.F), back};
+    } else {
+        const W* w = (const W*)c.down + e * c.D * c.F;
+        return back ? to_inputs(w, c.F, c.D, c.transposed != 0) : to_outputs(w, c.F, c.D, c.transposed != 0);
+    }
+}
 template <class W>
 Right<W> up_of(const Call& c, long e) {
     const int parts = gated(c) ? 2 : 1;
     const long I = width(c), r = c.rank_up;
     return with_tail(
-        to_outputs((const W*)c.up + e * I * c.D, c.D, I, c.transposed != 0, parts, c.interleaved != 0), c.D,
-        to_outputs(of_expert<W>(c.up_b, e, I * r), r, I, false, parts, c.interleaved != 0));
+        own_up<W>(c, e, false), c.D,
+        to_outputs(of_expert<Beside<W>>(c.up_b, e, I * r), r, I, false, parts, c.interleaved != 0));
 }
 template <class W>
 Right<W> down_of(const Call& c, long e) {
     const long r = c.rank_down;
     return with_tail(
-        to_outputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0), c.F,
-        to_outputs(of_expert<W>(c.down_b, e, c.D * r), r, c.D, false));
+        own_down<W>(c, e, false), c.F,
+        to_outputs(of_expert<Beside<W>>(c.down_b, e, c.D * r), r, c.D, false));
 }
 template <class W>
 Right<W> back_of_up(const Call& c, long e) {
     const long I = width(c), r = c.rank_up;
     return with_tail(
-        to_inputs((const W*)c.up + e * I * c.D, c.D, I, c.transposed != 0), I,
-        to_inputs(of_expert<W>(c.up_a, e, r * c.D), c.D, r, false));
+        own_up<W>(c, e, true), I,
+        to_inputs(of_expert<Beside<W>>(c.up_a, e, r * c.D), c.D, r, false));
 }
 template <class W>
 Right<W> back_of_down(const Call& c, long e) {
     const long r = c.rank_down;
     return with_tail(
-        to_inputs((const W*)c.down + e * c.D * c.F, c.F, c.D, c.transposed != 0), c.D,
-        to_inputs(of_expert<W>(c.down_a, e, r * c.F), c.F, r, false));
+        own_down<W>(c, e, true), c.D,
+        to_inputs(of_expert<Beside<W>>(c.down_a, e, r * c.F), c.F, r, false));
 }
 
 inline float weight_of(const Call& c, long r) { return c.slot_R[r] < 0 ? 0.0f : c.w[c.slot_R[r]]; }
