@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify megatron-check gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check peers gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -53,6 +53,10 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 
 megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every test; MEGATRON=0.18.2 for another release
 	.ci/megatron-check
+
+peers: $(VENV)/ready  ## judge other libraries' MoE layers, each in .peers at its own version; writes docs/peers.md
+	PYTHONPATH=tests DS_BUILD_OPS=0 $(BIN)/python -m peers --fetch
+	PYTHONPATH=tests $(BIN)/python -m peers
 
 # An interpreter that has a PyTorch for its GPU, as containers and clusters do, needs no set-up: GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -101,7 +101,10 @@ class Outcome:
 
 
 class Subject(Protocol):
-    """A model of `sizes.layers` MoE layers: h = h + moe(h) between them, y = moe(h) at the end."""
+    """A model of `sizes.layers` MoE layers: h = h + moe(h) between them, y = moe(h) at the end.
+
+    It may have `expected(grads)`: what of the true gradients it is to give, where its parameters are not the weights.
+    """
 
     def step(self, share: Share) -> Outcome:
         """Forward, backward from dy, and the gradients of the mean loss over the data-parallel ranks. Collective."""

@@ -1,0 +1,1 @@
+"""The ledger of peers: other libraries' MoE layers under `trimtab verify`, each failure reproduced outside of it."""

@@ -1,0 +1,112 @@
+"""One peer's cases, in this process and the ranks that it starts; what became of each, in the words of the page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+from peers.registry import OURS_ALONE, SOURCES, Peer
+from trimtab.verify.cases import Case
+from trimtab.verify.collect import Verdict
+from trimtab.verify.patterns import PATTERNS
+from trimtab.verify.run import run_local
+from trimtab.verify.topologies import topology_named
+
+Status = Literal["right", "wrong", "refused", "crashed", "hung", "lacks"]
+STATUSES: dict[str, Status] = {
+    "ok": "right", "mismatch": "wrong", "refused": "refused", "error": "crashed", "hang": "hung", "lacking": "lacks",
+}  # fmt: skip
+DEADLINE = 20.0
+"""Seconds for a case; the slowest that end take two."""
+
+
+GRACE = 2.0
+"""Seconds that others have once a rank has raised: there are hundreds of such cases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One case. said: the first line of the error and its rank, the largest difference, or why it can't be asked.
+
+    error: the largest relative error where numbers came. rank: of the first error.
+    """
+
+    topology: str
+    pattern: str
+    status: Status
+    said: str = ""
+    error: float | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A peer, its version, and its cases; absent: why it can't be judged here."""
+
+    peer: str
+    version: str = ""
+    absent: str = ""
+    seconds: float = 0.0
+    cases: list[Judged] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Result:
+        return cls(**{**given, "cases": [Judged(**case) for case in given["cases"]]})
+
+
+def cases_of(peer: Peer, topologies: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[Case]:
+    """Those of the page, or of it those named."""
+    return [
+        Case(topology=topology_named(topology), pattern=pattern, dtype=peer.dtype, seed=0)
+        for topology in topologies or peer.topologies
+        for pattern in PATTERNS
+        if pattern.name not in OURS_ALONE and (not patterns or pattern.name in patterns)
+    ]
+
+
+def judge(peer: Peer, cases: Sequence[Case]) -> list[Judged]:
+    """A crash or a hang costs its own case and new ranks, no more."""
+    with patch("trimtab.verify.collect.GRACE", GRACE):
+        found = [judged(verdict) for verdict in run_local(cases, peer.impl, deadline=DEADLINE, **peer.options())]
+    order = [(case.topology.name, case.pattern.name) for case in cases]
+    return sorted(found, key=lambda case: order.index((case.topology, case.pattern)))
+
+
+def judged(verdict: Verdict) -> Judged:
+    """A verdict in the page's words."""
+    case, status = verdict.case, STATUSES[verdict.status]
+    finite = list(verdict.errors.values())
+    first = verdict.details[0] if verdict.details else ""
+    rank = re.match(r"rank (\d+): ", first)
+    said = first.strip().splitlines()[-1].strip() if first else ""
+    if status == "wrong":  # the worst of all ranks and tensors, rather than the first
+        worst = max(verdict.errors, key=lambda column: verdict.errors[column])
+        missing = next((line for line in verdict.details if "got no tensor" in line), "")
+        said = missing or f"{worst} by {verdict.errors[worst]:.1e}"
+    return Judged(
+        topology=case.topology.name,
+        pattern=case.pattern.name,
+        status=status,
+        said=said.removeprefix(rank[0]) if rank else said,
+        error=max(finite) if finite else None,
+        rank=int(rank[1]) if rank and status in ("refused", "crashed") else None,
+    )
+
+
+def version_of(peer: Peer, root: Path) -> str:
+    """A release's number, and what it was fetched at where it has none."""
+    if peer.distribution:
+        return importlib.metadata.version(peer.distribution)
+    source = next(source for folder in peer.folders if (source := SOURCES[folder]).git[0])
+    asked = ["git", "-C", str(root / source.folder), "rev-parse", "--short=7", "HEAD"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "unknown"

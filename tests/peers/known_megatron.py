@@ -1,0 +1,121 @@
+"""Failures of Megatron-Core's MoE layer, and what the same lines end with when trimtab is in it."""
+
+from __future__ import annotations
+
+from peers.failure import Failure
+from peers.known import VIEW
+from peers.reproduce import Reproduction
+
+BOTH = ("0.16", "0.19")
+ENDS, FINITE, NAN = "^ends$", "^ends: router's gradient finite$", "^ends: router's gradient NaN$"
+ENDED = r"dies|Connection reset|closed by peer"
+WAITS = "waits|closed by peer|Connection reset"
+"""What becomes of the others on a CPU: with NCCL they wait for the watchdog."""
+ROUTER = ' The fault is in Megatron\'s losses, so with trimtab it takes `use(spec, router="trimtab")`.'
+
+
+def _known(
+    id: str, title: str, says: str, lines: str, expected: tuple[str, str], ours: str = ENDS, *,
+    dispatchers: str = "megatron(-allgather)?-0", message: str = "^$", gloo: bool = False,
+    fails: tuple[str, ...] = BOTH,
+) -> Failure:  # fmt: skip
+    reproduction = Reproduction(prelude="megatron", lines=lines, expected=expected, ours=(ours, ours), fails=fails)
+    return Failure(
+        id=f"megatron-{id}", title=f"Megatron-Core: {title}", says=says, peers=dispatchers, message=message,
+        reproduction=reproduction, gloo=gloo,
+    )  # fmt: skip
+
+
+def _of_losses() -> list[Failure]:
+    """What balance losses do where a rank has no token, the router's line repaired."""
+    step = "said = says_finite(step(layer, torch.randn(4 * rank, 1, 16)))"
+    made = []
+    for name, error in (
+        ("aux_loss", "ZeroDivisionError"), ("global_aux_loss", "ZeroDivisionError"), ("seq_aux_loss", VIEW),
+    ):  # fmt: skip
+        options = f'moe_router_load_balancing_type="{name}", moe_aux_loss_coeff=0.1'
+        made.append(_known(
+            f"no-tokens-{name.replace('_', '-')}", f"a rank without tokens, {name}",
+            "With the router's line repaired, the loss divides by its number of tokens, or reshapes none." + ROUTER,
+            f'layer = no_view() or moe_layer(router="trimtab", {options})\n{step}', (error, WAITS), FINITE,
+        ))  # fmt: skip
+    return made
+
+
+KNOWN_MEGATRON: tuple[Failure, ...] = (
+    _known(
+        "no-tokens", "a rank without tokens",
+        "`RouterGatingLinearFunction` ends with `output.view(*inp_shape[:-1], -1)`, which is ambiguous for no tokens. "
+        "The rank raises, the others wait for it in their exchange. With `.view(*inp_shape[:-1], weight.shape[0])` in "
+        "that one line alltoall is right.",
+        "layer = moe_layer()\nstep(layer, torch.randn(4 * rank, 1, 16))", (VIEW, WAITS),
+        message=VIEW,
+    ),
+    _known(
+        "allgather-uneven", "allgather, ranks with unequal numbers of tokens",
+        "It gathers as if every rank had as many as this one. Here Gloo notices and ends a process; alltoall is right.",
+        'layer = moe_layer(moe_token_dispatcher_type="allgather")\nstep(layer, torch.randn(6 - 3 * rank, 1, 16))',
+        (ENDED, ENDED), dispatchers="megatron-allgather", message="died|mismatch|gloo|Gloo|no answer",
+    ),
+    _known(
+        "allgather-no-tokens", "allgather, a rank without tokens, the router's line repaired",
+        "The rank without tokens comes to its end without the others' tokens, which it should have computed; the "
+        "other waits. With alltoall the same lines are right.",
+        'layer = no_view() or moe_layer(moe_token_dispatcher_type="allgather")\n'
+        "step(layer, torch.randn(4 * rank, 1, 16))", (ENDS, "hangs|waits"),
+    ),
+    *_of_losses(),
+    _known(
+        "no-tokens-z-loss", "a rank without tokens, z-loss",
+        "With the router's line repaired gradients are finite, and what is logged of the loss is a mean of nothing."
+        + ROUTER,
+        'layer = no_view() or moe_layer(router="trimtab", moe_z_loss_coeff=0.1)\n'
+        'step(layer, torch.randn(4 * rank, 1, 16)); said = logged("z_loss")', ("logged NaN", "logged finite"),
+        "logged finite",
+    ),
+    _known(
+        "all-padding", "aux_loss on a rank whose tokens are all padding",
+        "The loss divides by the rank's number of real tokens." + ROUTER,
+        'layer = moe_layer(router="trimtab", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1)\n'
+        "said = says_finite(step(layer, torch.randn(4, 1, 16), padding_mask=torch.full((1, 4), rank == 0)))",
+        (NAN, FINITE), FINITE,
+    ),
+    _known(
+        "bias-padding", "expert bias and a padding mask",
+        "The map [T, E] and the mask [T] meet without a new axis; where E happens to be T nothing is said. Fixed on "
+        "Megatron's main branch." + ROUTER,
+        'layer = moe_layer(router="trimtab", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")\n'
+        "said = says_finite(step(layer, torch.randn(6, 1, 16), padding_mask=torch.arange(6)[None] > 3))",
+        ("must match the size", "must match the size"), FINITE,
+    ),
+    _known(
+        "fewer-than-k", "alltoall, a router that gives a token fewer than K experts",
+        "The number of rows is taken as T * K, unless tokens are dropped by capacity. Megatron's own router always "
+        "gives K, so this meets those who put in one of their own. allgather is right.",
+        "layer = moe_layer(); layer.router.register_forward_hook(fewer)\nstep(layer, torch.randn(4, 1, 16))",
+        ("Split sizes doesn't match", "Split sizes doesn't match"), dispatchers="megatron-0", fails=("0.19",),
+        message="Split sizes doesn't match",
+    ),
+    _known(
+        "wanted-on-one-rank", "gradients wanted on one rank alone",
+        "The exchange of the backward is entered by ranks whose tokens or experts need a gradient: with frozen experts "
+        "and inputs that need one on some ranks alone, they wait for the rest.",
+        "layer = moe_layer().requires_grad_(False)\nstep(layer, torch.randn(4, 1, 16), wanted=rank == 0)",
+        ("hangs", ENDS),
+    ),
+    _known(
+        "capacity-pad", "pad to capacity, ranks with unequal numbers of tokens",
+        "The capacity comes from the rank's own tokens, the splits are equal. Refused by name with trimtab, when the "
+        "layer is built.",
+        "layer = moe_layer(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)\n"
+        "step(layer, torch.randn(8 - 4 * rank, 1, 16))", (ENDED, ENDED), "ConfigError: .*pad_expert_input_to_capacity",
+    ),
+    _known(
+        "etp-gloo", "expert tensor parallelism, ranks that receive unequal numbers of rows",
+        "Gloo's all-gather of a list takes equal sizes alone. Megatron's code allows for unequal ones, and NCCL takes "
+        "them.",
+        "layer = moe_layer(ep=1, etp=2)\nstep(layer, torch.randn(6 - 3 * rank, 1, 16))",
+        ("Gloo::allgather: invalid tensor size", "Gloo::allgather: invalid tensor size"), gloo=True,
+        message="Gloo::allgather: invalid tensor size",
+    ),
+)  # fmt: skip
