@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -26,6 +27,8 @@ from trimtab.verify.adapters import Outcome, Place, Share, Subject, reason, resi
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
+
+build_shm_op()  # by the first to come, which takes half a minute, and not by a rank that has a deadline
 
 
 class Impl:

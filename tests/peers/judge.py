@@ -76,7 +76,7 @@ def cases_of(peer: Peer, topologies: Sequence[str] = (), patterns: Sequence[str]
 def judge(peer: Peer, cases: Sequence[Case]) -> list[Judged]:
     """A crash or a hang costs its own case and new ranks, no more."""
     with patch("trimtab.verify.collect.GRACE", GRACE):
-        found = [judged(verdict) for verdict in run_local(cases, peer.impl, deadline=DEADLINE, **peer.options())]
+        found = [judged(v) for v in run_local(cases, peer.impl, deadline=DEADLINE, anew=True, **peer.options())]
     order = [(case.topology.name, case.pattern.name) for case in cases]
     return sorted(found, key=lambda case: order.index((case.topology, case.pattern)))
 

@@ -153,7 +153,7 @@ def _small() -> Iterator[Peer]:
 
 
 def _megatron() -> Iterator[Peer]:
-    topologies = ("1r-local", "2r-ep2", "4r-ep4", "4r-ep2-etp2", "4r-ep4-tp2-sharded")
+    topologies = ("1r-local", "2r-ep2", "2r-etp2-local", "4r-ep4", "4r-ep2-etp2", "4r-ep4-tp2-sharded")
     kinds = (
         ("megatron", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP"),
         ("megatron-allgather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP"),

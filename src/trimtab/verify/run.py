@@ -42,10 +42,12 @@ def run_local(
     deadline: float,
     repeat: int = 1,
     around: Around = contextlib.nullcontext,
+    anew: bool = False,
 ) -> Iterator[Verdict]:
     """Verdicts, in the order of `cases` within those of one number of ranks. Cases that can't be asked for come first.
 
-    A case that hangs or kills its ranks costs its own verdict and a new pool, no more.
+    A case that hangs or kills its ranks costs its own verdict and a new pool, no more; with `anew` one that raises,
+    too: its groups may be out of step.
     """
     for ranks, group in groupby(cases, key=lambda case: case.topology.ranks):
         asked, lacking = _asked(implementation, list(group))
@@ -56,6 +58,8 @@ def run_local(
                 for verdict in collect(asked, store, deadline, died=died, said=last_words):
                     asked = asked[1:]
                     yield verdict
+                    if anew and verdict.status in ("error", "refused"):
+                        break
 
 
 def run_cluster(

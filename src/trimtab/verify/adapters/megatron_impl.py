@@ -53,6 +53,9 @@ class Impl:
             "sequence parallelism cuts a sequence evenly": t.tp > 1 and any(len(found) > 1 for found in lengths),
             f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
             "it has no ordered combine": t.combine == "ordered",
+            "in its all-to-all the ranks that split an expert lie side by side; in the ledger's meshes they do not": (
+                t.ep > 1 and t.etp > 1 and self.dispatcher == "alltoall"
+            ),
             "its routing map holds an expert once a token": pattern.name in ("duplicates", "one_rank", "lone_rank"),
             "it promises no error for a NaN, which goes through as in PyTorch": pattern.spoil == "nan",
         }
