@@ -67,7 +67,11 @@ def config_of(case: Case) -> Any:
         "sequence_parallel": sizes["tp"] > 1, "params_dtype": case.dtype, "bf16": case.dtype == torch.bfloat16,
         "moe_router_dtype": None if case.dtype == torch.float32 else "fp32",
     }  # fmt: skip
-    return megatron.core.transformer.TransformerConfig(**plain | case.options)
+    options = plain | case.options
+    later = options.pop("delay_wgrad_compute", False)  # Megatron wants its overlap of micro-batches with it
+    config = megatron.core.transformer.TransformerConfig(**options)
+    config.delay_wgrad_compute = later
+    return config
 
 
 def spec_of(case: Case) -> Any:
@@ -86,7 +90,9 @@ def layer_of(case: Case, config: Any = None) -> Any:
     all_ = weights(case)
     ep, etp = layer.token_dispatcher.ep_group.rank(), (layer.token_dispatcher.tp_rank, layer.token_dispatcher.tp_size)
     mine = slice(ep * layer.num_local_experts, (ep + 1) * layer.num_local_experts)
-    up, down = share(all_["up"][mine], etp), all_["down"][mine].chunk(etp[1], 2)[etp[0]]
+    width = case.options.get("moe_latent_size", H)
+    up = share(all_["up"][mine, :, :width], etp)
+    down = all_["down"][mine, :width].chunk(etp[1], 2)[etp[0]]
     with torch.no_grad():
         layer.router.weight.copy_(all_["router"])
         for name, wanted in (("linear_fc1", up), ("linear_fc2", down)):
@@ -107,7 +113,8 @@ def parameters_of(layer: Any, name: str, attribute: str = "") -> list[Tensor]:
     if hasattr(layer.experts, "local_experts"):
         found = [expert.get_submodule(name).weight for expert in layer.experts.local_experts]
     else:
-        found = list(layer.experts.get_submodule(name).parameters())
+        named = layer.experts.get_submodule(name).named_parameters()
+        found = [param for own, param in named if own.startswith("weight")]
     if attribute:
         found = [getattr(param, attribute) for param in found]
     return list(found[0]) if len(found) == 1 and found[0] is not None and found[0].dim() == 3 else found

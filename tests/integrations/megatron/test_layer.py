@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.megatron_case import Case, check, of_kinds
+from helpers.megatron_case import Case, check, input_of, layer_of, of_kinds
+from helpers.megatron_cpu import megatron_ranks, parallel_state
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.dispatcher import slots_of
 
 EDGES = {
     "balanced": Case(tokens=[(6, 2)]),
@@ -89,3 +92,30 @@ def test_four_ranks(sizes: str, names: Any) -> None:
 def test_transports_by_name(transport: str) -> None:
     cases = {name: replace(case, use={"transport": transport}) for name, case in EDGES.items()}
     check(of_kinds(over(cases, SOME, ep=2)), 2)
+
+
+def test_ids_come_of_the_map_whatever_the_probabilities() -> None:
+    routing_map = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
+    probs = torch.tensor([[9.0, 0.0, 0.5, 9.0], [9.0, 9.0, 9.0, 0.25], [9.0] * 4, [0.1] * 4]).requires_grad_()
+    ids, w = slots_of(routing_map, probs, 2)
+    assert ids.tolist() == [[1, 2], [3, -1], [-1, -1], [4, 4]]  # one of more than K names an expert that is none
+    assert w[:3].tolist() == [[0.0, 0.5], [0.25, 0.0], [0.0, 0.0]]
+    w[:3].sum().backward()
+    assert torch.equal(probs.grad[:3], routing_map[:3].float())  # an expert chosen with 0 has a gradient
+    assert slots_of(routing_map[:0], probs[:0], 2)[0].shape == (0, 2)
+
+
+def too_many() -> str:
+    case = Case(tokens=[(6, 2)], sizes={"ep": 2})
+    layer = layer_of(case)
+    if parallel_state.get_expert_model_parallel_rank() == 1:
+        layer.router.register_forward_hook(lambda module, given, out: (out[0], torch.ones_like(out[1])))
+    with pytest.raises(InputError) as caught:
+        layer(input_of(case, 0, 0).x_SBH)
+    return str(caught.value)
+
+
+def test_more_than_k_experts_of_a_token_raise_on_every_rank() -> None:
+    for said in megatron_ranks(too_many, 2, ep=2):
+        assert "rank 1" in said
+        assert "layer (unnamed 0)" in said

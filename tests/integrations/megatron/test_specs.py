@@ -10,14 +10,13 @@ from unittest.mock import patch
 import pytest
 
 from helpers.megatron_case import Case, config_of
-from helpers.megatron_cpu import VERSION, built, megatron, megatron_ranks, spec_utils
+from helpers.megatron_cpu import built, megatron, megatron_ranks, spec_utils
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron import MoELayer, Router, protocol, use
 from trimtab.integrations.megatron.experts import Experts
 from trimtab.integrations.megatron.refused import REFUSED, refuse
 
 gpt_specs = megatron.core.models.gpt.gpt_layer_specs
-HYBRID = ("hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 OURS = ("trimtab.integrations.megatron.specs", "gpt")
 
 
@@ -80,11 +79,11 @@ def test_dense_and_moe_layers_of_a_block_of_mtp_and_by_name() -> None:
 
 
 def test_a_hybrid_stack() -> None:
-    home, name = ("mamba.mamba_layer_specs", "mamba_stack_spec") if VERSION < (0, 19) else HYBRID
     with patch("torch.compile", lambda given=None, **options: given):
-        spec = getattr(import_module(f"megatron.core.models.{home}"), name)
-    assert parts(use(spec).submodules.moe_layer.submodules.mlp)[0] is MoELayer
-    assert parts(spec.submodules.moe_layer.submodules.mlp)[0] is protocol.MegatronMoELayer
+        stack = spec_utils.import_module(("trimtab.integrations.megatron.hybrid", "stack"))
+        theirs = import_module("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+    assert parts(stack.submodules.moe_layer.submodules.mlp)[0] is MoELayer
+    assert parts(theirs.submodules.moe_layer.submodules.mlp)[0] is protocol.MegatronMoELayer
 
 
 class Another(protocol.MegatronMoELayer):  # type: ignore[misc, name-defined]

@@ -115,10 +115,12 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         return rows
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [..., H] and Megatron's dense probs and map [T, E], or weights and ids [T, K] -> [T, H], [T, K]."""
-        if routing_map.dtype == torch.bool:
-            routing_map, probs = slots_of(routing_map, probs, self.config.moe_router_topk)
-        self._call = Call(shape=tokens.shape, ids_TK=routing_map)
+        """Tokens [..., H] to [T, H]; Megatron's dense map and probs [T, E], or int64 ids and weights [T, K], to the
+        latter."""
+        ids_TK, top_k = routing_map, self.config.moe_router_topk
+        if routing_map.dtype != torch.int64 or routing_map.shape[1] != top_k:
+            ids_TK, probs = slots_of(routing_map.bool(), probs, top_k)
+        self._call = Call(shape=tokens.shape, ids_TK=ids_TK)
         return tokens.flatten(0, -2), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

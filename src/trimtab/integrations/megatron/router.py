@@ -71,11 +71,10 @@ class Router(TopKRouter):  # type: ignore[misc]
             self.expert_bias = self.expert_bias.float()  # its steps are below bfloat16's resolution
         decides = self._decides[0].train(self.training)
         decides.weight, decides.expert_bias = self.weight, self.expert_bias
-        (positions, sequences), width = (
-            input.shape[:2],
-            torch.float64 if self.config.moe_router_dtype == "fp64" else None,
-        )
-        x_TH = input.transpose(0, 1).flatten(0, 1).to(width or input.dtype)
+        positions, sequences = input.shape[:2]
+        x_TH = input.transpose(0, 1).flatten(0, 1)
+        if self.config.moe_router_dtype == "fp64":
+            x_TH = x_TH.double()
         real_T = None if padding_mask is None else ~padding_mask.transpose(0, 1).flatten()
         routing = decides(x_TH, token_mask_T=real_T, batch=sequences)
         weights_TK = routing.weights_TK

@@ -3,6 +3,7 @@
     --spec trimtab.integrations.megatron.specs gpt          any GPT that Megatron's own options describe, dense layers
                                                             among its MoE layers included
     --spec trimtab.integrations.megatron.specs gpt_exchange     the same with Megatron's experts
+    --spec trimtab.integrations.megatron.hybrid stack       Megatron's stack of Mamba, attention and MoE layers
 
 Megatron takes there what a module has by a name. Another of one's own is a line of a module of one's own, as
 
@@ -118,9 +119,7 @@ class GPTLayer(TransformerLayer):  # type: ignore[misc]
         by_te = config.transformer_impl == "transformer_engine"
         layers = get_gpt_decoder_layer_specs(config, by_te, config.normalization, config.qk_l2_norm)
         submodules = use(layers, **ours)[number - 1].submodules
-        super().__init__(
-            config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
-        )  # fmt: skip
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs)
 
 
 def gpt_spec(**ours: Any) -> Any:
