@@ -29,6 +29,7 @@ def main_grads(case: Case, fused: bool, later: bool, overlap: bool, average: boo
     layer = layer_of(case, config)
     kept = watch(layer)
     options = {"overlap_grad_reduce": overlap, "average_in_collective": average, "bucket_size": 2000}
+    options["grad_reduce_in_fp32"] = case.dtype != torch.float32
     ddp = megatron.core.distributed
     model = ddp.DistributedDataParallel(config, ddp.DistributedDataParallelConfig(**options), layer)
     found = []
@@ -91,3 +92,10 @@ def check(case: Case, world: int) -> None:
 def test_main_grad(kind: str, world: int, sizes: dict[str, int]) -> None:
     case = of_kind(CASE, kind)
     check(Case(**{**vars(case), "sizes": sizes}), world)
+
+
+@pytest.mark.megatron_full
+@pytest.mark.parametrize("kind", ["pair", "linears"])
+def test_main_grad_is_float32_beside_bfloat16(kind: str) -> None:
+    case = of_kind(CASE, kind)
+    check(Case(**{**vars(case), "sizes": {"ep": 2}, "dtype": torch.bfloat16, "bound": 2e-2}), 2)
