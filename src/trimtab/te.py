@@ -1,8 +1,5 @@
 """`GroupedLinear` by the names of TransformerEngine's, which need not be installed.
 
-    from transformer_engine.pytorch import GroupedLinear
-    from trimtab.te import GroupedLinear
-
 Legend: R rows, G groups ("gemms").
 """
 
@@ -131,10 +128,10 @@ class GroupedLinear(Grouped):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], Any]] = []
         for weight in self.weights:
             _mark(weight, tensor_model_parallel=True, partition_dim=int(parallel_mode == "row"), partition_stride=1)
-        for one in self._params("bias") if bias else ():
+        for one in self._params("bias") if bias and parallel_mode else ():
             if parallel_mode == "row":
                 _mark(one, sequence_parallel=self.sequence_parallel)
-            elif parallel_mode == "column":
+            else:
                 _mark(one, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
     def _stacked(self, name: str) -> bool:
@@ -294,6 +291,8 @@ def _mark(param: Tensor, **flags: Any) -> None:
 
 def _fp8(question: str) -> bool:
     """What TransformerEngine says of FP8, if it was imported."""
-    modules = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
-    managers = [found for module in modules if (found := getattr(module, "FP8GlobalStateManager", None))]
-    return bool(managers and getattr(managers[0], question)())
+    for name in ("quantization", "fp8"):
+        module: Any = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        if hasattr(module, "FP8GlobalStateManager"):
+            return bool(getattr(module.FP8GlobalStateManager, question)())
+    return False

@@ -5,6 +5,7 @@ Legend: R rows, G groups, A in features, B out features."""
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import sys
 from contextlib import contextmanager
@@ -283,6 +284,19 @@ def test_fp8_of_transformer_engine_is_refused_without_a_recipe_of_ours(monkeypat
     asked.with_fp8_parameters = lambda: True
     with pytest.raises(ConfigError, match="quantized_model_init"):
         layer()
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True}, {"delay_wgrad_compute": True}], ids=str)
+def test_compiled_and_copied(options: dict[str, Any]) -> None:
+    made = layer(**options)
+    other, x_RA = pickle.loads(pickle.dumps(copy.deepcopy(made))), torch.randn(R, A)
+    whole = not made.delay_wgrad
+    y, z = torch.compile(made, backend="eager", fullgraph=whole)(x_RA, [4, 0, 7, 0]), other(x_RA, [4, 0, 7, 0])
+    for one in (y, z):
+        (one[0] if options.get("return_bias") else one).sum().backward()
+    for each in (made, other):
+        each.backward_dw()
+    assert torch.equal(made.weight2.grad, other.weight2.grad)
 
 
 def test_the_example_of_the_page_runs() -> None:
