@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .families import Batch, experts_modules, sample_batch
+from .peft_case import adapt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Case:
     experts, exchange: the names of the two halves in transformers' registries.
     steps: microbatches whose gradients accumulate. unsynced: reduce them after the last one only.
     frozen: part of the names of parameters that need no gradient. recompute: gradient checkpointing.
+    lora: peft's adapters on all experts, which are then all that is trained; "attention" too.
     """
 
     family: str
@@ -81,9 +83,11 @@ class Case:
     unsynced: bool = False
     frozen: str = ""
     recompute: str = ""
+    lora: str = ""
 
     def __str__(self) -> str:
         way = f"{self.steps} steps{self.unsynced * ' unsynced'} frozen={self.frozen!r} recompute={self.recompute!r}"
+        way += f" lora={self.lora!r}"
         return f"{self.family} {self.mesh} {self.exchange}+{self.experts} {str(self.dtype)[6:]} seed {self.seed} {way}"
 
 
@@ -134,7 +138,12 @@ class Router:
 
 
 def freeze(case: Case, model: nn.Module) -> None:
-    """Takes the gradient from the parameters that the case names."""
+    """Takes the gradient from the parameters that the case names, and gives the model its adapters."""
+    if case.lora:
+        plan: dict[str, str] = model.tp_plan or {}  # type: ignore[assignment]
+        for key in [key for key in plan if ".experts" in key]:  # where experts are parallel these rules do not hold,
+            del plan[key]  # and peft 0.21 fails over them: 'ParamWrapper' object has no attribute 'weight'
+        adapt(model, target_modules=["q_proj"] if case.lora == "attention" else [])
     for name, parameter in model.named_parameters():
         if case.frozen and case.frozen in name:
             parameter.requires_grad_(False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
+from trimtab.integrations.transformers.replicas import average_replicated
 
 from .ep_case import Case, Router, batches, freeze
 from .families import LOADED_WRONG_WHEN_SHARDED, experts_modules, forward, model_class, save_model
@@ -114,6 +115,8 @@ def router_of(case: Case, model: nn.Module) -> Router:
 def prepare(case: Case, model: Any) -> None:
     """Frozen parameters and recomputation, as the case asks."""
     freeze(case, model)
+    if case.lora == "attention" or (case.lora and case.mesh.ranks > case.mesh.ep):
+        average_replicated(model)
     if case.recompute:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})

@@ -78,3 +78,22 @@ def difference(got: Tensor, wanted: Tensor) -> float:
 def scale(wanted: Tensor) -> float:
     """The largest magnitude, what relative errors are relative to."""
     return float(wanted.double().abs().max()) if wanted.numel() else 0.0
+
+
+def check(got: Run, wanted: Run, relative: float, rounding: Run | None = None) -> None:
+    """Fails at the first value that is off, with its name. `rounding` is `wanted` in another precision."""
+    largest = max(scale(g) for key, g in wanted.values.items() if g is not None and key not in ("output", "loss"))
+    for key, value in wanted.values.items():
+        ours = got.values[key]
+        if value is None:  # nothing came here: the loop leaves no gradient, zeros say the same
+            assert ours is None or not ours.any(), f"{key}: gradient unexpected"
+            continue
+        assert ours is not None, f"{key}: gradient missing"
+        own = None if rounding is None else rounding.values[key]
+        size = max(scale(value), 1e-4 * largest)  # a gradient of nothing but rounding has no scale of its own
+        allowed = max(relative * size, 0.0 if own is None else 4 * difference(value, own))
+        error = difference(ours, value)
+        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
+    for key, (shape, grad) in got.experts_grads.items():
+        assert grad is not None, f"{key}: no gradient"
+        assert grad.shape == shape, f"{key}: gradient {tuple(grad.shape)}, parameter {tuple(shape)}"

@@ -12,6 +12,7 @@ from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.convert.convert import Converted
+    from trimtab.convert.merge import Merged
 
 HELP = "convert a checkpoint to safetensors of transformers, or back"
 DESCRIPTION = """\
@@ -22,6 +23,7 @@ is written; what was written is read back through the inverse, and each tensor's
   trimtab convert runs/moe/checkpoints ./model --to safetensors
   trimtab convert ./Qwen3-30B-A3B ./start --to dcp
   trimtab convert ./Qwen3-30B-A3B ./start --to dcp --layout qwen3_moe    for a model of trimtab.MoE layers
+  trimtab convert ./Qwen3-30B-A3B ./merged --to safetensors --merge ./adapter    of peft; SRC in either form
 
 With a family's layout a router's weight and bias of 16 bits become float32, and stay it on the way back to safetensors:
 the same values in another dtype. Every other tensor comes back bit for bit.
@@ -38,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("dst", metavar="DST", help="a folder that is not there yet, or empty")
     add("--to", required=True, metavar="safetensors|dcp", help="what is written")
     add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
+    add("--merge", metavar="ADAPTER", help="a LoRA adapter of peft, merged into the weights that are written")
     add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")
 
 
@@ -49,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
     transformers = import_transformers("trimtab convert")
     from trimtab.convert.convert import convert
+    from trimtab.convert.merge import merge
 
     transformers.logging.set_verbosity_error()
     progress = Progress(0, unit="tensor")
@@ -59,9 +63,17 @@ def run(options: argparse.Namespace) -> int:
 
     shard_bytes = int(options.shard_size * 1e9)
     to, layout = options.to, options.layout
-    done = convert(options.src, options.dst, to=to, layout=layout, shard_bytes=shard_bytes, on_tensor=on_tensor)
+    if options.merge is None:
+        done = convert(options.src, options.dst, to=to, layout=layout, shard_bytes=shard_bytes, on_tensor=on_tensor)
+        said = describe(done)
+    elif to != "safetensors":
+        raise ConfigError("--merge writes what transformers opens: --to safetensors")
+    else:
+        said = describe_merged(
+            merge(options.src, options.merge, options.dst, layout=layout, shard_bytes=shard_bytes, on_tensor=on_tensor)
+        )
     progress.close()
-    print(describe(done), flush=True)
+    print(said, flush=True)
     return 0
 
 
@@ -79,6 +91,16 @@ def describe(done: Converted) -> str:
         "read back through the inverse mapping: every tensor's hash is the source's",
         f"{done.folder}: {', '.join(name for name in done.files if not name.endswith('.distcp'))}",
     ]
+    return "\n".join(lines)
+
+
+def describe_merged(done: Merged) -> str:
+    """What was merged, expert by expert, in lines."""
+    kinds = Counter((name.rpartition(".")[2], *counts) for name, counts in done.experts.items())
+    lines = [f"{done.weights} weights of {done.tensors} tensors have the adapter merged"]
+    lines += [f"{n} layers of {name}: {some} of {all_} experts changed" for (name, some, all_), n in kinds.items()]
+    lines += ["read back from disk: every tensor is the merged one, bit for bit"]
+    lines += [f"{done.folder}: {', '.join(done.files)}"]
     return "\n".join(lines)
 
 

@@ -85,12 +85,7 @@ def convert(
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
     source = opened.open_source(src, to=to, layout=layout)
-    if dst.exists() and not dst.is_dir():
-        raise ConfigError(f"{dst}: a file; name a folder that is not there yet")
-    if dst.exists() and (held := sorted(path.name for path in dst.iterdir())):
-        raise ConfigError(f"{dst}: not empty, holds {held[0]}; name a folder that is not there yet")
-    if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
-        raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
+    new_folder(dst, to)
     read = Hashed(source.store)
     way = _to_dcp(source, read) if to == "dcp" else _to_safetensors(source, read)
     planned = way.back(way.view).infos
@@ -108,7 +103,7 @@ def convert(
         on_tensor(done, total)
 
     experts = _expert_shapes(way.view if to == "dcp" else read, experts_modules(source.model))
-    with _unfinished(dst, to) as work:
+    with unfinished(dst, to) as work:
         if to == "dcp":
             write_dcp(way.view, work, done=step)
         else:
@@ -199,8 +194,18 @@ def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[
     return found
 
 
+def new_folder(dst: Path, to: str = "safetensors") -> None:
+    """Raises ConfigError where `dst` cannot become the folder that is written."""
+    if dst.exists() and not dst.is_dir():
+        raise ConfigError(f"{dst}: a file; name a folder that is not there yet")
+    if dst.exists() and (held := sorted(path.name for path in dst.iterdir())):
+        raise ConfigError(f"{dst}: not empty, holds {held[0]}; name a folder that is not there yet")
+    if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
+        raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
+
+
 @contextmanager
-def _unfinished(dst: Path, to: str) -> Iterator[Path]:
+def unfinished(dst: Path, to: str) -> Iterator[Path]:
     """A folder to write into, gone if that fails."""
     created = not dst.exists()
     if to == "dcp":

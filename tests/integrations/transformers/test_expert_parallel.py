@@ -6,7 +6,6 @@ in one process. Float64 is the judge, since there every difference is a mistake;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 from helpers.ep_case import PATTERNS, Case, Mesh
-from helpers.ep_check import judge
 from helpers.ep_ranks import run_broken, run_cases, run_loading, run_shared
+from helpers.ep_verify import both_precisions, verify
 from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
-from helpers.parity import FLOAT64_UNSHARDABLE
 from helpers.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
@@ -32,34 +30,8 @@ NO_TENSOR_PARALLEL = {"muse_spark"}
 """Their tensor-parallel plans fail in transformers with any experts."""
 VARIANTS = ("muse_spark", "nemotron_h", "aria")
 GROUPS = 4
-SEEDS = 4
 
 ranks4 = pytest.mark.xdist_group("ranks4")
-
-
-def verify(cases: Sequence[Case], folder: Path, deadline: float = 300.0) -> None:
-    """Runs the cases, all of one number of ranks, and fails with the first bad value of each."""
-    pending, problems = list(cases), []
-    for _ in range(SEEDS):  # a near tie in a router may fall either way: then another seed
-        answers = run_ranks(run_cases, pending[0].mesh.ranks, pending, str(folder), deadline=deadline)
-        undecided = []
-        for case, *of_ranks in zip(pending, *answers, strict=True):
-            errors = judge(case, of_ranks)
-            if errors is None:
-                undecided.append(replace(case, seed=case.seed + 1))
-                continue
-            problems += errors[:1]
-        pending = undecided
-        if not pending:
-            break
-    assert not problems, "\n".join(problems)
-    assert not pending, f"no seed among {SEEDS} routes alike, and that is no near tie: {', '.join(map(str, pending))}"
-
-
-def both_precisions(case: Case) -> list[Case]:
-    """The case in float32 and, where it can run, in float64."""
-    wide = [] if case.family in FLOAT64_UNSHARDABLE else [replace(case, dtype=torch.float64)]
-    return [case, *wide]
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

@@ -12,6 +12,7 @@ Legend: T tokens of this rank, K experts per token, D model dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from trimtab.backward import narrowed
+from trimtab.backward import forward_of, narrowed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.experts.adapters import Pair
 from trimtab.integrations.transformers.experts import experts_forward
+from trimtab.integrations.transformers.replicas import OwnExperts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
 
@@ -83,14 +86,21 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
+    def _part(self, pair: Pair) -> Pair:
+        """Of adapters of all experts, which every rank holds, those of this rank's experts."""
+        batches = self.ep_mesh.size() // self.tp_mesh.size()
+        a, b = (forward_of(OwnExperts, t, self.num_local_experts, self.ep_group, batches) for t in (pair.a, pair.b))
+        return replace(pair, a=a, b=b)
+
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():
             return experts_forward(
-                self.experts, rows.x_MD, rows.ids_MK, rows.weights_MK, kernels=self.kernels, num_slots=rows.num_slots
-            )
+                self.experts, rows.x_MD, rows.ids_MK, rows.weights_MK, kernels=self.kernels, num_slots=rows.num_slots,
+                part=self._part,
+            )  # fmt: skip
         # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
         absent, implementation = rows.ids_MK < 0, self.experts.config._experts_implementation
         ids = rows.ids_MK.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()

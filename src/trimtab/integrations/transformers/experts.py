@@ -8,12 +8,14 @@ Legend: T rows, K slots per row, D model dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from trimtab.backward import refuse_transforms
 from trimtab.errors import ConfigError, InputError
+from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.integrations.transformers.gates import gate_of
@@ -29,6 +31,7 @@ def experts_forward(
     *,
     kernels: KernelChoice,
     num_slots: int | None = None,
+    part: Callable[[Pair], Pair] | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -39,9 +42,11 @@ def experts_forward(
         top_k_weights: [T, K], any floating dtype; its gradient comes back in it.
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
+        part: of adapters of all ranks' experts, those of the module's.
 
     Raises:
-        ConfigError: the module lacks the weights that its flags promise, or they are quantised.
+        ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
+            other experts than it has.
         InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
@@ -56,7 +61,7 @@ def experts_forward(
             f"{tuple(given)}",
             phase="experts",
         )
-    weights = weights_of(module)
+    weights = weights_of(module, part)
     chosen = kernels_for(kernels, hidden_states.device, weights.computed_in)
     assert chosen is not None  # the registered choice names its kernels
     whole = "" if module._is_expert_parallel else who  # else slots of other ranks have the sentinel
@@ -65,15 +70,18 @@ def experts_forward(
     return expert_mlp(hidden_states, top_k_weights, plan, weights, gate_of(module), chosen, norm=norm)
 
 
+LENT = "_lent_pairs"
+"""Where a module has the adapters of its weights, by the weights' names, for the time of a call."""
+UPS = ("gate_up_proj", "up_proj")
 _NEEDS = (
     "trimtab runs experts modules that hold their weights as stacked floating tensors; for quantised ones choose one "
     "of transformers' own experts implementations"
 )
 
 
-def weights_of(module: nn.Module) -> ExpertWeights:
+def weights_of(module: nn.Module, part: Callable[[Pair], Pair] | None = None) -> ExpertWeights:
     """The expert parameters of a module, by transformers' names."""
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    names = (UPS[0] if module.has_gate else UPS[1], "down_proj")
     up, down = (_or_none(module, name) for name in names)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor):
         missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
@@ -84,7 +92,29 @@ def weights_of(module: nn.Module) -> ExpertWeights:
         up_bias=_of_values(module, getattr(module, f"{names[0]}_bias")) if module.has_bias else None,
         down_bias=_of_values(module, module.down_proj_bias) if module.has_bias else None,
         transposed=bool(module.is_transposed),
+        adapters=_lent(module, {"up": (names[0], up), "down": (names[1], down)}, part),
     )
+
+
+def _lent(
+    module: nn.Module, weights: dict[str, tuple[str, Tensor]], part: Callable[[Pair], Pair] | None
+) -> Adapters | None:
+    lent: dict[str, Pair] | None = getattr(module, LENT, None)
+    if not lent:
+        return None
+    pairs: dict[str, Pair] = {}
+    for own, (name, weight) in weights.items():
+        if name not in lent:
+            continue
+        pairs[own] = pair = lent[name] if part is None else part(lent[name])
+        sizes = pair.a.shape[0], *sorted((pair.a.shape[2], pair.b.shape[1]))
+        if sizes != (weight.shape[0], *sorted(weight.shape[1:])):
+            raise ConfigError(
+                f"{type(module).__name__}.{name} {list(weight.shape)} has adapters of {pair.a.shape[0]} experts, "
+                f"{pair.a.shape[2]} to {pair.b.shape[1]}: of sharded experts those run under ep_size= with "
+                "ep_implementation='trimtab' alone"
+            )
+    return Adapters(up=pairs.get("up"), down=pairs.get("down"))
 
 
 def _or_none(module: nn.Module, name: str) -> object:

@@ -1,0 +1,160 @@
+"""peft's adapter folders: which tensor is whose A and B, in which orientation.
+
+A stack of experts [E, ., .] has A [E * r, in] and B [out, r * E]. Of several parameters of one module the first lies
+innermost: its tensors have the most `.base_layer` in their names.
+
+Legend: E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trimtab.errors import ConfigError, InputError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
+_INSIDE = ".base_layer"
+_UNKNOWN = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication", "modules_to_save",
+    "trainable_token_indices", "use_qalora", "arrow_config", "velora_config", "kasa_config",
+)  # fmt: skip
+"""Options under which a merged weight is another than W + s B A, or more than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightAdapter:
+    """What is added to the weight `name` of the model: scale B A, [E, ., .] of a stack or [out, in].
+
+    second_is_input: of a stack, whether A reads its second dimension; its third if not.
+    """
+
+    name: str
+    a: Tensor
+    b: Tensor
+    scale: float
+    experts: int | None
+    second_is_input: bool
+
+    def delta(self) -> Tensor:
+        """In the dtype of A and B, float32 at least; as peft sums it, bit for bit."""
+        if self.experts is None:
+            return self.b @ self.a * self.scale
+        a, b = self.a.view(self.experts, -1, self.a.shape[1]), self.b.view(self.b.shape[0], -1, self.experts)
+        order = "e i o" if self.second_is_input else "e o i"
+        return torch.einsum(f"o r e, e r i -> {order}", b, a) * self.scale
+
+
+def read_adapter(folder: Path, model: nn.Module) -> dict[str, WeightAdapter]:
+    """The adapters of a folder, by the model's names of their weights.
+
+    Raises:
+        InputError: the folder is not whole; a tensor has no place in the model, or none of its kind in the folder;
+            ranks and shapes that are not the weight's; weights that the configuration names and the folder lacks;
+            two orientations fit, and the configuration does not say which peft wrote it.
+        ConfigError: it is not LoRA, or a kind whose merged weight is not W + s B A.
+    """
+    config, tensors = _read(folder)
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        raise ConfigError(f"{folder}: {config.get('peft_type')} with bias={config.get('bias')!r}: only LoRA is merged")
+    if odd := [key for key in _UNKNOWN if config.get(key)]:
+        raise ConfigError(f"{folder}: {odd[0]}={config[odd[0]]!r}: only plain LoRA is merged, W + s B A")
+    found: dict[str, dict[str, Tensor]] = {}
+    state, targets = model.state_dict(), _targets(model, config)
+    lost = []
+    for key, tensor in tensors.items():
+        match = _NAME.fullmatch(key)
+        name = _weight(match[1], targets) if match else None
+        if match is None or name not in state:
+            lost.append(key)
+        else:
+            found.setdefault(str(name), {})[match[2]] = tensor
+    if lost:
+        raise InputError(f"{folder}: {len(lost)} tensors have no place in {type(model).__name__}, first {lost[0]}")
+    if absent := sorted({name for names in targets.values() for name in names} - found.keys()):
+        raise InputError(f"{folder}: {len(absent)} weights that it names have no adapter in it, first {absent[0]}")
+    if half := [name for name, pair in found.items() if len(pair) < 2]:
+        raise InputError(f"{folder}: {half[0]} has only one of lora_A and lora_B")
+    made = {}
+    for name, pair in found.items():
+        turned = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        made[name] = _adapter(folder, config, name, tuple(state[name].shape), pair, turned)
+    return made
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(f"{folder}: not a whole adapter of peft, {CONFIG} and {TENSORS}: {error}") from None
+
+
+def _targets(model: nn.Module, config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By module, the parameters that `target_parameters` names, in the order in which peft wraps them."""
+    wanted = config.get("target_parameters") or []
+    found: dict[str, list[str]] = {}
+    for module, held in model.named_modules():
+        for own, _ in held.named_parameters(recurse=False):
+            name = f"{module}.{own}"
+            if any(name == key or name.endswith(f".{key}") for key in wanted):
+                found.setdefault(module, []).append(name)
+    return found
+
+
+def _weight(path: str, targets: Mapping[str, list[str]]) -> str | None:
+    """Of what weight the tensors at a path are."""
+    depth = path.count(_INSIDE)
+    module = path.replace(_INSIDE, "")
+    if module not in targets:
+        return f"{module}.weight" if depth == 0 else None
+    names = targets[module]
+    return names[-1 - depth] if depth < len(names) else None
+
+
+def _adapter(
+    folder: Path, config: Mapping[str, Any], name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor], turned: bool
+) -> WeightAdapter:
+    a, b = (pair[kind].to(torch.promote_types(pair[kind].dtype, torch.float32)) for kind in "AB")
+    experts = shape[0] if len(shape) == 3 else None
+    key = name if experts is not None else name.removesuffix(".weight")
+    rank = int(_pattern(config.get("rank_pattern"), key, config["r"]))
+    alpha = float(_pattern(config.get("alpha_pattern"), key, config["lora_alpha"]))
+    sizes = shape[1:] if experts is not None else shape[::-1]  # (in, out), if the second dimension is the input
+    rows = rank * (experts or 1)
+    fits = [(a.shape, b.shape) == ((rows, i), (o, rows)) for i, o in (sizes, sizes[::-1])]
+    if experts is None:
+        fits[1] = False
+    if not any(fits):
+        raise InputError(
+            f"{folder}: {name} is {list(shape)}, and with r = {rank} its A is {list(a.shape)} and its B {list(b.shape)}"
+        )
+    second = fits[0] if not all(fits) else turned or _before_swap(folder, config, name, shape)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return WeightAdapter(name=name, a=a, b=b, scale=scale, experts=experts, second_is_input=second)
+
+
+def _before_swap(folder: Path, config: Mapping[str, Any], name: str, shape: Iterable[int]) -> bool:
+    """Whether a peft before 0.19 wrote it, which takes the second dimension of every stack for the input."""
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
+    if version is None:
+        raise InputError(
+            f"{folder}: {name} is {list(shape)}: both orientations fit, and before 0.19 peft had the other; say which "
+            f'one wrote it in {CONFIG}, "peft_version": "0.18" or "0.19"'
+        )
+    return (int(version[1]), int(version[2])) < (0, 19)
+
+
+def _pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
+    """By peft's rule: the first pattern that matches the name, or its end behind a dot."""
+    return next((value for p, value in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)), default)

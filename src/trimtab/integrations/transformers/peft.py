@@ -1,0 +1,119 @@
+"""peft's adapters of experts (`target_parameters=`), run by trimtab: pairs are handed over, no delta is built.
+
+peft parametrizes the experts' weights for the time of a call: W + scale B A of every expert, whatever runs them. Where
+our experts function runs them, its wrapper leaves the weights alone and lends the module its pairs for that time.
+
+Legend: E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from trimtab.errors import BackendError
+from trimtab.experts.adapters import Pair, added
+from trimtab.integrations.transformers.experts import LENT, UPS, experts_forward
+
+HOME = "peft.tuners.lora.layer"
+KNOWN = "0.18 to 0.21"
+
+
+def teach_peft() -> None:
+    """peft's wrapper of parameters hands its pairs to our experts: now, or when the program imports it.
+
+    Raises BackendError where the peft that is loaded has no such wrapper as those that are known.
+    """
+    if (layer := sys.modules.get(HOME)) is not None:
+        _teach(layer)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; is gone once the module is found."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != HOME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute: Any = spec.loader.exec_module
+
+            def taught(layer: ModuleType) -> None:
+                execute(layer)
+                _teach(layer)
+
+            spec.loader.exec_module = taught  # type: ignore[method-assign, assignment]
+        return spec
+
+
+def _teach(layer: ModuleType) -> None:
+    wrapper: Any = getattr(layer, "ParamWrapper", None)
+    if wrapper is None:  # before 0.17: no adapters of parameters
+        return
+    theirs: Any = getattr(wrapper, "_activate_lora", None)
+    if theirs is None:
+        version = getattr(sys.modules.get("peft"), "__version__", "that is installed")
+        raise BackendError(f"trimtab knows how peft {KNOWN} runs adapters of parameters; {version} does otherwise")
+    if not getattr(theirs, "of_trimtab", False):
+        wrapper._activate_lora = _lending(theirs)
+
+
+def _lending(theirs: Any) -> Any:
+    """peft's `_activate_lora`, and for our experts' weights what lends the pairs instead."""
+
+    @contextmanager
+    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        experts, name = self.get_base_layer(), self.parameter_name
+        if not ours(experts, name):
+            with theirs(self, active_adapters):
+                yield
+            return
+        pairs = [pair_of(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
+        lent: dict[str, Pair] = experts.__dict__.setdefault(LENT, {})
+        if (pair := added(pairs)) is not None:
+            lent[name] = pair
+        try:
+            yield
+        finally:
+            lent.pop(name, None)
+
+    activate.of_trimtab = True  # type: ignore[attr-defined]
+    return activate
+
+
+def ours(experts: nn.Module, name: str) -> bool:
+    """Whether our experts function runs this module, and multiplies by this parameter."""
+    if name not in (*UPS, "down_proj") or not hasattr(experts, "has_post_expert_norm"):
+        return False
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    config: Any = experts.config
+    function = ALL_EXPERTS_FUNCTIONS.get(config._experts_implementation)
+    return isinstance(function, partial) and function.func is experts_forward
+
+
+def pair_of(wrapper: Any, adapter: str) -> Pair:
+    """peft's A [E * r, in] and B [out, r * E] as a [E, r, in] and b [E, out, r], without a copy.
+
+    Before 0.19 peft took the second dimension of any weight [E, ., .] for the input: then its A is our b.
+    """
+    a: Tensor = wrapper.lora_A[adapter].weight
+    b: Tensor = wrapper.lora_B[adapter].weight
+    experts = wrapper.num_experts
+    a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+    last_is_input = bool(getattr(wrapper, "_did_swap_in_out_features", False))
+    if last_is_input == bool(wrapper.get_base_layer().is_transposed):
+        a, b = b.mT, a.mT
+    return Pair(a=a, b=b, scale=wrapper.scaling[adapter])

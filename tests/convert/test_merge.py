@@ -1,0 +1,165 @@
+"""`trimtab convert --merge`: the bytes of peft's own merge, for every family; and what has no place is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from helpers.families import build_model, family_names
+from helpers.peft_case import fill, lora
+from trimtab.checkpoint import save
+from trimtab.cli.main import main
+from trimtab.convert.merge import Merged, merge
+from trimtab.errors import ConfigError, InputError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The family's model in "base", an adapter of it in "adapter", peft's own merge of them in "truth"."""
+    model = build_model(name, dtype=dtype)
+    model.save_pretrained(folder / "base")
+    made = get_peft_model(model, lora(model, **options))  # adapters are float32, whatever the model is
+    fill(made)
+    made.save_pretrained(folder / "adapter")
+    merged = made.merge_and_unload()
+    merged.save_pretrained(folder / "truth")
+    return merged
+
+
+def same_as_peft(folder: Path, done: Merged) -> None:
+    ours, theirs = tensors_of(done.folder), tensors_of(folder / "truth")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == ours[name].dtype
+        assert torch.equal(tensor, ours[name]), name
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_every_family_has_the_bytes_of_pefts_own_merge(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    done = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    same_as_peft(tmp_path, done)
+    assert done.experts
+    assert all(some == every for some, every in done.experts.values())
+
+
+def test_attention_patterns_scaling_and_bfloat16(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "target_modules": ["q_proj", "o_proj"], "use_rslora": True, "rank_pattern": {"down_proj": 5, "q_proj": 2},
+        "alpha_pattern": {"gate_up_proj": 1},
+    }  # fmt: skip
+    saved("qwen3_moe", tmp_path, torch.bfloat16, **options)
+    same_as_peft(tmp_path, merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"))
+
+
+def test_into_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    save(tmp_path / "run", build_model("qwen3_moe"), step=1)
+    same_as_peft(tmp_path, merge(tmp_path / "run", tmp_path / "adapter", tmp_path / "merged"))
+
+
+def test_untrained_experts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved("qwen3_moe", tmp_path)
+
+    def forget(tensors: dict[str, Tensor]) -> None:
+        name = next(n for n in tensors if n.endswith("experts.lora_B.weight"))
+        tensors[name].view(tensors[name].shape[0], -1, 8)[..., 3] = 0
+
+    spoil(tmp_path, forget)
+    code = main(["convert", *map(str, (tmp_path / "base", tmp_path / "out")), "--to", "safetensors", "--merge",
+                 str(tmp_path / "adapter")])  # fmt: skip
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "1 layers of down_proj: 7 of 8 experts changed" in said
+    assert "2 layers of gate_up_proj: 8 of 8 experts changed" in said
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None], **config: Any) -> None:
+    file, settings = folder / "adapter" / "adapter_model.safetensors", folder / "adapter" / "adapter_config.json"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | config))
+
+
+def _drop_an_expert(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith("0.mlp.experts.lora_A.weight"):
+            tensors[name] = tensor[:-3]
+
+
+def _rename(tensors: dict[str, Tensor]) -> None:
+    name = next(iter(tensors))
+    tensors[name.replace("experts", "expertz")] = tensors.pop(name)
+
+
+def _drop_a_layer(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_drop_an_expert, r"down_proj is \[8, 32, 16\], and with r = 3 its A is \[21, 16\]"),
+        (_rename, r"1 tensors have no place in Qwen3MoeForCausalLM, first .*expertz"),
+        (_drop_a_layer, "2 weights that it names have no adapter in it, first model.layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_what_is_not_whole_is_refused(change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    spoil(tmp_path, change)
+    with pytest.raises(InputError, match=says):
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_other_kinds_are_refused(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    spoil(tmp_path, lambda _: None, use_dora=True)
+    with pytest.raises(ConfigError, match="only plain LoRA"):
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_files_of_peft_before_0_19(tmp_path: Path) -> None:
+    """It took the second dimension for the input: A is [E * r, out] and B [in, r * E]; where the weight is square its
+    version tells."""
+    from trimtab.convert.adapter_files import read_adapter
+
+    for hidden, known in ((16, True), (32, True), (32, False)):  # down_proj [8, 32, hidden]
+        folder = tmp_path / f"{hidden}{known}"
+        folder.mkdir()
+        model = build_model("qwen3_moe")
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj = torch.nn.Parameter(torch.zeros(8, 32, hidden))
+        del model.model.layers[1]
+        a, b = torch.randn(8 * 3, 32), torch.randn(hidden, 3 * 8)
+        at = "base_model.model.model.layers.0.mlp.experts"
+        save_file({f"{at}.lora_A.weight": a, f"{at}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_parameters": ["experts.down_proj"]}
+        config |= {"peft_version": "0.18.1"} if known else {}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        if not known:
+            with pytest.raises(InputError, match="both orientations fit"):
+                read_adapter(folder, model)
+            continue
+        (adapter,) = read_adapter(folder, model).values()
+        for expert in range(8):
+            delta = 2 * (b.view(hidden, 3, 8)[..., expert] @ a[3 * expert : 3 * expert + 3]).mT
+            torch.testing.assert_close(adapter.delta()[expert], delta)

@@ -1,0 +1,81 @@
+"""Tiny models of every family with peft's adapters on their experts, and what a forward and backward leaves there."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .families import build_model, experts_modules, forward, sample_batch
+from .parity import Run
+
+
+def targets(model: nn.Module) -> list[str]:
+    """`target_parameters` for every weight of every experts module."""
+    found = set()
+    for name, module in experts_modules(model).items():
+        weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        found |= {f"{name.rpartition('.')[2]}.{weight}" for weight in weights}
+    return sorted(found)
+
+
+def lora(model: nn.Module, **options: Any) -> Any:
+    from peft import LoraConfig
+
+    given = {"r": 3, "lora_alpha": 6, "target_modules": [], "target_parameters": targets(model)}
+    return LoraConfig(**(given | options))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, seed: int = 0) -> None:
+    """Noise in every adapter: a new one's B is zero, and so would be half of the gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def adapt(model: Any, **options: Any) -> Any:
+    """peft's model around this one, whose modules it replaces; the adapters are noise, in the model's dtype."""
+    from peft import get_peft_model
+
+    made = get_peft_model(model, lora(model, **options), autocast_adapter_dtype=False)
+    fill(made)
+    return made
+
+
+def adapted(name: str, implementation: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """peft's model around the family's, which is its `get_base_model()`."""
+    from peft import get_peft_model
+
+    model = build_model(name, seed, dtype)
+    model.set_experts_implementation(implementation)
+    made = get_peft_model(model, lora(model, **options))
+    fill(made)
+    return made
+
+
+def output_and_gradients(model: Any, seed: int = 0, batch: int = 2, length: int = 12) -> dict[str, Tensor | None]:
+    """ "output", "loss", and the gradient of everything trained, by name."""
+    model.zero_grad()
+    output, loss = forward(model.get_base_model(), sample_batch(model.get_base_model(), batch, length, seed))
+    loss.backward()
+    values: dict[str, Tensor | None] = {"output": output.detach(), "loss": loss.detach()}
+    return values | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def run_adapted(name: str, implementation: str, dtype: torch.dtype, seed: int) -> Run:
+    """As `parity.run_model`, with adapters on all experts."""
+    model = adapted(name, implementation, dtype, seed, inference_mode=False)
+    routing: dict[str, Tensor] = {}
+    for key, module in experts_modules(model).items():
+        module.register_forward_pre_hook(lambda _, args, key=key: routing.__setitem__(key, args[1].clone()))
+    return Run(values=output_and_gradients(model, seed), routing=routing, experts_grads={})
+
+
+@cache
+def reference_adapted(name: str, dtype: torch.dtype, seed: int) -> Run:
+    """peft's own path over transformers' own loop."""
+    return run_adapted(name, "eager", dtype, seed)

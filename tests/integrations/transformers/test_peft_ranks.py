@@ -1,0 +1,52 @@
+"""peft's adapters on experts that are spread over ranks, against one process with peft over transformers' own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.ep_case import Case, Mesh
+from helpers.ep_verify import verify
+from helpers.families import families
+from helpers.ranks import preload
+
+pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+preload("trimtab.integrations.transformers.expert_parallel", "peft", *sorted({f.module for f in families().values()}))
+
+TWO = Mesh(ep=2, fsdp=2)
+KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe", "ernie4_5_vl_moe")
+"""A family of each kind: plain, transposed with biases, without a gate, a norm behind, a gate of its own, …"""
+
+
+def case(family: str, mesh: Mesh = TWO, lora: str = "experts", **options: object) -> Case:
+    given = {"patterns": ("uneven", "cold"), "dtype": torch.float64} | options
+    return Case(family=family, mesh=mesh, lora=lora, **given)  # type: ignore[arg-type]
+
+
+def test_two_ranks_in_both_precisions(tmp_path: Path) -> None:
+    cases = [case(family, patterns=("natural", "cold")) for family in KINDS]
+    verify([*cases, case("qwen3_moe", dtype=torch.float32), case("gpt_oss", dtype=torch.float32)], tmp_path)
+
+
+def test_attention_beside_experts_over_steps_and_recomputed(tmp_path: Path) -> None:
+    """Attention's adapters are peft's, and `average_replicated` takes the mean that FSDP takes of what it shards."""
+    ways = [{"steps": 2}, {"recompute": "reentrant"}, {"recompute": "not reentrant", "steps": 2}]
+    verify([case("qwen3_moe", lora="attention", **way) for way in ways], tmp_path)
+
+
+def test_tokens_that_two_ranks_share(tmp_path: Path) -> None:
+    verify([case(family, Mesh(ep=2, fsdp=1, tp=2)) for family in ("qwen3_moe", "gpt_oss")], tmp_path)
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_four_ranks(tmp_path: Path) -> None:
+    meshes = {Mesh(ep=2, fsdp=4): "attention", Mesh(ep=4, fsdp=2, tp=2): "experts"}
+    hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts"}
+    verify([case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()], tmp_path)
+
+
+def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"adapters of 8 experts, 32 to 32: of sharded experts those run"):
+        verify([case("qwen3_moe", exchange="all_to_all")], tmp_path)
