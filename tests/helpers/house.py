@@ -161,9 +161,10 @@ _PYTHON = {"os", "sys", "threading", "ctypes", "multiprocessing"}
 _TUPLES = {"_asdict", "_replace", "_fields", "_make"}
 _TRANSFORMERS = {
     "_apply_gate", "_experts_implementation", "_from_config", "_is_expert_parallel",
-    "_keys_to_ignore_on_load_unexpected", "_n_gpu",
+    "_keys_to_ignore_on_load_unexpected", "_mesh_manager", "_n_gpu",
 }  # fmt: skip
-_NOT_TORCH = _TUPLES | _TRANSFORMERS
+_PEFT = {"_activate_lora", "_did_swap_in_out_features"}
+_NOT_TORCH = _TUPLES | _TRANSFORMERS | _PEFT
 
 
 def private_lines() -> dict[str, str]:
