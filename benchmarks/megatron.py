@@ -3,8 +3,9 @@
 Contestants hold the same weights and tokens: Megatron's own layer with its alltoall dispatcher and SequentialMLP; the
 same spec after `trimtab.megatron.use(spec)`; with `experts=False`, our exchange before Megatron's SequentialMLP; and
 Megatron's exchange before its TEGroupedMLP with trimtab's linears. The router is Megatron's own with random weights,
-softmax over the chosen, in float32. Megatron needs CUDA even where it computes nothing there: for all contestants alike
-tests/helpers/megatron_cpu.py stands in for it, and Megatron's small compiled functions run eagerly.
+softmax over the chosen, in float32. Output and gradients of each must be those of Megatron's own. Megatron needs CUDA
+even where it computes nothing there: for all contestants alike tests/helpers/megatron_cpu.py stands in for it, and
+Megatron's small compiled functions run eagerly.
 
 Legend: T tokens of a rank, D model dim, F expert hidden dim, e experts of a rank.
 """
