@@ -22,11 +22,11 @@ FLOORS = (
 ROOMS = {
     "(root)": (1500, 16), "checkpoint": (1100, 6), "cli": (555, 6), "convert": (1545, 10), "dispatch": (2050, 15),
     "doctor": (855, 7), "experts": (4375, 31), "guard": (790, 5), "integrations": (2310, 23), "kernels": (5160, 35),
-    "parallel": (1365, 9), "routing": (1435, 10), "train": (3580, 22), "verify": (2210, 15),
+    "parallel": (1365, 9), "routing": (1435, 10), "train": (3580, 22), "verify": (2225, 15),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (28810, 210)
+PACKAGE = (28825, 210)
 """Lines and files of all rooms together."""
 LAYER = (4820, 36)
 """Lines and files that `import trimtab.moe` loads."""

@@ -1,4 +1,5 @@
-"""Megatron's MoE layer with trimtab in it, against the dense truth: patterns by topologies by what of it is ours."""
+"""Megatron's MoE layer with trimtab in it, against the dense truth: patterns by topologies by which parts are
+ours."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from helpers.megatron_cpu import judged
 from trimtab.verify.collect import Verdict
 from trimtab.verify.patterns import PATTERNS
 
-OURS = ("megatron-trimtab", "megatron-trimtab-dispatcher", "megatron-trimtab-linears")
+OURS = ("megatron-trimtab", "megatron-trimtab-dispatcher", "megatron-trimtab-linears", "megatron-trimtab-router")
 TOPOLOGIES = (
     "1r-local", "2r-ep2", "4r-ep4", "4r-ep2-etp2", "4r-ep2-etp2-tp2-sharded", "4r-ep4-tp2-sharded", "4r-etp4-local",
 )  # fmt: skip

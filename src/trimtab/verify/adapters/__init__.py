@@ -33,6 +33,7 @@ NAMES = {
     "megatron": "megatron_impl:Impl",
     "megatron-allgather": "megatron_impl:AllGather",
     "megatron-trimtab": "megatron_impl:Trimtab",
+    "megatron-trimtab-router": "megatron_impl:TrimtabRouter",
     "megatron-trimtab-dispatcher": "megatron_impl:TrimtabDispatcher",
     "megatron-trimtab-linears": "megatron_impl:TrimtabLinears",
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ class Trimtab(Impl):
     name = "megatron-trimtab"
     refusal: type[Exception] = InputError
     experts = True
+    router: Literal["megatron", "trimtab"] = "megatron"
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
         return next((said for said, holds in _shared(topology, pattern).items() if holds), None)
@@ -89,11 +90,19 @@ class Trimtab(Impl):
     def spec(self, topology: Topology, sizes: Sizes) -> Any:
         transport = "alltoall" if topology.transport == "local" else topology.transport
         stock = super().spec(topology, sizes)
-        return use(self.of(stock), experts=self.experts, transport=transport, combine=topology.combine)
+        options: Any = {"transport": transport, "combine": topology.combine}
+        return use(self.of(stock), experts=self.experts, router=self.router, **options)
 
     def of(self, stock: Any) -> Any:
         """The spec of Megatron's that ours goes into."""
         return stock
+
+
+class TrimtabRouter(Trimtab):
+    """The same behind trimtab's router."""
+
+    name = "megatron-trimtab-router"
+    router = "trimtab"
 
 
 class TrimtabDispatcher(Trimtab):
@@ -212,6 +221,11 @@ class Layers:
         In float64 the scores of its own choice are taken anew: its softmax is in float32 even then.
         """
         ids_TK, (probs_TE, map_TE) = self.replayed_TK, output
+        if map_TE.dtype != torch.bool:  # trimtab's: weights and ids
+            if ids_TK is None:
+                return output
+            scores_TE = router.gating(args[0]).view(len(ids_TK), -1).softmax(1, dtype=probs_TE.dtype)
+            return scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0), ids_TK
         if ids_TK is not None and len(ids_TK) == len(probs_TE):  # else it was given one of padding
             counts_TE = torch.zeros_like(probs_TE).scatter_add_(
                 1, ids_TK.clamp_min(0), (ids_TK >= 0).to(probs_TE.dtype)
