@@ -9,8 +9,9 @@ import torch
 
 from helpers.ep_case import Case, Mesh
 from helpers.ep_verify import verify
-from helpers.families import families
-from helpers.ranks import preload
+from helpers.families import build_model, families
+from helpers.peft_ranks import adapters_of, train_save_and_resume
+from helpers.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 preload("trimtab.integrations.transformers.expert_parallel", "peft", *sorted({f.module for f in families().values()}))
@@ -50,3 +51,15 @@ def test_four_ranks(tmp_path: Path) -> None:
 def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"adapters of 8 experts, 32 to 32: of sharded experts those run"):
         verify([case("qwen3_moe", exchange="all_to_all")], tmp_path)
+
+
+def test_adapters_resume_bit_for_bit_and_load_at_another_degree(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    at_two = case("qwen3_moe", lora="")
+    ranks = run_ranks(train_save_and_resume, 2, at_two, str(tmp_path))
+    base = build_model("qwen3_moe", dtype=torch.float64)
+    alone = adapters_of(PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False))
+    assert len(alone) == 8
+    for first in ranks:
+        assert all(torch.equal(first[name], value) for name, value in alone.items()), "alike on every rank, and whole"

@@ -1,0 +1,62 @@
+"""Adapters that are saved from and loaded onto expert-parallel ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import trimtab.integrations.transformers
+from trimtab.integrations.transformers.replicas import average_replicated
+
+from .ep_case import Case, freeze
+from .ep_ranks import load, quiet
+from .families import forward, sample_batch
+from .peft_case import fill, lora
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    forward(model.get_base_model(), sample_batch(model.get_base_model(), 2, 12, seed))[1].backward()
+    optimizer.step()
+
+
+def adapters_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def train_save_and_resume(case: Case, folder: str) -> dict[str, Tensor]:
+    """Two steps on this number of ranks, and the same with an adapter that was saved between them: equal bits.
+
+    Returns the adapters behind the first step; rank 0 leaves them in `folder`/adapter.
+    """
+    from peft import PeftModel, get_peft_model
+
+    quiet()
+    trimtab.integrations.transformers.register()
+    freeze(case, base := load(case, folder))
+    model = get_peft_model(base, lora(base), autocast_adapter_dtype=False)
+    fill(model)
+    average_replicated(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step(model, optimizer, 2 * dist.get_rank())
+    first, moments = adapters_of(model), optimizer.state_dict()
+    model.save_pretrained(folder + "/adapter", is_main_process=dist.get_rank() == 0)  # gathers the base: collective
+    if dist.get_rank() == 0:
+        torch.save(moments, Path(folder, "moments.pt"))
+    dist.barrier()
+    step(model, optimizer, 2 * dist.get_rank() + 1)
+
+    again = PeftModel.from_pretrained(
+        load(case, folder), folder + "/adapter", is_trainable=True, autocast_adapter_dtype=False
+    )
+    average_replicated(again)
+    optimizer = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2)
+    optimizer.load_state_dict(torch.load(Path(folder, "moments.pt")))
+    step(again, optimizer, 2 * dist.get_rank() + 1)
+    for name, value in adapters_of(model).items():
+        assert torch.equal(value, adapters_of(again)[name]), name
+    return first
