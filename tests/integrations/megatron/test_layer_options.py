@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "probabilities on the input": {
         "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True,
     },
+    "biases": {"add_bias_linear": True},
     "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
 
