@@ -41,7 +41,7 @@ def reproduce_all(failures: Sequence[Failure]) -> tuple[dict[str, dict[str, list
             continue
         ends = run_all([(failure.reproduction, ours) for failure, ours in batch], folders=folders)
         for (failure, ours), found in zip(batch, ends, strict=True):
-            version = VERSIONS[folders] if prelude == "megatron" else prelude
+            version = VERSIONS[folders] if prelude == "megatron" else "as it is"
             label = f"{version}, with trimtab" if ours else version
             seen.setdefault(failure.id, {})[label] = found
             for said in failure.reproduction.missed(found, ours=ours, version=version.split()[-1]):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from peers.registry import OURS_ALONE, SOURCES, Peer
+from peers.reproduce import plain
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict
 from trimtab.verify.patterns import PATTERNS
@@ -96,7 +97,7 @@ def judged(verdict: Verdict) -> Judged:
         topology=case.topology.name,
         pattern=case.pattern.name,
         status=status,
-        said=said.removeprefix(rank[0]) if rank else said,
+        said=plain(said.removeprefix(rank[0]) if rank else said),
         error=max(finite) if finite else None,
         rank=int(rank[1]) if rank and status in ("refused", "crashed") else None,
     )

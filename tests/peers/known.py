@@ -26,7 +26,8 @@ KNOWN = (
         id="peft-expert-parallel", peers="peft", message="mixed torch.Tensor and DTensor",
         title="peft: adapters of parameters over transformers' expert parallelism",
         says="peft adds scale * B A to the whole parameter, which is a DTensor there: PyTorch stops the first forward "
-        "on every rank, with a clear message. peft's documentation does not promise this combination.",
+        "on every rank, with a clear message. peft supports transformers' tensor parallelism; for parameters of experts "
+        "under its expert parallelism we found no promise.",
         reproduction=Reproduction(
             prelude="peft", folders=("peft",), expected=("mixed torch.Tensor and DTensor",) * 2,
             lines='mlp = adapted(laid_out(model("grouped_mm")))\nmlp(torch.randn(1, 4, 16))',

@@ -59,8 +59,8 @@ KNOWN_MEGATRON: tuple[Failure, ...] = (
     ),
     _known(
         "allgather-no-tokens", "allgather, a rank without tokens, the router's line repaired",
-        "The rank without tokens comes to its end without the others' tokens, which it should have computed; the "
-        "other waits. With alltoall the same lines are right.",
+        "The rank without tokens gathers as many from the others, none, and comes to its end without having "
+        "computed theirs; the other waits. With alltoall the same lines are right.",
         'layer = no_view() or moe_layer(moe_token_dispatcher_type="allgather")\n'
         "step(layer, torch.randn(4 * rank, 1, 16))", (ENDS, "hangs|waits"),
     ),
@@ -71,7 +71,7 @@ KNOWN_MEGATRON: tuple[Failure, ...] = (
         + ROUTER,
         'layer = no_view() or moe_layer(router="trimtab", moe_z_loss_coeff=0.1)\n'
         'step(layer, torch.randn(4 * rank, 1, 16)); said = logged("z_loss")', ("logged NaN", "logged finite"),
-        "logged finite",
+        "logged (finite|nothing)",
     ),
     _known(
         "all-padding", "aux_loss on a rank whose tokens are all padding",
@@ -83,7 +83,7 @@ KNOWN_MEGATRON: tuple[Failure, ...] = (
     _known(
         "bias-padding", "expert bias and a padding mask",
         "The map [T, E] and the mask [T] meet without a new axis; where E happens to be T nothing is said. Fixed on "
-        "Megatron's main branch." + ROUTER,
+        "Megatron's main branch. The fault is in its router, so with trimtab it takes another one as well.",
         'layer = moe_layer(router="trimtab", moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")\n'
         "said = says_finite(step(layer, torch.randn(6, 1, 16), padding_mask=torch.arange(6)[None] > 3))",
         ("must match the size", "must match the size"), FINITE,

@@ -107,6 +107,9 @@ def _row(peer: Peer, result: Result) -> str:
 def _peer(peer: Peer, result: Result) -> Iterator[str]:
     yield f"### {peer.title}\n"
     yield f"{result.version}. {peer.says}. `--impl {peer.impl}`, {peer.dtype}, {result.seconds:.0f} s.\n"
+    asked = [case for case in result.cases if case.status != "lacks"]
+    off = dict.fromkeys(case.pattern for case in asked if case.status != "right")
+    yield "Right in all that it was asked for" + (f", but for {', '.join(off)}" if off else "") + ".\n"
     yield f"```\n{table(result)}\n```\n"
     lacking = dict.fromkeys(case.said for case in result.cases if case.status == "lacks")
     if lacking:
@@ -120,16 +123,21 @@ def _failure(
     if failure.gloo:
         yield "*Of Gloo or of a stand-in: not to be expected on GPUs with NCCL.*\n"
     yield failure.says + "\n"
-    where: dict[str, list[str]] = {}
-    for peer, case in cases:
-        where.setdefault(f"{peer.title}, {case.topology}", []).append(case.pattern)
-    if where:
-        yield "In the ledger: " + "; ".join(f"{place}: {', '.join(names)}" for place, names in where.items()) + ".\n"
+    if cases:
+        who, patterns = (
+            list(dict.fromkeys(found)) for found in zip(*((p.title, c.pattern) for p, c in cases), strict=True)
+        )
+        yield f"In the ledger: {len(cases)} cases of {'; '.join(who)} ({', '.join(patterns)}).\n"
     yield f"```python\n{failure.reproduction.lines}\n```\n"
-    yield f"`python -m peers --reproduce {failure.id}` runs it after the prelude `{failure.reproduction.prelude}`:\n"
+    yield f"`python -m peers --reproduce {failure.id}`, after the prelude `{failure.reproduction.prelude}`:\n"
     yield "```"
+    alike: dict[tuple[str, ...], list[str]] = {}
     for version, ends in seen.items():
-        yield from (f"{version}, rank {rank}: {end}" for rank, end in enumerate(ends))
+        alike.setdefault(tuple(ends), []).append(version)
+    for ends, versions in alike.items():
+        yield "; ".join(versions) + ":"
+        told = {end: [rank for rank, other in enumerate(ends) if other == end] for end in ends}
+        yield from (f"    rank {', '.join(map(str, ranks))}: {end}" for end, ranks in told.items())
     yield "```\n"
 
 
@@ -157,7 +165,8 @@ parallelism, data parallelism.
 
 FAILED = """## What fails, and how to see it
 
-Each was run outside of the ledger as well; below it is what its ranks ended with.
+Each was run outside of the ledger as well: the lines below on every rank, after a prelude of imports and one small
+layer, which is in tests/peers/preludes.py; below them is what the ranks ended with. On a GPU they need no stand-ins.
 """
 
 ABSENT = """## What could not be judged on a CPU

@@ -101,8 +101,8 @@ def says_finite(grad):
 
 def logged(loss):
     from megatron.core.transformer.moe import moe_utils
-    values = moe_utils.get_moe_layer_wise_logging_tracker().get(loss, {"values": torch.zeros(1)})["values"]
-    return f"logged {'finite' if bool(values.isfinite().all()) else 'NaN'}"
+    found = moe_utils.get_moe_layer_wise_logging_tracker().get(loss)
+    return f"logged {'nothing' if found is None else 'finite' if bool(found['values'].isfinite().all()) else 'NaN'}"
 
 def fewer(router, args, output):
     '''A router that gives every other token one expert, not K.'''

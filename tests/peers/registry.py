@@ -154,10 +154,15 @@ def _small() -> Iterator[Peer]:
 
 def _megatron() -> Iterator[Peer]:
     topologies = ("1r-local", "2r-ep2", "2r-etp2-local", "4r-ep4", "4r-ep2-etp2", "4r-ep4-tp2-sharded")
+    cpu = "; what stands in for CUDA is in tests/helpers/megatron_cpu.py, each with its reason"
     kinds = (
-        ("megatron", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP"),
-        ("megatron-allgather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP"),
-        ("megatron-trimtab", "with trimtab", "`trimtab.megatron.use(spec)`: its router, our dispatch and experts"),
+        ("megatron", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP" + cpu),
+        ("megatron-allgather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP" + cpu),
+        (
+            "megatron-trimtab",
+            "with trimtab",
+            "`trimtab.megatron.use(spec)`: its router, our dispatch, experts" + cpu,
+        ),
     )
     for version, folders in (("0.16", ()), ("0.19", ("megatron-0.19",))):
         for impl, title, says in kinds:

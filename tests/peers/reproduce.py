@@ -20,10 +20,13 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from peers.fetch import ROOT
 from peers.preludes import PRELUDES
 
+LONGEST = 220
+"""Characters of an error that are shown."""
 PATIENCE = 12.0
 """Seconds after which a rank that says nothing hangs; 3 once another has raised."""
 
@@ -88,7 +91,7 @@ def run_here(names: dict[str, object], ranks: int, lines: str) -> list[str]:
         while time.monotonic() < end and not all(ends):
             for rank, pipe in enumerate(pipes):
                 if not ends[rank] and pipe.poll(0.02):
-                    ends[rank] = _heard(pipe, processes[rank])
+                    ends[rank] = _heard(pipe, processes[rank], Path(folder, str(rank)))
             if not raised and any(e and not e.startswith("ends") for e in ends):
                 raised, end = True, min(end, time.monotonic() + 3.0)
         for process in processes:
@@ -98,13 +101,21 @@ def run_here(names: dict[str, object], ranks: int, lines: str) -> list[str]:
     return [e or silent for e in ends]
 
 
-def _heard(pipe: Connection, process: multiprocessing.process.BaseProcess) -> str:
+def plain(said: str) -> str:
+    """Without what changes from run to run: addresses, ports, and where somebody's build had its sources."""
+    said = re.sub(r"\[/__w/\S*/(\S+\.cc:\d+)\]|/__w/\S*/(\S+\.cc:\d+)", lambda m: m[1] or m[2], said)
+    return re.sub(r"(\[127\.0\.0\.1\]):\d+", r"\1", re.sub(r" object at 0x[0-9a-f]+", "", said))[:LONGEST]
+
+
+def _heard(pipe: Connection, process: multiprocessing.process.BaseProcess, log: Path) -> str:
     try:
         return str(pipe.recv())
     except EOFError:
         process.join(5.0)
         code = process.exitcode
-        return "dies" if code is None or code >= 0 else f"dies: {signal.Signals(-code).name}"
+        last = next((line for line in log.read_text(errors="replace").splitlines() if "what():" in line), "")
+        how = "dies" if code is None or code >= 0 else f"dies: {signal.Signals(-code).name}"
+        return f"{how}, {plain(last.strip())}" if last else how
 
 
 def _rank(rank: int, ranks: int, folder: str, names: dict[str, object], lines: str, pipe: Connection) -> None:
@@ -113,8 +124,8 @@ def _rank(rank: int, ranks: int, folder: str, names: dict[str, object], lines: s
 
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    with open(os.devnull, "w") as devnull:
-        os.dup2(devnull.fileno(), sys.stderr.fileno())
+    with open(f"{folder}/{rank}", "w") as log:  # what C++ says when it ends a process
+        os.dup2(log.fileno(), sys.stderr.fileno())
     patience = datetime.timedelta(seconds=10 * PATIENCE)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=patience)
     names["rank"] = rank
@@ -122,7 +133,7 @@ def _rank(rank: int, ranks: int, folder: str, names: dict[str, object], lines: s
         exec(lines, names)
         said = "ends" + (f": {names['said']}" if "said" in names else "")
     except Exception as error:
-        said = f"{type(error).__name__}: {(str(error) or traceback.format_exc()).splitlines()[0]}"
+        said = plain(f"{type(error).__name__}: {(str(error) or traceback.format_exc()).splitlines()[0]}")
     pipe.send(said)
     time.sleep(10 * PATIENCE)  # as in training: nobody leaves the others alone
 
