@@ -26,7 +26,7 @@ KNOWN = (
         id="peft-expert-parallel", peers="peft", message="mixed torch.Tensor and DTensor",
         title="peft: adapters of parameters over transformers' expert parallelism",
         says="peft adds scale * B A to the whole parameter, which is a DTensor there: PyTorch stops the first forward "
-        "on every rank, with a clear message. peft supports transformers' tensor parallelism; for parameters of experts "
+        "on every rank, with a clear message. peft supports its tensor parallelism; for parameters of experts "
         "under its expert parallelism we found no promise.",
         reproduction=Reproduction(
             prelude="peft", folders=("peft",), expected=("mixed torch.Tensor and DTensor",) * 2,

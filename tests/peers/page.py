@@ -70,6 +70,8 @@ def _page(
     yield "|---|---|---|---|---|---|---|---|---|"
     for name, result in results.items():
         yield _row(peer_named(name), result)
+    if not any(case.status == "wrong" for result in results.values() for case in result.cases):
+        yield "\nNone gave a wrong number in a case that it came to the end of; outside of the ledger one did, see below."
     yield TABLES
     yield "```"
     says = {pattern.name: pattern.says for pattern in PATTERNS}
