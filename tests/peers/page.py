@@ -71,7 +71,7 @@ def _page(
     for name, result in results.items():
         yield _row(peer_named(name), result)
     if not any(case.status == "wrong" for result in results.values() for case in result.cases):
-        yield "\nNone gave a wrong number in a case that it came to the end of; outside of the ledger one did, see below."
+        yield "\nNone gave a wrong number in a case that it came to the end of. Outside of the ledger one did: below."
     yield TABLES
     yield "```"
     says = {pattern.name: pattern.says for pattern in PATTERNS}
@@ -130,7 +130,7 @@ def _failure(
             list(dict.fromkeys(found)) for found in zip(*((p.title, c.pattern) for p, c in cases), strict=True)
         )
         yield f"In the ledger: {len(cases)} cases of {'; '.join(who)} ({', '.join(patterns)}).\n"
-    yield f"```python\n{failure.reproduction.lines}\n```\n"
+    yield f"```text\n{failure.reproduction.lines}\n```\n"
     yield f"`python -m peers --reproduce {failure.id}`, after the prelude `{failure.reproduction.prelude}`:\n"
     yield "```"
     alike: dict[tuple[str, ...], list[str]] = {}

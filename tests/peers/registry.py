@@ -148,7 +148,7 @@ def _small() -> Iterator[Peer]:
     yield Peer(
         name="llep", title="LLEP", impl="peers.llep_impl:Impl", folders=("llep",), dtype="float64",
         says="`gptoss_llep_forward`, `min_tokens_per_gemm=1` so that a case's few tokens do move; alpha 1 and a bias "
-        "of -1 make its gpt-oss experts the truth's SwiGLU, to rounding: so float64. Its authors provide it for research",
+        "of -1 make its gpt-oss experts the truth's SwiGLU, to rounding: so float64. It is provided for research",
     )  # fmt: skip
 
 
