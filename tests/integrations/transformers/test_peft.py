@@ -6,6 +6,8 @@ of a gradient's scale, or by as much as rounding moves it in the truth itself.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,3 +198,17 @@ def test_another_peft_is_refused_in_a_sentence() -> None:
     with pytest.raises(BackendError, match=r"knows how peft 0\.18 to 0\.21"):
         _teach(SimpleNamespace(ParamWrapper=type("ParamWrapper", (), {})))  # type: ignore[arg-type]
     _teach(SimpleNamespace())  # type: ignore[arg-type]  # one that has no adapters of parameters yet
+
+
+def test_register_imports_no_peft_and_teaches_it_when_the_program_does() -> None:
+    says = """
+import importlib.util, sys
+import trimtab.integrations.transformers
+trimtab.integrations.transformers.register()
+assert not any(name.partition(".")[0] == "peft" for name in sys.modules)
+importlib.util.find_spec("peft.tuners.lora.layer")  # who only asks for it changes nothing
+from peft.tuners.lora.layer import ParamWrapper
+assert ParamWrapper._activate_lora.of_trimtab
+assert not any(type(finder).__module__.startswith("trimtab") for finder in sys.meta_path)
+"""
+    subprocess.run([sys.executable, "-c", says], check=True)

@@ -40,18 +40,25 @@ def teach_peft() -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; is gone once the module is found."""
+    """Finds what the other finders find; is gone once the module has been imported."""
+
+    def __init__(self) -> None:
+        self.asks = False
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != HOME:
+        if name != HOME or self.asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks = False
         if spec is not None and spec.loader is not None:
             execute: Any = spec.loader.exec_module
 
             def taught(layer: ModuleType) -> None:
                 execute(layer)
+                sys.meta_path.remove(self)
                 _teach(layer)
 
             spec.loader.exec_module = taught  # type: ignore[method-assign, assignment]
