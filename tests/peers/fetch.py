@@ -29,5 +29,5 @@ def _fetch(source: Source, place: Path) -> None:
         return
     work = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     if source.python:
-        work += ["--python-version", source.python, "--only-binary", ":all:"]
+        work += ["--python-version", source.python, "--ignore-requires-python", "--only-binary", ":all:"]
     subprocess.run([*work, "--target", str(place), *source.pip], check=True)
