@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,25 @@ class GroupedModule(nn.Module):
         )
         self.main_grad, self.delay_wgrad, self.recipe = main_grad, delay_wgrad, recipe
         self._delayed = DelayedGradients()
+        self.active_adapters: tuple[str, ...] = ()
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The weights that may have adapters, by name: stacked ones."""
+        raise NotImplementedError
+
+    def own_part(self, name: str) -> Tensor:
+        """What this rank has of a parameter."""
+        return self.get_parameter(name)
+
+    def put_adapter(self, name: str, weights: Sequence[str], options: Mapping[str, Any]) -> None:
+        """Add an adapter of these weights, see `adapter_module.ExpertAdapter`, and make it the active one."""
+        from trimtab.experts.adapter_module import ExpertAdapter
+
+        if not hasattr(self, "adapters"):
+            self.adapters = nn.ModuleDict()
+        self.adapters[name] = ExpertAdapter({own: self.get_parameter(own) for own in weights}, **options)
+        self.active_adapters = (name,)
 
     def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
         """Raises:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trimtab.backward import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
 from trimtab.experts.composed import ToExperts
-from trimtab.experts.grouped_linear import linear_of
+from trimtab.experts.grouped_linear import grouped_linear, linear_of
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.grouped_ops import GroupSizes, offsets_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
@@ -146,7 +146,26 @@ class GroupedLinear(GroupedModule):
             y_RB = self._stateful(x_RD.to(dtype), offsets_e)
         else:
             y_RB = self._linear(x_RD.to(dtype), offsets_e, kernels=kernels)
+        if self.active_adapters:
+            y_RB = self._adapted(x_RD.to(dtype), y_RB, offsets_e)
         return y_RB.to(x_RD.dtype)
+
+    def _adapted(self, x_RD: Tensor, y_RB: Tensor, offsets_e: Tensor) -> Tensor:
+        """What the active adapters add."""
+        from trimtab.experts.adapter_module import in_use
+
+        kernels = kernels_for(self.kernels, x_RD.device, x_RD.dtype) or self.kernels.on(x_RD.device, x_RD.dtype)
+        for adapter in in_use(self):
+            rows = torch.nn.functional.dropout(x_RD, adapter.dropout, self.training)
+            a, b = (adapter.get_parameter(f"weight_{kind}").expand(self.num_groups, -1, -1) for kind in "ab")
+            thin = grouped_linear(rows, a.to(x_RD.dtype), offsets_e, kernels=kernels) * adapter.scale
+            y_RB = y_RB + grouped_linear(thin, b.to(x_RD.dtype), offsets_e, kernels=kernels)
+        return y_RB
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The weight, where it is one parameter."""
+        return ("weight",) if self._stacked("weight") else ()
 
     def _linear(self, x_RD: Tensor, offsets_e: Tensor, **options: Any) -> Tensor:
         return linear_of(x_RD, self.weights, self.biases, offsets_e, stacked=self.single_parameter, **options)

@@ -28,6 +28,7 @@ from trimtab.kernels.memory import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 if TYPE_CHECKING:
+    from trimtab.experts.adapters import Adapters
     from trimtab.experts.recipes.base import Recipe
 
 
@@ -113,7 +114,19 @@ class ExpertMLP(GroupedModule):
         """The parameters as they are now."""
         down_bias = self.down_bias
         up_bias = None if down_bias is None else getattr(self, f"{self._up}_bias")
-        return ExpertWeights(up=getattr(self, self._up), down=self.down, up_bias=up_bias, down_bias=down_bias)
+        own = {"up": getattr(self, self._up), "down": self.down, "up_bias": up_bias, "down_bias": down_bias}
+        return ExpertWeights(**own, adapters=self._adapters() if self.active_adapters else None)
+
+    def _adapters(self) -> Adapters:
+        from trimtab.experts.adapter_module import adapters_of, in_use
+
+        adapters = in_use(self)
+        return adapters_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The weights that may have adapters."""
+        return (self._up, "down")
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

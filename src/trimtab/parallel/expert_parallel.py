@@ -18,7 +18,8 @@ from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.moe import AllTokens, MoE
-from trimtab.parallel.experts import ExpertTensorGroup, ParallelExperts, check_split
+from trimtab.parallel.expert_tensor import ExpertTensorGroup
+from trimtab.parallel.experts import ParallelExperts, check_split
 from trimtab.parallel.meshes import ExpertMesh, TokenMeshes, check_meshes
 from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 

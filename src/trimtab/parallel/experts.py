@@ -4,16 +4,14 @@
     ep          Shard(0)                             Shard(0)                     Shard(0)          Shard(0)
     etp         Shard(2), a share of F               Shard(1)                     Shard(2)          Replicate()
 
-Rank r of ep owns experts r * e .. r * e + e - 1. Ranks of an etp group each see the rows of all: one more route, whose
-map sends each row to every rank. The parts come back and are summed in the order of ranks, in float32 at least.
+Rank r of ep owns experts r * e .. r * e + e - 1. Ranks of an etp group each see the rows of all, see `expert_tensor`.
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trimtab.backward import not_in_graphs, once_differentiable
-from trimtab.dispatch import handshake
-from trimtab.dispatch.dispatcher import Dispatched
-from trimtab.dispatch.handshake import CallId
-from trimtab.dispatch.plan import RankPlan
-from trimtab.dispatch.route import Combine, Dispatch, RankRoute, wants_gradient, with_others
-from trimtab.dispatch.transport import Transport, layer_frame
+from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
+from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
+from trimtab.experts.adapters import Adapters
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
-from trimtab.guard.guard import Guard
-from trimtab.kernels.rows import Csr
 from trimtab.layout import experts_per_rank
+from trimtab.parallel.adapters import cut_adapter, summed_over_copies
+from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.meshes import ExpertMesh, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
@@ -59,72 +53,6 @@ def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
     """(in, out) features of each product of one of so many ranks that share F."""
     hidden = experts.hidden // ranks
     return [(experts.dim, 2 * hidden if experts.gated else hidden), (hidden, experts.dim)]
-
-
-class ExpertTensorGroup:
-    """The ranks over which one layer's F is split. `layer`: that of the experts, for errors."""
-
-    def __init__(self, transport: Transport, layer: str) -> None:
-        self.transport, self.layer, self.calls = transport, f"{layer}.experts".lstrip("."), 0
-        self.guard: Guard | None = getattr(transport, "guard", None)
-        self.rank, self.size = transport.rank, transport.size
-        self._frame = layer_frame(self.layer)
-
-    @not_in_graphs
-    def meet(
-        self, x_MD: Tensor, ids_MK: Tensor, num_slots: int | None, *, grad: bool
-    ) -> tuple[RankRoute, int | None, bool]:
-        """Tell the group how many rows and slots this rank has, and whether they want gradients. Collective; one host
-        sync.
-
-        Returns the way to all ranks and back, how many slots all have where all know it, and whether any wants `grad`.
-
-        Raises:
-            DesyncError: the ranks are not in the same call, on every rank.
-            PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
-        """
-        (rows, width), ranks = x_MD.shape, self.size
-        call = CallId(
-            layer=self.layer, number=self.calls, experts=ranks, top_k=ids_MK.shape[1], width=width,
-            fingerprint=f"{x_MD.dtype}, rows to every rank",
-        )  # fmt: skip
-        self.calls += 1
-        rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
-        slots_P = torch.full_like(rows_P, -1 if num_slots is None else num_slots)
-        message = handshake.fill(rows_P, slots_P, rows, 0, call, grad=grad)
-        with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
-            if self.guard is not None:
-                self.guard.at(self.layer, "count", "forward", call.number)
-            told = self._frame(self.transport.handshake, message)
-        handshake.compare(told, self.rank, call, "count")
-        slots = told.split_sizes(handshake.SLOTS)
-        route = RankRoute(
-            transport=self.transport, guard=self.guard, run=self._frame, plan=_to_every_rank(rows, ranks, x_MD.device),
-            rows=told.split_sizes(handshake.ROWS), slots=slots, call=call,
-            tokens=tuple(said[handshake.TOKENS] for said in told.received), announced=False,
-        )  # fmt: skip
-        known = None if min(slots.incoming) < 0 else sum(slots.incoming)
-        return route, known, any(said[handshake.GRAD] for said in told.received)
-
-    def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
-        """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, as `meet`."""
-        own = wants_gradient(x_MD, w_MK)
-        route, slots, wanted = self.meet(x_MD, ids_MK, num_slots, grad=own)
-        w_MK = with_others(w_MK, wanted, own)
-        x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
-        return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=slots, route=route, sent=sent)
-
-    def combine(self, y: Tensor, rows: Dispatched) -> Tensor:
-        """Each rank's part of the outputs of `rows` -> their sums, for this rank's rows. Collective."""
-        out: Tensor = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
-        return out
-
-
-def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
-    copies = torch.arange(rows * ranks, device=device)
-    indptr = torch.arange(0, rows * ranks + 1, ranks, device=device)
-    token_csr = Csr(indices=copies.view(ranks, rows).T.reshape(-1), indptr=indptr)
-    return RankPlan(row_token_M=copies % max(rows, 1), token_csr=token_csr, slot_csr=None)
 
 
 class ParallelExperts(ExpertMLP):
@@ -155,7 +83,25 @@ class ParallelExperts(ExpertMLP):
         """This rank's part of the parameters as they are now, differentiable."""
         up, down, *biases = map(self._local, self.parameter_names)
         up_bias, down_bias = biases or (None, None)
-        return ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+        adapters = self._adapters() if self.active_adapters else None
+        return ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, adapters=adapters)
+
+    def _adapters(self) -> Adapters:
+        adapters = in_use(self)
+        parts = [{name: self._scaled(local_part(p)) for name, p in a.named_parameters()} for a in adapters]
+        summed_over_copies(adapters, parts, self.place)
+        return adapters_of(self, adapters, parts)
+
+    def own_part(self, name: str) -> Tensor:
+        """What this rank has of a parameter."""
+        return local_part(self.get_parameter(name))
+
+    def put_adapter(self, name: str, weights: Sequence[str], options: Mapping[str, Any]) -> None:
+        """As `ExpertMLP.put_adapter`; each rank draws it for all experts and keeps its part."""
+        super().put_adapter(name, weights, options)
+        adapter = self.adapters[name]
+        assert isinstance(adapter, ExpertAdapter)
+        cut_adapter(adapter, self.place, None)
 
     def backward_dw(self) -> None:
         """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
@@ -182,6 +128,8 @@ class ParallelExperts(ExpertMLP):
             cut = place.placements(Shard(0), SPLIT.get(name, Replicate()))
             whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
             setattr(self, name, nn.Parameter(whole, requires_grad=param.requires_grad))
+        for adapter in getattr(self, "adapters", {}).values():
+            cut_adapter(adapter, place, src_data_rank)
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
         self.register_state_dict_post_hook(_show_all_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
@@ -212,11 +160,15 @@ class ParallelExperts(ExpertMLP):
             for attribute in MAIN_GRAD_NAMES:
                 if hasattr(param, attribute):
                     setattr(local, attribute, local_part(getattr(param, attribute)))
-        elif self.gradient_scale != 1.0:
-            local = _Scaled.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
+        else:
+            local = self._scaled(local)
         if name == "down_bias" and self.etp is not None:
             local = _FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]
         return local
+
+    def _scaled(self, local: Tensor) -> Tensor:
+        scaled: Tensor = _Scaled.apply(local, self.gradient_scale) if self.gradient_scale != 1.0 else local  # type: ignore[no-untyped-call]
+        return scaled
 
 
 class _FirstRankBias(Function):

@@ -9,20 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.backward import not_a_view, once_differentiable, refuse_transforms
+from trimtab.backward import not_a_view, refuse_transforms
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
+from trimtab.parallel.adapters import SumGradients
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import TokenMeshes, check_meshes
 from trimtab.routing.balance import routers
@@ -68,7 +66,7 @@ class ParallelMoE(MoE):
         refuse_transforms("MoE", self.dispatcher.layer)
         places = self._replicated()
         params = [module.get_parameter(name) for module, name in places]
-        summed: tuple[Tensor, ...] = _SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
+        summed: tuple[Tensor, ...] = SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
         with _standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
@@ -131,25 +129,6 @@ class ReplicatedTokens:
 
     def _layout(self, t: Tensor) -> SequenceLayout:
         return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], self.ranks)
-
-
-class _SumGradients(Function):
-    """The same tensors; their gradients are summed over `group` in one all-reduce, in float32 at least. Every rank of
-    the group must call, and run the backward, with the same parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(param.view_as(param) for param in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        dist.all_reduce(flat, group=ctx.group)
-        parts = torch.split(flat, [grad.numel() for grad in grads])
-        return None, *(part.view(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))
 
 
 def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> list[ParallelExperts]:

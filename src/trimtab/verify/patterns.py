@@ -177,6 +177,7 @@ def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed:
         dtype=dtype,
         dim=max(DIM, e + 8) + pattern.odd,
         hidden=HIDDEN,
+        adapter=topology.adapter,
     )
     batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
     return Problem(sizes=sizes, batches=batches, raises=bool(pattern.spoil), cp=topology.cp)

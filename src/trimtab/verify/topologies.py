@@ -19,19 +19,24 @@ from trimtab.dispatch.transports import TRANSPORTS
 QUICK = (
     "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory", "2r-ep2-tp2-sharded",
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
-    "2r-ep2-cp2",
+    "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
     "1r-local", "1r-local-ordered", "1r-fsdp-local", "2r-fsdp-local", "2r-ddp-local", "2r-tp2-sharded-local", "2r-ep2",
     "2r-ep2-ordered", "2r-ep2-*", "2r-ep2-fsdp", "2r-ep2-ddp", "2r-ep2-tp2-replicated", "2r-ep2-tp2-sharded",
     "2r-etp2-local", "3r-ep3", "3r-ddp-local", "3r-ep3-tp3-replicated-fsdp", "3r-ep3-tp3-sharded-allgather-ordered",
-    "4r-ep4", "4r-ep4-*", "4r-ep2-tp2-sharded-fsdp-sharedmemory-ordered", "4r-ep4-ordered", "4r-ep2-fsdp", "4r-ep2-ddp",
-    "4r-ep2-hsdp", "4r-ep4-fsdp", "4r-ep4-tp2-replicated", "4r-ep4-tp2-sharded-ddp", "4r-ep2-tp2-sharded-fsdp",
-    "4r-ep2-tp4-replicated-ordered", "4r-ep2-tp2-replicated-ddp", "4r-ep4-tp4-sharded", "4r-ep2-etp2",
-    "4r-ep2-etp2-tp2-sharded-fsdp", "5r-ep5", "5r-ep5-ddp-allgather", "6r-ep3-fsdp", "6r-ep6-tp2-replicated",
-    "6r-ep2-tp3-sharded-ddp", "7r-ep7", "8r-ep8", "8r-ep4-fsdp", "8r-ep8-tp2-sharded-fsdp", "8r-ep8-sharedmemory",
-    "8r-ep4-tp4-replicated-ddp", "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp",
+    "4r-ep4", "4r-ep4-*", "4r-ep2-tp2-sharded-fsdp-sharedmemory-ordered", "4r-ep4-ordered", "4r-ep2-fsdp",
+    "4r-ep2-ddp", "4r-ep2-hsdp", "4r-ep4-fsdp", "4r-ep4-tp2-replicated", "4r-ep4-tp2-sharded-ddp",
+    "4r-ep2-tp2-sharded-fsdp", "4r-ep2-tp4-replicated-ordered", "4r-ep2-tp2-replicated-ddp", "4r-ep4-tp4-sharded",
+    "4r-ep2-etp2", "4r-ep2-etp2-tp2-sharded-fsdp", "5r-ep5", "5r-ep5-ddp-allgather", "6r-ep3-fsdp",
+    "6r-ep6-tp2-replicated", "6r-ep2-tp3-sharded-ddp", "7r-ep7", "8r-ep8", "8r-ep4-fsdp", "8r-ep8-tp2-sharded-fsdp",
+    "8r-ep8-sharedmemory", "8r-ep4-tp4-replicated-ddp", "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp",
+    "2r-ep2-lora", "2r-etp2-local-sharedlora", "1r-local-lora", "1r-local-sharedlora", "1r-local-twolora",
+    "2r-ep2-sharedmemory-lora", "2r-ep2-ordered-sharedlora", "2r-ep2-fsdp-lora", "2r-etp2-local-lora",
+    "4r-ep2-etp2-lora", "4r-ep2-etp2-sharedlora", "4r-ep2-fsdp-twolora", "4r-ep2-ddp-sharedlora",
+    "4r-ep2-hsdp-sharedlora", "4r-ep2-tp2-sharded-fsdp-lora", "4r-ep4-tp2-sharded-ddp-lora",
+    "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -46,6 +51,7 @@ class Topology:
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
+    adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active.
     """
 
     ranks: int
@@ -57,6 +63,7 @@ class Topology:
     tokens: Literal["own", "replicated", "sharded"] = "own"
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
+    adapter: Literal["none", "lora", "sharedlora", "twolora"] = "none"
 
     @property
     def dp(self) -> int:
@@ -77,7 +84,7 @@ class Topology:
     def name(self) -> str:
         """Short and unique: what `--only` matches, and `topology_named` reads."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
-        words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
+        words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine, self.adapter]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
 
@@ -93,6 +100,8 @@ def topology_named(name: str) -> Topology:
             given[size[1]] = int(size[2])
         elif word == "ordered":
             given["combine"] = word
+        elif word.endswith("lora"):
+            given["adapter"] = word
         elif word in values:
             given[values[word]] = word
         else:

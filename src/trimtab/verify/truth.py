@@ -3,11 +3,14 @@
     logits = h W_r^T    p = softmax(logits)    w = p[ids]
     y = sum over k of  w * expert[ids](h)      h of the next layer = h + y      loss = mean over ranks of sum(y * dy)
 
+With adapters up and down are W + scale b a, and their gradients in place of the weights' are judged.
+
 Where ranks share sequences the loss has for each layer E / N * sum over tokens of f . p besides, f the fractions of a
 sequence's slots that each expert got. The experts are evaluated densely, all tokens by all experts; a test holds this
 equal to `oracle.moe`. All inputs are exact in the dtype that the case runs in, so both start from the same numbers.
 
-Legend: B sequences, L positions, N tokens, K experts per token, D model dim, E experts, I = 2F, F expert hidden dim.
+Legend: B sequences, L positions, N tokens, K experts per token, D model dim, E experts, I = 2F, F expert hidden dim,
+r an adapter's rank, e experts or 1.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from trimtab.oracle import swiglu
 
+RANK = 3
+"""Of adapters."""
 BALANCE = 0.5
 """Coefficient of the loss per sequence, where there is one."""
 
@@ -34,6 +39,17 @@ class Sizes:
     dtype: torch.dtype
     dim: int
     hidden: int
+    adapter: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterWeights:
+    """One adapter of both weights, in float64: up_a [e, r, D], up_b [e, I, r], down_a [e, r, F], down_b [e, D, r]."""
+
+    name: str
+    active: bool
+    scale: float
+    params: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +59,7 @@ class LayerWeights:
     router_ED: Tensor
     up_EID: Tensor
     down_EDF: Tensor
+    adapters: tuple[AdapterWeights, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +122,23 @@ def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:
         if layer < sizes.layers - 1:
             down[:, :e] = 0
         up, down = (t.to(sizes.dtype).double() for t in (up, down))
-        made.append(LayerWeights(router_ED=router, up_EID=up, down_EDF=down))
+        adapters = _make_adapters(sizes, down, g)
+        made.append(LayerWeights(router_ED=router, up_EID=up, down_EDF=down, adapters=adapters))
     return made
+
+
+def _make_adapters(sizes: Sizes, down_EDF: Tensor, g: torch.Generator) -> tuple[AdapterWeights, ...]:
+    """None; or one, of each expert or shared; or two, of which one is active. What `down` leaves alone, they do."""
+    names = {"none": (), "lora": ("one",), "sharedlora": ("one",), "twolora": ("idle", "one")}[sizes.adapter]
+    n, d, f = 1 if sizes.adapter == "sharedlora" else sizes.num_experts, sizes.dim, sizes.hidden
+    shapes = {"up_a": (n, RANK, d), "up_b": (n, 2 * f, RANK), "down_a": (n, RANK, f), "down_b": (n, d, RANK)}
+    made = []
+    for name in names:
+        params = {own: torch.randn(s, generator=g, dtype=torch.float64) / s[-1] ** 0.5 for own, s in shapes.items()}
+        params["down_b"] *= (down_EDF != 0).any(2).any(0)[:, None]
+        params = {own: t.to(sizes.dtype).double() for own, t in params.items()}
+        made.append(AdapterWeights(name=name, active=name == "one", scale=0.25, params=params))
+    return tuple(made)
 
 
 def dense_moe(x_ND: Tensor, ids_NK: Tensor, w_NK: Tensor, up_EID: Tensor, down_EDF: Tensor) -> Tensor:
@@ -152,18 +184,36 @@ def _balance(ranks: Sequence[_Routed], cp: int) -> Tensor:
     return total * ranks[0].p_NE.shape[1] / max(sum(r.p_NE.shape[0] for r in ranks), 1)
 
 
+def _judged(w: LayerWeights) -> dict[str, Tensor]:
+    """The parameters that have gradients: beside adapters the experts' weights are frozen."""
+    own = {"up": w.up_EID, "down": w.down_EDF} if not w.adapters else {}
+    for adapter in w.adapters:
+        own |= {f"{adapter.name}.{name}": t for name, t in adapter.params.items() if adapter.active}
+    return {name: t.clone().requires_grad_() for name, t in {"router": w.router_ED, **own}.items()}
+
+
+def _built(w: LayerWeights, own: dict[str, Tensor]) -> list[Tensor]:
+    """Router, up and down as they work."""
+    up, down = own.get("up", w.up_EID), own.get("down", w.down_EDF)
+    for adapter in (adapter for adapter in w.adapters if adapter.active):
+        up_a, up_b, down_a, down_b = (own[f"{adapter.name}.{name}"] for name in adapter.params)
+        up, down = up + adapter.scale * (up_b @ up_a), down + adapter.scale * (down_b @ down_a)
+    return [own["router"], up, down]
+
+
 def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
     """Outputs, input gradients and parameter gradients of every rank."""
-    layers = [[t.clone().requires_grad_() for t in (w.router_ED, w.up_EID, w.down_EDF)] for w in weights]
+    params = [_judged(w) for w in weights]
+    layers = [_built(w, own) for w, own in zip(weights, params, strict=True)]
     xs = [batch.x_BLD.clone().requires_grad_() for batch in problem.batches]
     ys, routed = zip(*(_forward(b, x, layers) for b, x in zip(problem.batches, xs, strict=True)), strict=True)
     losses = [(y * batch.dy_BLD).sum() for y, batch in zip(ys, problem.batches, strict=True)]
     by_layer = list(zip(*routed, strict=True))
     if problem.cp > 1:
         losses += [len(xs) * BALANCE * _balance(ranks, problem.cp) for ranks in by_layer]
-    leaves = [*xs, *(p for params in layers for p in params)]
+    leaves = [*xs, *(p for own in params for p in own.values())]
     found = torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True, materialize_grads=True)
-    names = [f"{i}.{name}" for i in range(len(layers)) for name in ("router", "up", "down")]
+    names = [f"{i}.{name}" for i, own in enumerate(params) for name in own]
     slots = [torch.cat([r.ids_NK.reshape(-1) for r in ranks]) for ranks in by_layer]
     return Truth(
         y=[y.detach() for y in ys],

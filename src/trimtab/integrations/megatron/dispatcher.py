@@ -27,7 +27,7 @@ from trimtab.experts.composed import ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.integrations.megatron.refused import PAD
-from trimtab.parallel.experts import ExpertTensorGroup
+from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
 _TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = WeakKeyDictionary()
 

@@ -162,6 +162,7 @@ def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, groupe
     shared = {
         f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
         "it has no ordered combine": t.combine == "ordered",
+        "its experts have no adapters of their own": t.adapter != "none",
         "it does not split experts over etp as well as over ep": t.etp > 1,
         "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
         "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
+from trimtab.experts.adapter_module import add_adapter
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -18,9 +19,14 @@ from trimtab.routing.config import RouterConfig
 from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import BALANCE, LayerWeights, Sizes
+from trimtab.verify.truth import BALANCE, RANK, LayerWeights, Sizes
 
-SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"}
+SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"} | {
+    f"experts.adapters.{name}.{weight}{short}_{kind}": f"{name}.{short}_{kind}"
+    for name in ("one", "idle")
+    for weight, short in (("gate_", "up"), ("", "down"))
+    for kind in "ab"
+}
 
 
 class Impl:
@@ -85,6 +91,17 @@ class Layers:
                 moe.router.weight.copy_(w.router_ED)
                 moe.experts.gate_up.copy_(w.up_EID.view_as(moe.experts.gate_up))
                 moe.experts.down.copy_(w.down_EDF)
+        for adapter in weights[0].adapters:
+            add_adapter(
+                stack, adapter.name, rank=RANK, alpha=RANK * adapter.scale, shared=sizes.adapter == "sharedlora"
+            )
+        with torch.no_grad():
+            for moe, w in zip(stack.moes, weights, strict=True):
+                for adapter in w.adapters:
+                    for own, value in adapter.params.items():
+                        name = f"gate_{own}" if own.startswith("up") else own
+                        param = moe.experts.get_parameter(f"adapters.{adapter.name}.{name}")
+                        param.copy_(value.view_as(param))
         style = ExpertParallel(
             transport="alltoall" if t.transport == "local" else t.transport,
             tokens=t.tokens,

@@ -1,0 +1,88 @@
+"""Expert tensor parallelism: the ranks that split each expert's F see the rows of all, by one more route, whose map
+sends each row to every rank. The parts come back and are summed in the order of ranks, in float32 at least.
+
+Legend: M rows, K slots per row, D model dim, F hidden dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from trimtab.backward import not_in_graphs
+from trimtab.dispatch import handshake
+from trimtab.dispatch.dispatcher import Dispatched
+from trimtab.dispatch.handshake import CallId
+from trimtab.dispatch.plan import RankPlan
+from trimtab.dispatch.route import Combine, Dispatch, RankRoute, wants_gradient, with_others
+from trimtab.dispatch.transport import Transport, layer_frame
+from trimtab.guard.guard import Guard
+from trimtab.kernels.rows import Csr
+
+
+class ExpertTensorGroup:
+    """The ranks over which one layer's F is split. `layer`: that of the experts, for errors."""
+
+    def __init__(self, transport: Transport, layer: str) -> None:
+        self.transport, self.layer, self.calls = transport, f"{layer}.experts".lstrip("."), 0
+        self.guard: Guard | None = getattr(transport, "guard", None)
+        self.rank, self.size = transport.rank, transport.size
+        self._frame = layer_frame(self.layer)
+
+    @not_in_graphs
+    def meet(
+        self, x_MD: Tensor, ids_MK: Tensor, num_slots: int | None, *, grad: bool
+    ) -> tuple[RankRoute, int | None, bool]:
+        """Tell the group how many rows and slots this rank has, and whether they want gradients. Collective; one host
+        sync.
+
+        Returns the way to all ranks and back, how many slots all have where all know it, and whether any wants `grad`.
+
+        Raises:
+            DesyncError: the ranks are not in the same call, on every rank.
+            PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
+        """
+        (rows, width), ranks = x_MD.shape, self.size
+        call = CallId(
+            layer=self.layer, number=self.calls, experts=ranks, top_k=ids_MK.shape[1], width=width,
+            fingerprint=f"{x_MD.dtype}, rows to every rank",
+        )  # fmt: skip
+        self.calls += 1
+        rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
+        slots_P = torch.full_like(rows_P, -1 if num_slots is None else num_slots)
+        message = handshake.fill(rows_P, slots_P, rows, 0, call, grad=grad)
+        with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
+            if self.guard is not None:
+                self.guard.at(self.layer, "count", "forward", call.number)
+            told = self._frame(self.transport.handshake, message)
+        handshake.compare(told, self.rank, call, "count")
+        slots = told.split_sizes(handshake.SLOTS)
+        route = RankRoute(
+            transport=self.transport, guard=self.guard, run=self._frame, plan=_to_every_rank(rows, ranks, x_MD.device),
+            rows=told.split_sizes(handshake.ROWS), slots=slots, call=call,
+            tokens=tuple(said[handshake.TOKENS] for said in told.received), announced=False,
+        )  # fmt: skip
+        known = None if min(slots.incoming) < 0 else sum(slots.incoming)
+        return route, known, any(said[handshake.GRAD] for said in told.received)
+
+    def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
+        """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, as `meet`."""
+        own = wants_gradient(x_MD, w_MK)
+        route, slots, wanted = self.meet(x_MD, ids_MK, num_slots, grad=own)
+        w_MK = with_others(w_MK, wanted, own)
+        x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
+        return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=slots, route=route, sent=sent)
+
+    def combine(self, y: Tensor, rows: Dispatched) -> Tensor:
+        """Each rank's part of the outputs of `rows` -> their sums, for this rank's rows. Collective."""
+        out: Tensor = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
+    copies = torch.arange(rows * ranks, device=device)
+    indptr = torch.arange(0, rows * ranks + 1, ranks, device=device)
+    token_csr = Csr(indices=copies.view(ranks, rows).T.reshape(-1), indptr=indptr)
+    return RankPlan(row_token_M=copies % max(rows, 1), token_csr=token_csr, slot_csr=None)
