@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from mutants import (
+    adapter_bugs,
     compiled_bugs,
     dispatch_bugs,
     expert_bugs,
@@ -22,7 +23,7 @@ from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS,
+    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS,
 )  # fmt: skip
 
 

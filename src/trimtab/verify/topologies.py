@@ -36,7 +36,8 @@ DEFAULT = (
     "2r-ep2-sharedmemory-lora", "2r-ep2-ordered-sharedlora", "2r-ep2-fsdp-lora", "2r-etp2-local-lora",
     "4r-ep2-etp2-lora", "4r-ep2-etp2-sharedlora", "4r-ep2-fsdp-twolora", "4r-ep2-ddp-sharedlora",
     "4r-ep2-hsdp-sharedlora", "4r-ep2-tp2-sharded-fsdp-lora", "4r-ep4-tp2-sharded-ddp-lora",
-    "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora",
+    "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora", "2r-ep2-mergedlora",
+    "4r-ep2-etp2-mergedlora",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -51,7 +52,8 @@ class Topology:
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
-    adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active.
+    adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active;
+        "mergedlora", one that was merged before the first step.
     """
 
     ranks: int
@@ -63,7 +65,7 @@ class Topology:
     tokens: Literal["own", "replicated", "sharded"] = "own"
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
-    adapter: Literal["none", "lora", "sharedlora", "twolora"] = "none"
+    adapter: Literal["none", "lora", "sharedlora", "twolora", "mergedlora"] = "none"
 
     @property
     def dp(self) -> int:

@@ -129,7 +129,7 @@ def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:
 
 def _make_adapters(sizes: Sizes, down_EDF: Tensor, g: torch.Generator) -> tuple[AdapterWeights, ...]:
     """None; or one, of each expert or shared; or two, of which one is active. What `down` leaves alone, they do."""
-    names = {"none": (), "lora": ("one",), "sharedlora": ("one",), "twolora": ("idle", "one")}[sizes.adapter]
+    names = () if sizes.adapter == "none" else ("idle", "one") if sizes.adapter == "twolora" else ("one",)
     n, d, f = 1 if sizes.adapter == "sharedlora" else sizes.num_experts, sizes.dim, sizes.hidden
     shapes = {"up_a": (n, RANK, d), "up_b": (n, 2 * f, RANK), "down_a": (n, RANK, f), "down_b": (n, d, RANK)}
     made = []
@@ -186,10 +186,18 @@ def _balance(ranks: Sequence[_Routed], cp: int) -> Tensor:
 
 def _judged(w: LayerWeights) -> dict[str, Tensor]:
     """The parameters that have gradients: beside adapters the experts' weights are frozen."""
-    own = {"up": w.up_EID, "down": w.down_EDF} if not w.adapters else {}
-    for adapter in w.adapters:
-        own |= {f"{adapter.name}.{name}": t for name, t in adapter.params.items() if adapter.active}
+    own = _active(w) if w.adapters else {"up": w.up_EID, "down": w.down_EDF}
     return {name: t.clone().requires_grad_() for name, t in {"router": w.router_ED, **own}.items()}
+
+
+def _merged(w: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+    """The adapters' deltas in the weights, as `dtype` holds them."""
+    up, down = (t.to(dtype).double() for t in _built(w, {"router": w.router_ED} | _active(w))[1:])
+    return LayerWeights(router_ED=w.router_ED, up_EID=up, down_EDF=down)
+
+
+def _active(w: LayerWeights) -> dict[str, Tensor]:
+    return {f"{a.name}.{name}": t for a in w.adapters if a.active for name, t in a.params.items()}
 
 
 def _built(w: LayerWeights, own: dict[str, Tensor]) -> list[Tensor]:
@@ -203,6 +211,8 @@ def _built(w: LayerWeights, own: dict[str, Tensor]) -> list[Tensor]:
 
 def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
     """Outputs, input gradients and parameter gradients of every rank."""
+    if problem.sizes.adapter == "mergedlora":
+        weights = [_merged(w, problem.sizes.dtype) for w in weights]
     params = [_judged(w) for w in weights]
     layers = [_built(w, own) for w, own in zip(weights, params, strict=True)]
     xs = [batch.x_BLD.clone().requires_grad_() for batch in problem.batches]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.experts.adapter_module import add_adapter
+from trimtab.experts.adapter_module import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -111,6 +111,10 @@ class Layers:
             etp="etp" if t.etp > 1 else None,
         )
         parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
+        if sizes.adapter == "mergedlora":
+            merge_adapter(stack, weights[0].adapters[0].name)
+            for moe in stack.moes:
+                moe.experts.requires_grad_(True)
         self.model: Any = stack
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
