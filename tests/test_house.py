@@ -28,7 +28,7 @@ NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
 PACKAGE = (28835, 210)
 """Lines and files of all rooms together."""
-LAYER = (4820, 36)
+LAYER = (4860, 36)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 15
 """Statements in `MoE.forward`."""
