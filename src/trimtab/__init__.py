@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from trimtab.errors import DesyncError as DesyncError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
-    from trimtab.experts.adapter_module import add_adapter as add_adapter
-    from trimtab.experts.adapter_module import merge_adapter as merge_adapter
-    from trimtab.experts.adapter_module import set_adapter as set_adapter
+    from trimtab.experts.adapting import add_adapter as add_adapter
+    from trimtab.experts.adapting import merge_adapter as merge_adapter
+    from trimtab.experts.adapting import set_adapter as set_adapter
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
@@ -70,20 +70,20 @@ _HOMES = {
     "Router": "trimtab.routing.router",
     "RouterConfig": "trimtab.routing.config",
     "SharedMemory": "trimtab.dispatch.shared_memory",
-    "add_adapter": "trimtab.experts.adapter_module",
+    "add_adapter": "trimtab.experts.adapting",
     "check_replicated": "trimtab.parallel.replicas",
     "clip_grad_norm_": "trimtab.parallel.grad_norm",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
     "join_data_parallel": "trimtab.parallel.moe",
     "max_vio": "trimtab.routing.balance",
-    "merge_adapter": "trimtab.experts.adapter_module",
+    "merge_adapter": "trimtab.experts.adapting",
     "parallelize": "trimtab.parallel.expert_parallel",
     "record": "trimtab.routing.replay",
     "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.routing.replay",
     "replay_in_recompute": "trimtab.routing.recompute",
-    "set_adapter": "trimtab.experts.adapter_module",
+    "set_adapter": "trimtab.experts.adapting",
     "set_totals": "trimtab.routing.balance",
     "update_bias": "trimtab.routing.balance",
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.experts.adapter_module import add_adapter, merge_adapter
+from trimtab.experts.adapting import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
