@@ -6,12 +6,13 @@ SequentialMLP. Both begin with the same weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from helpers.megatron_cpu import megatron
+from helpers.megatron_cpu import VERSION, megatron
 from helpers.megatron_gpt import Layout, Run, assert_alike, trained
 
 OURS = ("experts", "exchange", "grouped", "ordered")
@@ -20,15 +21,15 @@ FULL = pytest.mark.megatron_full
 ranks2, ranks4 = pytest.mark.xdist_group("ranks2"), pytest.mark.xdist_group("ranks4")
 
 
-def compare(layout: Layout, *runs: Run, beside: Layout | None = None) -> None:
+def compare(layout: Layout, *runs: Run, beside: Layout | None = None, kinds: Sequence[str] = OURS) -> None:
     """Each of `runs` with each kind of ours, against Megatron's own, at another layout where it cannot run at this."""
     theirs = [replace(run, kind="megatron") for run in runs]
-    ours = [replace(run, kind=kind) for run in runs for kind in OURS]
+    ours = [replace(run, kind=kind) for run in runs for kind in kinds]
     found = trained(layout, [*theirs, *ours] if beside is None else ours)
     expected = found[: len(runs)] if beside is None else trained(beside, theirs)
     found = found[len(runs) :] if beside is None else found
     for run, steps in zip(ours, found, strict=True):
-        assert_alike(steps, expected[ours.index(run) // len(OURS)])
+        assert_alike(steps, expected[ours.index(run) // len(kinds)])
     assert all(len(set(steps)) == run.steps for run, steps in zip(runs, expected, strict=True)), "it trains"
 
 
@@ -62,7 +63,9 @@ def test_expert_tensor_parallel_ranks() -> None:
     """Megatron exchanges between them the same number of rows alone, over Gloo: beside it is cut by EP alone."""
     runs = Run(), Run(distributed_optimizer=True)
     compare(Layout(4, ep=2, etp=2), *runs, beside=Layout(4, ep=2))
-    compare(Layout(4, etp=4), *runs, beside=Layout(4))
+    # 0.16 averages gradients of SequentialMLP over ranks that hold other parts of it, where EP is 1 and ETP is not TP
+    kinds = [kind for kind in OURS if VERSION > (0, 16) or kind != "exchange"]
+    compare(Layout(4, etp=4), *runs, beside=Layout(4), kinds=kinds)
 
 
 @FULL
