@@ -16,6 +16,7 @@ from trimtab import oracle
 from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.quantized import FORMATS, Codes, decoded, quantized, scales_of
 from trimtab.kernels.choose import KernelChoice
@@ -269,3 +270,57 @@ def test_codes_take_no_recipe_and_lie_one_way() -> None:
     plan = plan_experts(made.ids, 6)
     with pytest.raises(ConfigError, match=r"\[e, out, in\]"):
         expert_mlp(made.given["x"], made.given["w"], plan, weights)
+
+
+def test_a_module_of_codes_saves_loads_and_trains_what_is_left() -> None:
+    torch.manual_seed(0)
+    experts = ExpertMLP(4, 128, 64, bias=True)
+    whole = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    experts.quantize_("nf4")
+    assert experts.gate_up.dtype is torch.uint8
+    assert {name for name, p in experts.named_parameters() if p.requires_grad} == {"gate_up_bias", "down_bias"}
+    other = ExpertMLP(4, 128, 64, bias=True).quantize_("nf4")
+    other.load_state_dict(experts.state_dict())
+    plain = ExpertMLP(4, 128, 64, bias=True)
+    for name, weight in whole.items():
+        if not name.endswith("bias"):
+            scales = getattr(experts, f"{name}_scales")
+            codes = getattr(experts, name)
+            rows = decoded(
+                codes.view(4, -1, codes.shape[-1]), scales.view(4, -1, scales.shape[-1]), "nf4", torch.float32
+            )
+            getattr(plain, name).data.copy_(rows.view_as(weight))
+        else:
+            getattr(plain, name).data.copy_(weight)
+    x, w, ids = torch.randn(9, 128), torch.rand(9, 2), torch.randint(0, 4, (9, 2))
+    found = []
+    for module in (experts, other, plain, torch.compile(experts, backend="aot_eager", fullgraph=True)):
+        x = x.detach().requires_grad_()
+        y = module(x, ids, w)
+        y.sum().backward()
+        found.append((y.detach(), x.grad))
+    for y, dx in found:
+        assert torch.allclose(y, found[2][0], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(dx, found[2][1], rtol=1e-5, atol=1e-6)
+    for again in (experts, ExpertMLP(4, 128, 64, main_grad="accumulate")):
+        with pytest.raises(ConfigError, match="quantized once"):
+            again.quantize_("nf4")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_cpp_has_the_bits_of_decoded_weights(name: str, threads: int) -> None:
+    """That of experts whose weights are what the codes stand for, whichever rows share a product."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            made = Made(Case(tokens=70, dim=160 if name == "int8" else 192, hidden=320, experts=4), name, dtype)
+            got = made.run("cpu")
+            for key in ("up", "down"):
+                made.codes[key] = decoded(made.codes[key], getattr(made.kind, key), name, dtype)
+            made.kind = None  # type: ignore[assignment]
+            want = made.run("cpu")
+            assert all(torch.equal(got[key], value) for key, value in want.items())
+    finally:
+        torch.set_num_threads(before)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trimtab.backward import computed_in
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.quantized import Codes, packed
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.memory import no_values
@@ -22,7 +23,6 @@ from trimtab.kernels.memory import no_values
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters
     from trimtab.experts.lowered import LoweredProducts
-    from trimtab.experts.quantized import Codes
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,10 @@ class ExpertCall:
     @property
     def hidden(self) -> int:
         """F."""
-        return self.weights.width // 2 if self.activation.gated else self.weights.width
+        down, codes = self.weights.down, self.weights.codes
+        return (
+            down.shape[1] if self.weights.transposed else down.shape[2] * packed("" if codes is None else codes.format)
+        )
 
     def inputs(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """The parameters as autograd may meet them, and what stands in for those it may not."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from trimtab.backward import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
-from trimtab.experts.expert_call import ExpertWeights
+from trimtab.experts.expert_call import ExpertWeights, joined
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
+from trimtab.experts.quantized import Codes, quantized
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import dense, described
@@ -69,6 +70,8 @@ class ExpertMLP(GroupedModule):
 
     down: nn.Parameter
     down_bias: nn.Parameter | None
+    codes: tuple[str, torch.dtype] | None = None
+    """The format of the weights and the dtype that they stand for; None where they are what they seem."""
 
     def __init__(
         self,
@@ -110,12 +113,35 @@ class ExpertMLP(GroupedModule):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
+    @torch.no_grad()
+    def quantize_(self, name: str) -> Self:
+        """Put codes in the place of the two weights, see `trimtab.experts.quantized`: frozen parameters of uint8 of the
+        same names, with `<name>_scales` beside them. Before `parallelize`, which gives each rank its experts' codes.
+
+        Raises:
+            ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
+                divide D and F, or the module has `main_grad`, `delay_wgrad` or a recipe.
+        """
+        weights = {key: getattr(self, key) for key in (self._up, "down")}
+        if self.codes is not None or self._has_state() or not all(dense(weight) for weight in weights.values()):
+            raise ConfigError(
+                "experts are quantized once, before parallelize, and without main_grad, delay_wgrad and a recipe",
+                phase="experts",
+            )
+        made = {key: quantized(weight, name) for key, weight in weights.items()}
+        self.codes = name, self.down.dtype
+        for key, (codes, scales) in made.items():
+            setattr(self, key, nn.Parameter(codes, requires_grad=False))
+            setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
+        return self
+
     def expert_weights(self) -> ExpertWeights:
         """The parameters as they are now."""
         down_bias = self.down_bias
         up_bias = None if down_bias is None else getattr(self, f"{self._up}_bias")
         own = {"up": getattr(self, self._up), "down": self.down, "up_bias": up_bias, "down_bias": down_bias}
-        return ExpertWeights(**own, adapters=self._adapters() if self.active_adapters else None)
+        codes = self._codes(lambda name: getattr(self, name))
+        return ExpertWeights(**own, codes=codes, adapters=self._adapters() if self.active_adapters else None)
 
     def _adapters(self) -> Adapters:
         from trimtab.experts.adapter_module import adapters_of, in_use
@@ -127,6 +153,18 @@ class ExpertMLP(GroupedModule):
     def adaptable(self) -> tuple[str, ...]:
         """The weights that may have adapters."""
         return (self._up, "down")
+
+    def _codes(self, tensor: Callable[[str], Tensor]) -> Codes | None:
+        """What the weights are codes of, from the tensors by the scales' names."""
+        if self.codes is None:
+            return None
+        up, down = map(tensor, self.scale_names)
+        return Codes(format=self.codes[0], up=joined(up), down=down, dtype=self.codes[1])
+
+    @property
+    def scale_names(self) -> tuple[str, ...]:
+        """Those of the codes, if there are some."""
+        return () if self.codes is None else (f"{self._up}_scales", "down_scales")
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -175,7 +213,7 @@ class ExpertMLP(GroupedModule):
                 f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
-        self._refuse_codes(weights.each)
+        self._refuse_codes(weights.each[0 if weights.codes is None else 2 :])
         refuse_transforms(type(self).__name__)
         kernels = kernels_for(self.kernels, x_MD.device, weights.computed_in)
         in_graph = isinstance(kernels, str)  # where it may be a symbol

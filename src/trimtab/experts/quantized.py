@@ -106,7 +106,7 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
             f"{name} has blocks of {f.ins} values of an expert's inputs, and {weight.shape[-1]} inputs are no multiple",
             phase="experts",
         )
-    return f.quantize(weight.detach(), f)
+    return f.quantize(weight.detach().contiguous(), f)
 
 
 def _nf4(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:

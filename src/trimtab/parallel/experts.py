@@ -40,11 +40,13 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
     """Whether `ParallelExperts.shard` can cut them over `place`. Nothing is changed, nothing is sent.
 
     Raises:
-        ConfigError: F or the experts do not divide.
+        ConfigError: F or the experts do not divide; experts of codes are to be split over etp.
         BackendError: their recipe cannot work on a rank's share.
     """
     if experts.hidden % place.etp_size:
         raise ConfigError(f"F = {experts.hidden} does not divide over {place.etp_size} expert-tensor-parallel ranks")
+    if experts.codes is not None and place.etp_size > 1:
+        raise ConfigError("experts of codes are sharded by expert alone: leave expert tensor parallelism out")
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
     experts.engine_for(_widths(experts, place.etp_size))
 
@@ -84,7 +86,10 @@ class ParallelExperts(ExpertMLP):
         up, down, *biases = map(self._local, self.parameter_names)
         up_bias, down_bias = biases or (None, None)
         adapters = self._adapters() if self.active_adapters else None
-        return ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, adapters=adapters)
+        codes = self._codes(self._local)
+        return ExpertWeights(
+            up=up, down=down, up_bias=up_bias, down_bias=down_bias, adapters=adapters, codes=codes
+        )  # fmt: skip
 
     def _adapters(self) -> Adapters:
         adapters = in_use(self)
@@ -123,7 +128,7 @@ class ParallelExperts(ExpertMLP):
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
-        for name in self.parameter_names:
+        for name in (*self.parameter_names, *self.scale_names):
             param = self.get_parameter(name)
             cut = place.placements(Shard(0), SPLIT.get(name, Replicate()))
             whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
@@ -160,7 +165,7 @@ class ParallelExperts(ExpertMLP):
             for attribute in MAIN_GRAD_NAMES:
                 if hasattr(param, attribute):
                     setattr(local, attribute, local_part(getattr(param, attribute)))
-        else:
+        elif param.requires_grad:
             local = self._scaled(local)
         if name == "down_bias" and self.etp is not None:
             local = _FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]

@@ -320,7 +320,7 @@ def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
                 run(x, ids, w)
 
 
-def test_quantised_experts_of_transformers_are_told_what_to_choose() -> None:
+def test_fp8_experts_of_transformers_run_on_their_codes() -> None:
     from transformers import Qwen3MoeConfig
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
@@ -328,8 +328,22 @@ def test_quantised_experts_of_transformers_are_told_what_to_choose() -> None:
     config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=128, num_experts=4)
     config._experts_implementation = IMPL
     kind = use_experts_implementation(experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    x, ids, w = torch.randn(3, 128, requires_grad=True), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
     with pytest.raises(ConfigError, match=r"float8_e4m3fn.*transformers' own"):
-        kind(config, block_size=(128, 128))(torch.randn(3, 128), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2))
+        kind(config, block_size=(64, 64))(x, ids, w)
+    config.dtype = torch.float32
+    module = kind(config, block_size=(128, 128))
+    for name in ("gate_up_proj", "down_proj"):
+        weight, grid = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        weight.data.copy_(torch.randn(weight.shape).to(weight.dtype))
+        grid.data.fill_(0.1)
+    y = module(x, ids, w)
+    y.sum().backward()
+    gate, up = (x @ (module.gate_up_proj[0].float() * 0.1).T).chunk(2, -1)
+    truth = 2 * (torch.nn.functional.silu(gate) * up) @ (module.down_proj[0].float() * 0.1).T
+    assert torch.allclose(y, truth, rtol=1e-4, atol=1e-4)
+    (given,) = torch.autograd.grad(truth.sum(), x)
+    assert torch.allclose(x.grad, given, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.backward import refuse_transforms
@@ -18,7 +19,9 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
+from trimtab.experts.quantized import Codes, packed
 from trimtab.integrations.transformers.gates import gate_of
+from trimtab.integrations.transformers.quantized import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import codes
 
@@ -80,37 +83,48 @@ _NEEDS = (
 
 
 def weights_of(module: nn.Module, part: Callable[[Pair], Pair] | None = None) -> ExpertWeights:
-    """The expert parameters of a module, by transformers' names."""
+    """The expert parameters of a module, by transformers' names, or the codes in their place."""
     names = (UPS[0] if module.has_gate else UPS[1], "down_proj")
     up, down = (_or_none(module, name) for name in names)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor):
         missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
         raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
+    held = codes_of(module, names[0])
+    if held is not None:
+        up, down = up.detach().view(torch.uint8), down.detach().view(torch.uint8)
+    else:
+        up, down = _of_values(module, up), _of_values(module, down)
     return ExpertWeights(
-        up=_of_values(module, up),
-        down=_of_values(module, down),
+        up=up,
+        down=down,
+        codes=held,
         up_bias=_of_values(module, getattr(module, f"{names[0]}_bias")) if module.has_bias else None,
         down_bias=_of_values(module, module.down_proj_bias) if module.has_bias else None,
-        transposed=bool(module.is_transposed),
-        adapters=_lent(module, {"up": (names[0], up), "down": (names[1], down)}, part),
+        transposed=held is None and bool(module.is_transposed),
+        adapters=_lent(module, {"up": (names[0], _wide(up, held)), "down": (names[1], _wide(down, held))}, part),
     )
 
 
+def _wide(weight: Tensor, held: Codes | None) -> list[int]:
+    """The shape of a weight, or of what its codes stand for."""
+    return [*weight.shape[:-1], weight.shape[-1] * packed("" if held is None else held.format)]
+
+
 def _lent(
-    module: nn.Module, weights: dict[str, tuple[str, Tensor]], part: Callable[[Pair], Pair] | None
+    module: nn.Module, weights: dict[str, tuple[str, list[int]]], part: Callable[[Pair], Pair] | None
 ) -> Adapters | None:
     lent: dict[str, Pair] | None = getattr(module, LENT, None)
     if not lent:
         return None
     pairs: dict[str, Pair] = {}
-    for own, (name, weight) in weights.items():
+    for own, (name, shape) in weights.items():
         if name not in lent:
             continue
         pairs[own] = pair = lent[name] if part is None else part(lent[name])
         sizes = pair.a.shape[0], *sorted((pair.a.shape[2], pair.b.shape[1]))
-        if sizes != (weight.shape[0], *sorted(weight.shape[1:])):
+        if sizes != (shape[0], *sorted(shape[1:])):
             raise ConfigError(
-                f"{type(module).__name__}.{name} {list(weight.shape)} has adapters of {pair.a.shape[0]} experts, "
+                f"{type(module).__name__}.{name} {shape} has adapters of {pair.a.shape[0]} experts, "
                 f"{pair.a.shape[2]} to {pair.b.shape[1]}: of sharded experts those run under ep_size= with "
                 "ep_implementation='trimtab' alone"
             )

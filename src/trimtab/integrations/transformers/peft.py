@@ -22,10 +22,13 @@ from torch import Tensor, nn
 
 from trimtab.errors import BackendError
 from trimtab.experts.adapters import Pair, added
+from trimtab.experts.quantized import packed
 from trimtab.integrations.transformers.experts import LENT, UPS, experts_forward
 
 HOME = "peft.tuners.lora.layer"
 KNOWN = "0.18 to 0.21"
+SIZES = "_get_in_out_features"
+"""peft's reading of a weight's sizes."""
 
 
 def teach_peft() -> None:
@@ -75,6 +78,22 @@ def _teach(layer: ModuleType) -> None:
         raise BackendError(f"trimtab knows how peft {KNOWN} runs adapters of parameters; {version} does otherwise")
     if not getattr(theirs, "of_trimtab", False):
         wrapper._activate_lora = _lending(theirs)
+        setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
+
+
+def _of_codes(theirs: Any) -> Any:
+    """peft's reading of a weight's sizes, and of codes [E, out, in / values in a byte] those of what they stand for."""
+
+    def sizes(self: Any, module: nn.Module) -> tuple[int, int]:
+        second, third = theirs(self, module)
+        experts = self.get_base_layer()
+        held = getattr(experts, "codes_of_experts", None)
+        if held is None or self.parameter_name not in (*UPS, "down_proj"):
+            return second, third
+        wide = third * packed(held[0])
+        return (wide, second) if experts.is_transposed else (second, wide)  # as a weight [E, ., .] has them
+
+    return sizes
 
 
 def _lending(theirs: Any) -> Any:

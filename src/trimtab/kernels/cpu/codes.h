@@ -29,13 +29,20 @@ constexpr float NF4_VALUES[16] = {
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 constexpr float E2M1_VALUES[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
-INLINE vf widened(const int8_t* p) {
-    typedef int8_t bytes __attribute__((vector_size(VL), aligned(1), may_alias));
-    return __builtin_convertvector(__builtin_convertvector(*(const bytes*)p, vi), vf);
+// VL bytes as numbers of 4 bytes.
+template <class C, class V>
+INLINE V wide(const C* p) {
+#if defined(__AVX512F__)  // compilers take detours
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return (V)(C(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#else
+    typedef C bytes __attribute__((vector_size(VL), aligned(1), may_alias));
+    return __builtin_convertvector(*(const bytes*)p, V);
+#endif
 }
+INLINE vf widened(const int8_t* p) { return __builtin_convertvector((wide<int8_t, vi>(p)), vf); }
 INLINE vf widened(const uint8_t* p) {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa; all ones are NaN
-    typedef uint8_t bytes __attribute__((vector_size(VL), aligned(1), may_alias));
-    const vu code = __builtin_convertvector(*(const bytes*)p, vu), bits = (code & 0x7f) << 20;
+    const vu code = wide<uint8_t, vu>(p), bits = (code & 0x7f) << 20;
     const vf normal = (vf)(bits + (120u << 23)), small = (vf)(bits + (121u << 23)) - 0.015625f;
     const vu value = bits < (1u << 23) ? (vu)small : (vu)normal;
     return (vf)((code & 0x7f) == 0x7f ? value | 0x7fc00000u : value | (code & 0x80) << 24);
