@@ -39,6 +39,7 @@ TITLES = {
     "exchange": "Dispatch and combine",
     "step": "A whole training step",
     "overhead": "Host overhead",
+    "quantized": "Experts of codes",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
 }
