@@ -161,3 +161,43 @@ def _after_parallelize(folder: Path) -> None:
 
 def test_before_and_after_parallelize_and_from_one_cut_to_another(tmp_path: Path) -> None:
     run_ranks(_after_parallelize, 2, tmp_path)
+
+
+def _of_codes(data: str) -> dict[str, Tensor]:
+    """Adapters on codes: output and gradients over two ranks, each with half of the experts or a copy of all."""
+    ep = 1 if data else 2
+    moe, mesh = layer(), init_device_mesh("cpu", (2 // ep, ep), mesh_dim_names=("edp", "ep"))
+    moe.experts.quantize_("int8")
+    moved(trimtab.add_adapter(moe, rank=2, shared=data == ""))
+    trimtab.parallelize(moe, mesh["ep"], {"": trimtab.ExpertParallel()})
+    model: nn.Module = moe
+    if data:
+        dp = init_device_mesh("cpu", (2,))
+        model = {"fsdp": trimtab.fully_shard_moe, "ddp": trimtab.ddp}[data](moe, dp, mesh["edp"])
+    y = model(rows()).y
+    y.square().sum().backward()
+    if not data:
+        assert moe.experts.down.to_local().dtype is torch.uint8
+        assert moe.experts.down.to_local().shape[0] == E // 2
+    found = {"y": y.detach()}
+    for name, param in moe.named_parameters():
+        if param.grad is not None and "experts" in name:
+            grad = param.grad
+            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+@pytest.mark.parametrize("data", ["", "fsdp", "ddp"])
+def test_codes_with_adapters_over_ranks(data: str) -> None:
+    moe = layer()
+    moe.experts.quantize_("int8")
+    moved(trimtab.add_adapter(moe, rank=2, shared=data == ""))
+    y = moe(rows()).y
+    y.square().sum().backward()
+    true = {"y": y.detach()} | {n: p.grad for n, p in moe.named_parameters() if p.grad is not None and "experts" in n}
+    factor = 2 if data == "" else 1  # both ranks have the same tokens: a sum of two losses, or a mean
+    for found in run_ranks(_of_codes, 2, data):
+        assert set(found) == set(true)
+        torch.testing.assert_close(found.pop("y"), true["y"])
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, factor * true[name])

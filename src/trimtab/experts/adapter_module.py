@@ -24,24 +24,25 @@ class ExpertAdapter(nn.Module):
     """One adapter of one module: parameters `<weight>_a` and `<weight>_b` for each weight that has one.
 
     Args:
-        weights: the module's by name, of all experts of this rank.
+        weights: shape and dtype of the module's by name, of all experts.
+        device: of the parameters.
         rank, scale: r, and what the product is multiplied by.
         shared: whether all experts have one pair.
         dropout: of the rows that go into `a`, in training.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], *, rank: int, scale: float, shared: bool, dropout: float,
-        dtype: torch.dtype | None,
+        self, weights: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device, *, rank: int,
+        scale: float, shared: bool, dropout: float, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.rank, self.scale, self.shared, self.dropout = rank, scale, shared, dropout
         self.names = tuple(weights)
-        for name, weight in weights.items():
-            experts, *out, width = weight.shape
+        for name, (shape, own) in weights.items():
+            experts, *out, width = shape
             experts = 1 if shared else experts
-            for kind, shape in (("a", (experts, rank, width)), ("b", (experts, *out, rank))):
-                new = torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
+            for kind, sizes in (("a", (experts, rank, width)), ("b", (experts, *out, rank))):
+                new = torch.empty(sizes, dtype=dtype or own, device=device)
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(new))
         self.reset_parameters()
 

@@ -109,6 +109,8 @@ def merge_adapter(model: nn.Module, name: str) -> int:
     for module in modules:
         adapter = module.get_submodule(f"adapters.{name}")
         assert isinstance(adapter, ExpertAdapter)
+        if getattr(module, "codes", None) is not None:
+            raise ConfigError("experts of codes take no delta: nothing was merged")
         for own in adapter.names:
             weight, a, b = map(module.own_part, (own, f"adapters.{name}.{own}_a", f"adapters.{name}.{own}_b"))
             wide = torch.promote_types(weight.dtype, torch.float32)

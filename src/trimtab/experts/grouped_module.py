@@ -59,6 +59,11 @@ class GroupedModule(nn.Module):
         """The weights that may have adapters, by name: stacked ones."""
         raise NotImplementedError
 
+    def stands_for(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """The shape and the dtype of a weight."""
+        weight = self.get_parameter(name)
+        return weight.shape, weight.dtype
+
     def own_part(self, name: str) -> Tensor:
         """What this rank has of a parameter."""
         return self.get_parameter(name)
@@ -69,7 +74,7 @@ class GroupedModule(nn.Module):
 
         if not hasattr(self, "adapters"):
             self.adapters = nn.ModuleDict()
-        self.adapters[name] = ExpertAdapter({own: self.get_parameter(own) for own in weights}, **options)
+        self.adapters[name] = ExpertAdapter({own: self.stands_for(own) for own in weights}, self._device(), **options)
         self.active_adapters = (name,)
 
     def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:

@@ -22,7 +22,7 @@ from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.quantized import Codes, quantized
+from trimtab.experts.quantized import Codes, packed, quantized
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import dense, described
@@ -153,6 +153,13 @@ class ExpertMLP(GroupedModule):
     def adaptable(self) -> tuple[str, ...]:
         """The weights that may have adapters."""
         return (self._up, "down")
+
+    def stands_for(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """The shape and the dtype of a weight, or of what its codes stand for."""
+        shape, dtype = super().stands_for(name)
+        return (
+            (shape, dtype) if self.codes is None else ((*shape[:-1], shape[-1] * packed(self.codes[0])), self.codes[1])
+        )
 
     def _codes(self, tensor: Callable[[str], Tensor]) -> Codes | None:
         """What the weights are codes of, from the tensors by the scales' names."""

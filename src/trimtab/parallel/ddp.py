@@ -74,7 +74,8 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
         kind = left_out if wrapped.find_unused_parameters and not module.delay_wgrad else used
         for name, param in module.named_parameters():
-            (fused if name in module.fused else kind).append(param)
+            if param.is_floating_point():  # not codes
+                (fused if name in module.fused else kind).append(param)
     reducer = _ExpertReducer(group, used, left_out, fused, dense if left_out else ())
     wrapped.register_forward_pre_hook(reducer.before_forward)
     wrapped.join_hook = _no_join  # type: ignore[method-assign]
