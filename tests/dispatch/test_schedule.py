@@ -282,7 +282,10 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
     files = [p for room in rooms for p in sorted((root / room).rglob("*.py"))] + [root / "moe.py"]
     assert len(files) > 60
     found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
-    assert found.keys() == {"routing/replay.py"}  # what a file of recorded decisions holds: no step of a layer
+    assert found.keys() == {
+        "routing/replay.py",  # what a file of recorded decisions holds: no step of a layer
+        "integrations/megatron/layer.py",  # Megatron's own router cannot reshape the logits of no tokens
+    }
 
 
 def test_the_oracle_is_small_and_stands_alone() -> None:

@@ -84,8 +84,9 @@ def decoded(codes_eOI: Tensor, scales_eOI: Tensor, name: str, dtype: torch.dtype
         scale = scale.repeat_interleave(f.outs, 1)[:, :outs]
     if f.ins and ins % f.ins:
         value.mul_(scale.repeat_interleave(f.ins, 2)[:, :, :ins])
-    elif value.numel():
-        value.view(e, outs, scale.shape[2], -1).mul_(scale.unsqueeze(-1))
+    else:
+        blocks = scale.shape[2]
+        value.view(e, outs, blocks, ins // blocks).mul_(scale.unsqueeze(-1))
     if name == "int8":
         value.mul_(_127TH)
     return value.to(dtype) if out is None else out.copy_(value)
