@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def other_arguments(root: str) -> dict[str, str]:
         said[name] = str(refused.value)
     for name, value, match in (
         ("keep", 0, "keep=0 must be"),
-        ("rank_extra", {1: Path()}, "rank_extra: cannot be"),
+        ("rank_extra", {1: Fraction(1, 2)}, "rank_extra: cannot be"),
     ):
         with pytest.raises((ConfigError, InputError), match=f"rank 0: {match}"):
             save(model=model, **given | ({name: value} if rank == 0 else {}))

@@ -6,6 +6,7 @@ import json
 import random
 import resource
 from collections import deque
+from fractions import Fraction
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -119,7 +120,7 @@ WRONG: list[dict[str, Any]] = [
     *({"extra": extra} for extra in ({"loss": np.float32(2.5)}, {"loss": torch.ones(1)}, [1], "")),
     *({"files": {name: ""}} for name in ("", ".", "..", "../x", "a/b", "a\0", INDEX, ".metadata", ".metadata.tmp", 1)),
     *({"files": files} for files in ({"rank-00000.pt": ""}, {"__0_0.distcp": b""}, {"config.json": {}})),
-    *({"rank_extra": [extra]} for extra in (np.arange(3), np.float64(1), Path("x"), deque([1]), lambda: 1)),
+    *({"rank_extra": [extra]} for extra in (np.arange(3), np.float64(1), Fraction(1, 2), deque([1]), lambda: 1)),
 ]
 
 
