@@ -6,6 +6,7 @@ each other at the end, or for `PATIENCE`, as they would in training.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -29,6 +30,8 @@ LONGEST = 220
 """Characters of an error that are shown."""
 PATIENCE = 12.0
 """Seconds after which a rank that says nothing hangs; 3 once another has raised."""
+START = 120.0
+"""Seconds that a rank has to begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ def run_all(
     """What each rank ended with, of reproductions that have a prelude and folders in common (or `folders` instead),
     with trimtab where the second of a pair says so. All in one Python of their own, which imports once."""
     (first, _), *_ = asked
-    places = [*(str(ROOT / name) for name in folders or first.folders), os.environ.get("PYTHONPATH", "")]
+    tests = str(ROOT.parent / "tests")
+    places = [tests, *(str(ROOT / name) for name in folders or first.folders), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
     work = [(len(r.ours if ours else r.expected), ours, r.lines) for r, ours in asked]
     done = subprocess.run(
@@ -86,6 +90,9 @@ def run_here(names: dict[str, object], ranks: int, lines: str) -> list[str]:
             theirs.close()
             pipes.append(mine)
             processes.append(process)
+        for pipe in pipes:  # patience begins when all have: a start takes what the machine leaves it
+            with contextlib.suppress(EOFError):
+                _ = pipe.poll(START) and pipe.recv()
         ends, raised = [""] * ranks, False
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and not all(ends):
@@ -129,6 +136,7 @@ def _rank(rank: int, ranks: int, folder: str, names: dict[str, object], lines: s
     patience = datetime.timedelta(seconds=10 * PATIENCE)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=patience)
     names["rank"] = rank
+    pipe.send("begun")
     try:
         exec(lines, names)
         said = "ends" + (f": {names['said']}" if "said" in names else "")
