@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ def fetch_all() -> int:
         place = ROOT / source.folder
         if not place.exists():
             print(f"{source.name}: {' '.join(source.pip) or ' at '.join(source.git)}", flush=True)
-            _fetch(source, place)
+            part = place.with_name(f"{place.name}.part")  # what was broken off is not taken for whole
+            shutil.rmtree(part, ignore_errors=True)
+            _fetch(source, part)
+            part.rename(place)
     return 0
 
 

@@ -17,7 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, transformers_impl
+from trimtab.verify.adapters import Place, Subject, averaged, transformers_impl
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
@@ -89,15 +89,7 @@ class Layers(transformers_impl.Layers):
                 found[f"{i}.{name} B"] = (SCALE * grad @ a_ErX.mT).permute(1, 2, 0).flatten(1)
         return found
 
-    def step(self, share: Share) -> Outcome:
-        self.model.zero_grad()
-        x = share.x_BlD.clone().requires_grad_()
-        self.stack.replayed_NK = None if share.ids_BlK is None else share.ids_BlK.flatten(0, 1)
-        y = self.model(x)
-        y.backward(share.dy_BlD)
-        return Outcome(y=y, dx=x.grad, grads=self._gradients())
-
-    def _gradients(self) -> dict[str, Tensor | None]:
+    def gradients(self) -> dict[str, Tensor | None]:
         found = {}
         for name, param in self.stack.named_parameters():
             if "lora_" in name and param.grad is not None:

@@ -4,7 +4,7 @@ It is written for GPUs: importing it asks for the device's capability, and its g
 bfloat16. Here that question is answered for it, and the two kernels are loops in PyTorch: what is judged is its
 exchange, its permutations and the formulas of its backward. The router is the ledger's.
 
-Legend: R rows by local expert, N tokens, K experts per token, E experts, e experts of this rank.
+Legend: N tokens, K experts per token, E experts.
 """
 # mypy: ignore-errors
 
@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from trimtab.layout import shard_cuts
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, reason, residual
+from peers import over_experts
+from trimtab.verify.adapters import Outcome, Place, Share, Subject, reason
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
@@ -52,7 +52,7 @@ class Impl:
         return reason(lacking, t, pattern, grouped_mm=False)
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights)
+        return Layers(place, sizes, weights, Layer)
 
 
 def group_gemm_same_nk(a, b, cumsum_M, max_M, transpose_a=False, transpose_b=False, **options) -> Tensor:
@@ -84,23 +84,13 @@ def stood_in() -> contextlib.ExitStack:
     return stack
 
 
-class Layer(nn.Module):
-    """A router of the ledger's in front of VeOmni's experts."""
-
-    def __init__(self, place: Place, sizes: Sizes, w: LayerWeights) -> None:
-        super().__init__()
-        cuts, j = shard_cuts(sizes.num_experts, place.topology.ep), place.experts["ep"].get_local_rank()
-        mine = slice(cuts[j], cuts[j + 1])
-        self.sizes = sizes
-        self.state = SimpleNamespace(ep_group=place.experts["ep"].get_group())
-        for name, value in (("router", w.router_ED), ("gate_up", w.up_EID[mine]), ("down", w.down_EDF[mine])):
-            self.register_parameter(name, nn.Parameter(value.to(place.device, sizes.dtype).contiguous()))
-        self.replayed_NK: Tensor | None = None
+class Layer(over_experts.Layer):
+    """Its function asks a state of the whole program for the group."""
 
     def forward(self, h: Tensor) -> Tensor:
-        scores_NE = (h.flatten(0, 1) @ self.router.T).softmax(1)
-        ids_NK = scores_NE.topk(self.sizes.top_k, 1).indices if self.replayed_NK is None else self.replayed_NK
-        with patch.object(moe_layer, "get_parallel_state", lambda: self.state):
+        scores_NE, ids_NK = self.routed(h)
+        state = SimpleNamespace(ep_group=self.group)
+        with patch.object(moe_layer, "get_parallel_state", lambda: state):
             y = moe_layer.dispatch_to_ep_class(
                 moe_layer.EPMergedFc1GroupGemm, self.sizes.num_experts, scores_NE.gather(1, ids_NK), ids_NK,
                 h, self.gate_up, self.down,
@@ -108,29 +98,9 @@ class Layer(nn.Module):
         return y.view_as(h)
 
 
-class Layers:
-    """One topology's stack."""
-
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
-        self.place = place
-        self.layers = nn.ModuleList(Layer(place, sizes, w) for w in weights)
+class Layers(over_experts.Layers):
+    """One topology's stack, in forward and backward with what stands in for its kernels."""
 
     def step(self, share: Share) -> Outcome:
-        self.layers.zero_grad()
-        x = share.x_BlD.clone().requires_grad_()
-        for layer in self.layers:
-            layer.replayed_NK = None if share.ids_BlK is None else share.ids_BlK.flatten(0, 1)
         with stood_in():
-            y = residual(self.layers, x, lambda layer, h: layer(h))
-            y.backward(share.dy_BlD)
-        found = {}
-        for i, layer in enumerate(self.layers):
-            found[f"{i}.router"] = averaged(layer.router.grad, self.place, False)
-            found |= {f"{i}.up": self._whole(layer.gate_up.grad), f"{i}.down": self._whole(layer.down.grad)}
-        return Outcome(y=y, dx=x.grad, grads=found)
-
-    def _whole(self, grad: Tensor) -> Tensor:
-        averaged(grad, self.place, True)
-        parts = [torch.empty_like(grad) for _ in range(self.place.topology.ep)]
-        dist.all_gather(parts, grad, group=self.place.experts["ep"].get_group())
-        return torch.cat(parts)
+            return super().step(share)

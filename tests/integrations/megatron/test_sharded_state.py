@@ -119,19 +119,24 @@ def test_without_an_optimizer_any_parallelism_loads_any_other(saver: str, tmp_pa
     )
 
 
+UNGATED, BIASED, BF16 = {"gated": False}, {"bias": True}, {"bf16": True}
+FORMS = {
+    "biases": Case(saver="SequentialMLP", model=BIASED, places=("EP4",)),
+    "no gate, biases": Case(saver="Experts", model=UNGATED | BIASED, places=("EP4",)),
+    "no gate": Case(saver="Experts", model=UNGATED, places=("EP2xETP2",), sharding=""),
+    # with float32 main parameters
+    "bfloat16": Case(saver="SequentialMLP", model=BF16, places=("EP4",)),
+    "bfloat16 of ours": Case(saver="Experts", model=BF16, places=("EP2xETP2",), sharding=""),
+    "an expert's own keys": Case(saver="SequentialMLP", singleton=True, places=("EP4", "EP2"), sharding=None),
+    "an expert's own keys, of ours": Case(saver="Experts", singleton=True, places=("EP4", "EP2"), sharding=None),
+    "frozen": Case(saver="Experts", model={"frozen": True}, places=("EP4",), sharding=""),
+} | {
+    f"by the buckets of DDP, {kind}": Case(saver=kind, loaders=(kind,), places=("EP2",), sharding=BY_BUCKETS)
+    for kind in KINDS
+}  # fmt: skip
+
+
 @pytest.mark.megatron_full
-def test_of_every_form(tmp_path: Path) -> None:
-    """Biases, no gate, bfloat16 with float32 main parameters, an expert's own keys, frozen, by the buckets of DDP."""
-    ungated, biased = {"gated": False}, {"bias": True}
-    check(
-        tmp_path,
-        Case(saver="SequentialMLP", model=biased, places=("EP4",)),
-        Case(saver="Experts", model=ungated | biased, places=("EP4",)),
-        Case(saver="Experts", model=ungated, places=("EP2xETP2",), sharding=""),
-        Case(saver="SequentialMLP", model={"bf16": True}, places=("EP4",)),
-        Case(saver="Experts", model={"bf16": True}, places=("EP2xETP2",), sharding=""),
-        Case(saver="SequentialMLP", singleton=True, places=("EP4", "EP2"), sharding=None),
-        Case(saver="Experts", singleton=True, places=("EP4", "EP2"), sharding=None),
-        Case(saver="Experts", model={"frozen": True}, places=("EP4",), sharding=""),
-        *(Case(saver=kind, loaders=(kind,), places=("EP2",), sharding=BY_BUCKETS) for kind in KINDS),
-    )
+@pytest.mark.parametrize("form", FORMS)
+def test_of_every_form(form: str, tmp_path: Path) -> None:
+    check(tmp_path, FORMS[form])

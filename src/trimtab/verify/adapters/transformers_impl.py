@@ -140,4 +140,8 @@ class Layers:
         y = self.model(x)
         y.backward(share.dy_BlD)
         assert x.grad is not None
-        return Outcome(y=y, dx=x.grad, grads=gradients_of(self.stack.named_parameters(), self.place, SHORT))
+        return Outcome(y=y, dx=x.grad, grads=self.gradients())
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients by name. Collective."""
+        return gradients_of(self.stack.named_parameters(), self.place, SHORT)
