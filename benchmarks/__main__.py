@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu, megatron, overhead, quantized, step
+from benchmarks import adapters, gpu, megatron, overhead, quantized, step
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
 from benchmarks.layer import BACKENDS, layer_task
@@ -36,6 +36,7 @@ Run it from the root of the repository.
   python -m benchmarks overhead                  4 tokens: what the host does; writes results/overhead.md
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
+  python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   python -m benchmarks layer --ranks 2 --peers all_to_all --transports alltoall shared_memory
   python -m benchmarks layer --workloads balanced zipf hot
@@ -81,10 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
-    codes("--shape", nargs="+", default=["A", "B", "C"], metavar="D,F,E,K")
-    codes("--tokens", nargs="+", type=_positive, default=[2048, 256], metavar="N")
-    codes("--dtype", default="bf16", choices=tuple(DTYPES))
-    codes("--threads", type=_positive, default=1, metavar="N")
+    lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
+    for add, tokens in ((codes, [2048, 256]), (lora, [2048])):
+        add("--shape", nargs="+", default=["A", "B", "C"], metavar="D,F,E,K")
+        add("--tokens", nargs="+", type=_positive, default=tokens, metavar="N")
+        add("--dtype", default="bf16", choices=tuple(DTYPES))
+        add("--threads", type=_positive, default=1, metavar="N")
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")
@@ -176,6 +179,13 @@ def _quantized(o: argparse.Namespace) -> list[Task]:
     ]
 
 
+def _adapters(o: argparse.Namespace) -> list[Task]:
+    return [
+        adapters.adapters_task(parse_shape(shape), tokens=tokens, dtype=o.dtype, threads=o.threads)
+        for shape, tokens in product(o.shape, o.tokens)
+    ]
+
+
 def _gpu(o: argparse.Namespace) -> list[Task]:
     import torch
 
@@ -192,6 +202,7 @@ ABOUT = {
         ("overhead", overhead),
         ("megatron", megatron),
         ("quantized", quantized),
+        ("adapters", adapters),
         ("gpu", gpu),
     )
 }

@@ -117,7 +117,7 @@ def layer_task(
 
 def rehearsed(c: Contestant) -> Contestant:
     """It first runs a layer whose memory is next to nothing."""
-    small = c.args["case"] | {"dim": 32, "hidden": 16, "tokens": 8}
+    small = c.args["case"] | {"dim": 32, "hidden": 32, "tokens": 8}
     return replace(c, rehearsal=c.args | {"case": small})
 
 

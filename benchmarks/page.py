@@ -40,6 +40,7 @@ TITLES = {
     "step": "A whole training step",
     "overhead": "Host overhead",
     "quantized": "Experts of codes",
+    "adapters": "Adapters on frozen experts",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
 }

@@ -70,6 +70,26 @@ def test_step(tmp_path: Path) -> None:
     assert "| backward | trimtab |" in page.read_text()
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_adapters(tmp_path: Path) -> None:
+    page = tmp_path / "adapters.md"
+    options = ["--shape", "64,32,4,2", "--tokens", "16", "--dtype", "fp32", *QUICK]
+    code, found = bench(tmp_path, "adapters", *options, "--out", str(page))
+    names = ("peft over grouped_mm", "trimtab, frozen experts", "trimtab under peft")
+    assert code == 0
+    assert timed(found) == {name: {"forward+backward"} for name in names}
+    held = [found["memory"][name]["gradients"] for name in names]
+    assert held[0] == held[2] > held[1], "of adapters"
+    assert "trimtab under peft" in page.read_text()
+
+
+def test_quantized(tmp_path: Path) -> None:
+    options = ["--shape", "64,64,4,2", "--tokens", "16", *QUICK, "--out", str(tmp_path / "quantized.md")]
+    code, found = bench(tmp_path, "quantized", *options)
+    assert code == 0
+    assert timed(found) == dict.fromkeys(("bf16 weights", "nf4", "int8", "fp8", "mxfp4"), MODES)
+
+
 def test_overhead(tmp_path: Path) -> None:
     code, found = bench(tmp_path, "overhead", *QUICK, "--out", str(tmp_path / "overhead.md"))
     names = ("transformers, grouped_mm", "trimtab in transformers", "trimtab's MoE")
