@@ -13,9 +13,9 @@ import trimtab
 from helpers import house
 
 FLOORS = (
-    ("hf", "titan"), ("cli",), ("train",), ("doctor",), ("verify",), ("integrations",), ("convert",), ("checkpoint",),
-    ("parallel",), ("exported",), ("moe", "te"), ("dispatch", "experts"), ("routing",), ("guard",), ("kernels",),
-    ("layout", "launched", "whole_files"), ("backward", "operators"), ("eager",),
+    ("hf", "titan"), ("cli",), ("train",), ("doctor",), ("verify",), ("decisions",), ("integrations",), ("convert",),
+    ("checkpoint",), ("parallel",), ("exported",), ("moe", "te"), ("dispatch", "experts"), ("routing",), ("guard",),
+    ("kernels",), ("layout", "launched", "whole_files"), ("backward", "operators"), ("eager",),
     ("validation",), ("errors",),
 )  # fmt: skip
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""

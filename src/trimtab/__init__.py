@@ -10,6 +10,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.decisions import record as record
+    from trimtab.decisions import replay as replay
+    from trimtab.decisions import rollout_decisions as rollout_decisions
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatched as Dispatched
@@ -43,8 +46,6 @@ if TYPE_CHECKING:
     from trimtab.routing.losses import LossGroups as LossGroups
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.replay import Decisions as Decisions
-    from trimtab.routing.replay import record as record
-    from trimtab.routing.replay import replay as replay
     from trimtab.routing.router import Router as Router
 
 __version__ = "0.2.0"
@@ -79,10 +80,11 @@ _HOMES = {
     "max_vio": "trimtab.routing.balance",
     "merge_adapter": "trimtab.experts.adapting",
     "parallelize": "trimtab.parallel.expert_parallel",
-    "record": "trimtab.routing.replay",
+    "record": "trimtab.decisions",
     "reduce_main_grads": "trimtab.parallel.ddp",
-    "replay": "trimtab.routing.replay",
+    "replay": "trimtab.decisions",
     "replay_in_recompute": "trimtab.routing.recompute",
+    "rollout_decisions": "trimtab.decisions",
     "set_adapter": "trimtab.experts.adapting",
     "set_totals": "trimtab.routing.balance",
     "update_bias": "trimtab.routing.balance",

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.decisions import replay
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.routing.replay import Decisions, replay
+from trimtab.routing.replay import Decisions
 from trimtab.routing.select import drop_over, padding
 
 E = 4

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
+from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.routing.replay import Decisions, record, replay
+from trimtab.routing.replay import Decisions
 
 D, E, K, B, L = 8, 6, 2, 3, 5
 

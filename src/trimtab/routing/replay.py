@@ -1,14 +1,5 @@
-"""The routing decisions of a model as one value, [B, L, layers, K]: recorded, kept, cut, written, read, replayed.
-
-    with record(model) as recording:
-        model(tokens)
-    recording.decisions().save("step.pt")
-
-    with replay(model, Decisions.load("step.pt")):
-        model(tokens)                               # the same experts; scores, weights and losses are live
-
-Both see the tokens that this rank routes. A forward that runs again under `trimtab.replay_in_recompute` is recorded
-once.
+"""The routing decisions of a model as one value, [B, L, layers, K]: kept, cut, written, read; and how our own routers
+are recorded and told. `trimtab.record` and `trimtab.replay` are in `trimtab.decisions`.
 
 Legend: B sequences, L positions, T = B * L tokens, K experts per token.
 """
@@ -23,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.routing.balance import routers
 from trimtab.routing.decision import Decision
 from trimtab.routing.recompute import replaying
 from trimtab.routing.router import Router
@@ -129,17 +119,18 @@ class Decisions:
 
 
 class Recording:
-    """What the routers of a model decided, forward by forward."""
+    """What the routers of a model decided, forward by forward.
 
-    def __init__(self, found: dict[str, Router]) -> None:
-        self.num_experts = {name: router.config.num_experts for name, router in found.items()}
-        self.calls: dict[str, list[Tensor]] = {name: [] for name in found}
+    num_experts: E by router name.
+    """
 
-    def keep(self, name: str, made: Decision, batch: int) -> None:
-        """A decision of router `name`."""
-        if not replaying():  # a slot without room is where the two differ
-            ids = torch.where(made.kept_TK == made.chosen_TK, made.kept_TK, -2 - made.chosen_TK)
-            self.calls[name].append(ids.view(batch, ids.shape[0] // max(batch, 1), ids.shape[1]))
+    def __init__(self, num_experts: dict[str, int]) -> None:
+        self.num_experts = num_experts
+        self.calls: dict[str, list[Tensor]] = {name: [] for name in num_experts}
+
+    def keep(self, name: str, ids: Tensor) -> None:
+        """What router `name` decided in a forward: [B, L, K]."""
+        self.calls.setdefault(name, []).append(ids)
 
     def decisions(self, call: int = -1) -> Decisions:
         """Those of one forward of the model, by default the last.
@@ -151,44 +142,45 @@ class Recording:
         if not all(-count <= call < count for count in counts.values()) or len(set(counts.values())) > 1:
             raise InputError(f"no decisions of forward {call} in every layer; forwards recorded by layer: {counts}")
         picked = {name: calls[call] for name, calls in self.calls.items()}
-        kinds = {name: (self.num_experts[name], tuple(ids.shape)) for name, ids in picked.items()}
+        kinds = {name: (self.num_experts[base_of(name)], tuple(ids.shape)) for name, ids in picked.items()}
         if len(set(kinds.values())) > 1:
             raise InputError(f"layers differ in (experts, [B, L, K]) and do not make one [B, L, layers, K]: {kinds}")
         ids = torch.stack(list(picked.values()), dim=2)
         return Decisions(ids=ids, num_experts=next(iter(self.num_experts.values())), layers=tuple(picked))
 
 
-@contextmanager
-def record(model: nn.Module) -> Iterator[Recording]:
-    """Keep the decisions that `model`'s routers take inside.
-
-    Raises:
-        ConfigError: the model has no router.
-    """
-    found = routers(model, "record")
-    recording = Recording(found)
-    with _set(found, "tap", lambda name, _: partial(recording.keep, name)):
-        yield recording
+def base_of(name: str) -> str:
+    """The router of a layer's name, which ends in #2 where it decides for the second time in a forward."""
+    return name.partition("#")[0]
 
 
 @contextmanager
-def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
-    """Every forward of `model` inside takes these decisions. `ids=` given to a layer goes before them.
+def record_routers(found: dict[str, Router], recording: Recording) -> Iterator[None]:
+    """Keep the decisions that these routers take inside."""
 
-    Raises:
-        ConfigError: the model has no router.
-        InputError: decisions for other layers, or another number of experts, of all or per token; in the forward, for
-            other tokens.
-    """
-    found = routers(model, "replay")
-    if set(found) != set(decisions.layers):
-        raise InputError(f"decisions for the layers {decisions.layers}, but the model's are {tuple(found)}")
-    wrong = {n: r.config.num_experts for n, r in found.items() if r.config.num_experts != decisions.num_experts}
-    if wrong:
+    def tap(name: str, made: Decision, batch: int) -> None:
+        if not replaying():  # a slot without room is where the two differ
+            ids = torch.where(made.kept_TK == made.chosen_TK, made.kept_TK, -2 - made.chosen_TK)
+            recording.keep(name, ids.view(batch, ids.shape[0] // max(batch, 1), ids.shape[1]))
+
+    with _set(found, "tap", lambda name, _: partial(tap, name)):
+        yield
+
+
+def check_fits(decisions: Decisions, sizes: dict[str, tuple[int, int]]) -> None:
+    """Raise InputError where decisions are not for a model's routers: (E, K) by name."""
+    if set(map(base_of, decisions.layers)) != set(sizes):
+        raise InputError(f"decisions for the layers {decisions.layers}, but the model's are {tuple(sizes)}")
+    if wrong := {name: experts for name, (experts, _) in sizes.items() if experts != decisions.num_experts}:
         raise InputError(f"decisions among {decisions.num_experts} experts, but the model has {wrong}")
     K = decisions.ids.shape[3]
-    if others := {name: width for name, router in found.items() if (width := router.config.columns) != K}:
+    if others := {name: columns for name, (_, columns) in sizes.items() if columns != K}:
         raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
+
+
+@contextmanager
+def replay_routers(found: dict[str, Router], decisions: Decisions) -> Iterator[None]:
+    """Every forward of these routers inside takes these decisions, which `check_fits`."""
 
     def source(name: str, router: Router) -> Callable[[int, int], Decision]:
         of_layer = decisions.layer(name)
