@@ -108,7 +108,7 @@ def _row(peer: Peer, result: Result) -> str:
 
 def _peer(peer: Peer, result: Result) -> Iterator[str]:
     yield f"### {peer.title}\n"
-    yield f"{result.version}. {peer.says}. `--impl {peer.impl}`, {peer.dtype}, {result.seconds:.0f} s.\n"
+    yield f"{result.version}. {peer.says}. `--impl {peer.impl}`, {peer.dtype}.\n"
     asked = [case for case in result.cases if case.status != "lacks"]
     off = dict.fromkeys(case.pattern for case in asked if case.status != "right")
     yield "Right in all that it was asked for" + (f", but for {', '.join(off)}" if off else "") + ".\n"

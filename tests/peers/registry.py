@@ -49,7 +49,7 @@ SOURCES = {
                                                     "d9774494f5d8042321386c65c9406e732a271501")),
         Source(folder="veomni-needs", name="what VeOmni is pinned to",
                pip=("transformers==5.9.0", "huggingface_hub==1.15.0", "tokenizers==0.22.2", "httpx==0.28.1",
-                    "httpcore==1.0.9", "diffusers==0.42.1", "nvidia-ml-py==13.615.71")),
+                    "httpcore==1.0.9", "certifi", "diffusers==0.42.1", "nvidia-ml-py==13.615.71")),
     )
 }  # fmt: skip
 
