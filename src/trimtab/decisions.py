@@ -41,7 +41,7 @@ def _found(model: nn.Module, needed_by: str) -> tuple[dict[str, Router], list[Ro
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recording]:
-    """Keep the decisions that `model`'s routers take inside.
+    """Keep the decisions that `model`'s routers take in its forwards inside, those that `replay` hands in too.
 
     A router that decides more than once in a forward of a transformers model (`inkling2_loop`) is recorded as NAME,
     NAME#2, and so on.
@@ -53,12 +53,12 @@ def record(model: nn.Module) -> Iterator[Recording]:
     sizes = {name: router.config.num_experts for name, router in own.items()}
     recording = Recording(sizes | {place.name: place.num_experts for place in theirs})
 
-    def see(place: RouterPlace, name: str, ids_TK: Tensor | None, forward: Forward | None) -> None:
-        batch, length = forward.shape if forward else (1, 0)
+    def see(place: RouterPlace, name: str, ids_TK: Tensor | None, forward: Forward) -> None:
+        batch, length = forward.shape or (1, 0)
         if ids_TK is None:
             whole = torch.full((batch * length, place.top_k), -1)
         else:
-            whole = spread(ids_TK, forward.rows(name) if forward else None)
+            whole = spread(ids_TK, forward.rows(name))
         recording.keep(name, whole.view(batch, whole.shape[0] // max(batch, 1), whole.shape[1]))
 
     with ExitStack() as stack:
@@ -168,8 +168,9 @@ class _Given:
             whole = self._layers[name] = whole.to(ids_TK.device)
         rows = forward.rows(name) if forward else None
         given = whole if rows is None or rows.shape[0] != whole.shape[0] else whole[rows.to(whole.device)]
-        if given.shape[0] != ids_TK.shape[0] or (forward is not None and forward.shape != self._shape):
-            got = list(forward.shape) if forward else f"{ids_TK.shape[0]} tokens"
+        shape = forward.shape if forward else None
+        if given.shape[0] != ids_TK.shape[0] or shape not in (None, self._shape):
+            got = list(shape) if shape else f"{ids_TK.shape[0]} tokens"
             problem = f"{family}: decisions for [B, L] = {list(self._shape)}, but the layer got {got}"
             raise InputError(problem, layer=name, phase="route")
         given = given.to(ids_TK.dtype)

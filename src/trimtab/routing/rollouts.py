@@ -10,7 +10,6 @@ Legend: B sequences, L positions, K experts per token.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +121,7 @@ class _Record:
         """SGLang's: int32, base64; of all tokens, or of all but the last."""
         try:
             content = base64.b64decode(sample, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise self._wrong(f"no base64: {error}") from error
         if len(content) % 4:
             raise self._wrong(f"{len(content)} bytes are no int32")

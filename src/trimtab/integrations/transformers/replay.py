@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import in_backward
 from trimtab.integrations.transformers.routers import RouterPlace, Wrapped
 from trimtab.routing.recompute import replaying
 
@@ -37,14 +36,14 @@ class See(Protocol):
     """(a router, the name for this call, the ids that hold [T, K], the model's forward), once for each call that is no
     recompute; no ids for a router that a forward did not come to."""
 
-    def __call__(self, place: RouterPlace, name: str, ids_TK: Tensor | None, forward: Forward | None) -> None: ...
+    def __call__(self, place: RouterPlace, name: str, ids_TK: Tensor | None, forward: Forward) -> None: ...
 
 
 class Forward:
-    """One forward of the model. shape: (sequences, positions) of its input. vision_T: which tokens have experts of
-    their own, where a family parts them by modality. turns: how often each router has decided in it."""
+    """One forward of the model. shape: (sequences, positions) of its input, where that has them. vision_T: which tokens
+    have experts of their own, where a family parts them by modality. turns: how often each router has decided in it."""
 
-    def __init__(self, shape: tuple[int, int], vision_T: Tensor | None, turns: dict[str, int]) -> None:
+    def __init__(self, shape: tuple[int, int] | None, vision_T: Tensor | None, turns: dict[str, int]) -> None:
         self.shape, self.vision_T, self.turns = shape, vision_T, turns
 
     def rows(self, name: str) -> Tensor | None:
@@ -54,15 +53,13 @@ class Forward:
         return self.vision_T if ".vision_moe." in name else ~self.vision_T if ".text_moe." in name else None
 
     @classmethod
-    def of(cls, args: Given, kwargs: dict[str, Any]) -> Forward | None:
-        """From what the model is called with; None where that has no tokens."""
+    def of(cls, args: Given, kwargs: dict[str, Any]) -> Forward:
+        """From what the model is called with."""
         named = (kwargs.get(key) for key in ("input_ids", "inputs_embeds"))
         tokens = next((t for t in (*named, *args) if isinstance(t, Tensor) and t.dim() >= 2), None)
-        if tokens is None:
-            return None
         vision = kwargs.get("moe_mm_token_type_ids")
         parted = vision.bool().flatten() if isinstance(vision, Tensor) else None
-        return cls((tokens.shape[0], tokens.shape[1]), parted, {})
+        return cls(None if tokens is None else (tokens.shape[0], tokens.shape[1]), parted, {})
 
 
 class Session:
@@ -102,7 +99,10 @@ class Session:
         if self._open:
             yield
             return
-        wrapped = [Wrapped(place.module, "forward", partial(self._decides, place)) for place in self._places]
+        wrapped = [
+            Wrapped(place.module, "forward", partial(self._decides, place), tells=self._decide is not None)
+            for place in self._places
+        ]
         self._open = True
         try:
             yield
@@ -131,7 +131,7 @@ class Session:
         if self._decide is not None:
             ids = self._decide(name, ids, now)
             outputs = place.rule.of(place.module, args or tuple(kwargs.values()), outputs, ids)
-        if self._see is not None and not (self._again or in_backward() or replaying()):
+        if self._see is not None and now is not None and not (self._again or replaying()):
             self._see(place, name, ids, now)
         return outputs
 

@@ -38,26 +38,43 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Wrapped:
-    """What stands in front of one module's method until `remove`: around(method, args, kwargs) is called instead."""
+    """What stands in front of one module's method until `remove`: around(method, args, kwargs) is called instead.
 
-    def __init__(self, module: nn.Module, name: str, around: Around) -> None:
-        self._module, self._name, self._around = module, name, around
-        self._held, self._before = name in vars(module), getattr(module, name)
-        self._on = True
-        setattr(module, name, self._call)
+    tells: it changes what the method gives, and so goes beneath all that only look, whichever came first.
+    """
+
+    def __init__(self, module: nn.Module, name: str, around: Around, *, tells: bool = False) -> None:
+        self._module, self._name, self._around, self._tells = module, name, around, tells
+        self._on, self._held = True, name in vars(module)
+        self._before: Callable[..., Any] = getattr(module, name)
+        over = self._top() if tells else None
+        while over is not None and not over._tells and (next_ := _wrapper(over._before)) and not next_._tells:
+            over = next_
+        if over is None or over._tells:
+            setattr(module, name, self._call)
+        else:
+            self._held, self._before = over._held, over._before
+            over._held, over._before = True, self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._before, args, kwargs) if self._on else self._before(*args, **kwargs)
 
+    def _top(self) -> Wrapped | None:
+        return _wrapper(vars(self._module).get(self._name))
+
     def remove(self) -> None:
-        """The method is as before. Where another wrapper came on top in the meantime, this one steps aside, and goes
-        when that one goes."""
+        """The method is as before. Under another wrapper this one steps aside, and goes with that one."""
         self._on = False
-        while isinstance(top := getattr(vars(self._module).get(self._name), "__self__", None), Wrapped) and not top._on:
+        while (top := self._top()) is not None and not top._on:
             if top._held:
                 setattr(self._module, self._name, top._before)
             else:
                 delattr(self._module, self._name)
+
+
+def _wrapper(method: Any) -> Wrapped | None:
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, Wrapped) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
