@@ -140,9 +140,6 @@ class Router:
 def freeze(case: Case, model: nn.Module) -> None:
     """Takes the gradient from the parameters that the case names, and gives the model its adapters."""
     if case.lora:
-        plan: dict[str, str] = model.tp_plan or {}  # type: ignore[assignment]
-        for key in [key for key in plan if ".experts" in key]:  # where experts are parallel these rules do not hold,
-            del plan[key]  # and peft 0.21 fails over them: 'ParamWrapper' object has no attribute 'weight'
         adapt(model, target_modules=["q_proj"] if case.lora == "attention" else [])
     for name, parameter in model.named_parameters():
         if case.frozen and case.frozen in name:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .families import build_model, experts_modules, forward, sample_batch
 from .parity import Run
@@ -34,7 +35,10 @@ def fill(model: nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            noise = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if isinstance(parameter, DTensor):  # attention's, under tp
+                noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(noise)
 
 
 def adapt(model: Any, **options: Any) -> Any:

@@ -22,11 +22,12 @@ E, D, F, T = 4, 16, 24, 11
 def layer(**options: object) -> trimtab.MoE:
     torch.manual_seed(0)
     router = trimtab.RouterConfig(num_experts=E, top_k=2)
-    return trimtab.MoEConfig(dim=D, hidden=F, router=router, dtype=torch.float64, **options).build()
+    given = {"dim": D, "hidden": F, "dtype": torch.float64} | options
+    return trimtab.MoEConfig(router=router, **given).build()  # type: ignore[arg-type]
 
 
-def rows() -> Tensor:
-    return torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def rows(dim: int = D) -> Tensor:
+    return torch.randn(T, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def moved(params: list[nn.Parameter]) -> None:
@@ -163,22 +164,37 @@ def test_before_and_after_parallelize_and_from_one_cut_to_another(tmp_path: Path
     run_ranks(_after_parallelize, 2, tmp_path)
 
 
-def _of_codes(data: str) -> dict[str, Tensor]:
-    """Adapters on codes: output and gradients over two ranks, each with half of the experts or a copy of all."""
-    ep = 1 if data else 2
-    moe, mesh = layer(), init_device_mesh("cpu", (2 // ep, ep), mesh_dim_names=("edp", "ep"))
-    moe.experts.quantize_("int8")
-    moved(trimtab.add_adapter(moe, rank=2, shared=data == ""))
-    trimtab.parallelize(moe, mesh["ep"], {"": trimtab.ExpertParallel()})
+FORMS = {"int8": (D, F), "nf4": (64, 128)}
+"""D and F of experts of codes: NF4 has blocks of 64 inputs."""
+
+
+def _coded(form: str, shared: bool) -> tuple[trimtab.MoE, Tensor]:
+    dim, hidden = FORMS[form]
+    moe = layer(dim=dim, hidden=hidden)
+    moe.experts.quantize_(form)
+    moved(trimtab.add_adapter(moe, rank=2, shared=shared))
+    return moe, rows(dim)
+
+
+def _of_codes(form: str, way: str) -> dict[str, Tensor]:
+    """Adapters on codes: output and gradients over two ranks, each with half of the experts, half of F or a copy."""
+    shape = {"ep": (1, 1, 2), "etp": (1, 2, 1)}.get(way, (2, 1, 1))
+    (moe, x), mesh = (
+        _coded(form, way in ("ep", "etp")),
+        init_device_mesh("cpu", shape, mesh_dim_names=("edp", "etp", "ep")),
+    )
+    trimtab.parallelize(moe, mesh["etp", "ep"], {"": trimtab.ExpertParallel(etp="etp")})
     model: nn.Module = moe
-    if data:
+    if way in ("fsdp", "ddp"):
         dp = init_device_mesh("cpu", (2,))
-        model = {"fsdp": trimtab.fully_shard_moe, "ddp": trimtab.ddp}[data](moe, dp, mesh["edp"])
-    y = model(rows()).y
+        model = {"fsdp": trimtab.fully_shard_moe, "ddp": trimtab.ddp}[way](moe, dp, mesh["edp"])
+    y = model(x).y
     y.square().sum().backward()
-    if not data:
-        assert moe.experts.down.to_local().dtype is torch.uint8
-        assert moe.experts.down.to_local().shape[0] == E // 2
+    if way in ("ep", "etp"):
+        held = moe.experts.get_parameter("down")
+        assert isinstance(held, DTensor)
+        assert held.to_local().dtype is torch.uint8
+        assert 2 * held.to_local().numel() == held.numel()
     found = {"y": y.detach()}
     for name, param in moe.named_parameters():
         if param.grad is not None and "experts" in name:
@@ -187,17 +203,36 @@ def _of_codes(data: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("data", ["", "fsdp", "ddp"])
-def test_codes_with_adapters_over_ranks(data: str) -> None:
-    moe = layer()
-    moe.experts.quantize_("int8")
-    moved(trimtab.add_adapter(moe, rank=2, shared=data == ""))
-    y = moe(rows()).y
+@pytest.mark.parametrize(
+    ("form", "way"), [("int8", "ep"), ("int8", "fsdp"), ("int8", "ddp"), ("int8", "etp"), ("nf4", "etp")]
+)
+def test_codes_with_adapters_over_ranks(form: str, way: str) -> None:
+    summed = way in ("ep", "etp")
+    moe, x = _coded(form, summed)
+    y = moe(x).y
     y.square().sum().backward()
     true = {"y": y.detach()} | {n: p.grad for n, p in moe.named_parameters() if p.grad is not None and "experts" in n}
-    factor = 2 if data == "" else 1  # both ranks have the same tokens: a sum of two losses, or a mean
-    for found in run_ranks(_of_codes, 2, data):
+    factor = 2 if summed else 1  # both ranks have the same tokens: a sum of two losses, or a mean
+    for found in run_ranks(_of_codes, 2, form, way):
         assert set(found) == set(true)
         torch.testing.assert_close(found.pop("y"), true["y"])
         for name, grad in found.items():
             torch.testing.assert_close(grad, factor * true[name])
+
+
+def _cut_blocks() -> str:
+    moe, _ = _coded("nf4", shared=False)
+    with pytest.raises(ConfigError) as raised:
+        trimtab.parallelize(
+            moe, init_device_mesh("cpu", (4, 1), mesh_dim_names=("etp", "ep")), {"": trimtab.ExpertParallel(etp="etp")}
+        )
+    return str(raised.value)
+
+
+@pytest.mark.xdist_group("ranks4")
+def test_a_share_that_begins_within_a_block_is_refused() -> None:
+    for said in run_ranks(_cut_blocks, 4):
+        assert (
+            "F = 128 over 4 expert-tensor-parallel ranks cuts blocks of codes in two: a share must be a multiple of 64"
+            in said
+        )

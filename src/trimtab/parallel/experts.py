@@ -4,6 +4,7 @@
     ep          Shard(0)                             Shard(0)                     Shard(0)          Shard(0)
     etp         Shard(2), a share of F               Shard(1)                     Shard(2)          Replicate()
 
+Codes and their scales lie as the weights that they stand for; an int8's scale of a whole row of down is Replicate().
 Rank r of ep owns experts r * e .. r * e + e - 1. Ranks of an etp group each see the rows of all, see `expert_tensor`.
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
@@ -25,12 +27,14 @@ from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
 from trimtab.experts.adapters import Adapters
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.quantized import FORMATS
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.adapters import cut_adapter, summed_over_copies
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.meshes import ExpertMesh, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
+SPLIT |= {f"{name}_scales": SPLIT[name] for name in ("gate_up", "up", "down")}
 MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
 OF_EXPERTS = "_He"
 """How the names of buffers end that have a column for each expert."""
@@ -40,13 +44,17 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
     """Whether `ParallelExperts.shard` can cut them over `place`. Nothing is changed, nothing is sent.
 
     Raises:
-        ConfigError: F or the experts do not divide; experts of codes are to be split over etp.
+        ConfigError: F or the experts do not divide; a share of F would begin within a block of codes.
         BackendError: their recipe cannot work on a rank's share.
     """
     if experts.hidden % place.etp_size:
         raise ConfigError(f"F = {experts.hidden} does not divide over {place.etp_size} expert-tensor-parallel ranks")
-    if experts.codes is not None and place.etp_size > 1:
-        raise ConfigError("experts of codes are sharded by expert alone: leave expert tensor parallelism out")
+    share, held = experts.hidden // place.etp_size, FORMATS.get(experts.codes[0] if experts.codes else "")
+    if held is not None and place.etp_size > 1 and (share % held.outs or share % (held.ins or 1)):
+        raise ConfigError(
+            f"F = {experts.hidden} over {place.etp_size} expert-tensor-parallel ranks cuts blocks of codes in two: "
+            f"a share must be a multiple of {max(held.outs, held.ins)}"
+        )
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
     experts.engine_for(_widths(experts, place.etp_size))
 
@@ -130,7 +138,7 @@ class ParallelExperts(ExpertMLP):
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         for name in (*self.parameter_names, *self.scale_names):
             param = self.get_parameter(name)
-            cut = place.placements(Shard(0), SPLIT.get(name, Replicate()))
+            cut = place.placements(Shard(0), self._cut(name))
             whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
             setattr(self, name, nn.Parameter(whole, requires_grad=param.requires_grad))
         for adapter in getattr(self, "adapters", {}).values():
@@ -138,6 +146,11 @@ class ParallelExperts(ExpertMLP):
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
         self.register_state_dict_post_hook(_show_all_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
+
+    def _cut(self, name: str) -> Placement:
+        """How a parameter lies over etp."""
+        whole_rows = self.codes is not None and not FORMATS[self.codes[0]].ins
+        return Replicate() if name == "down_scales" and whole_rows else SPLIT.get(name, Replicate())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -37,14 +37,18 @@ def test_attention_beside_experts_over_steps_and_recomputed(tmp_path: Path) -> N
     verify([case("qwen3_moe", lora="attention", **way) for way in ways], tmp_path)
 
 
-def test_tokens_that_two_ranks_share(tmp_path: Path) -> None:
-    verify([case(family, Mesh(ep=2, fsdp=1, tp=2)) for family in ("qwen3_moe", "gpt_oss")], tmp_path)
+def test_two_ranks_with_the_same_tokens(tmp_path: Path) -> None:
+    """ep=1: transformers' rules cut experts over F, of gate and up each (qwen3), transposed (aria), without a gate."""
+    experts, cut = Mesh(ep=2, fsdp=1, tp=2), Mesh(ep=1, fsdp=1, tp=2)
+    cases = [case("qwen3_moe", experts, "attention"), case("gpt_oss", experts)]
+    of_both = [("qwen3_moe", "attention"), ("aria", "experts"), ("nemotron_h", "experts")]
+    verify([*cases, *(case(family, cut, lora, patterns=("natural",)) for family, lora in of_both)], tmp_path)
 
 
 @pytest.mark.xdist_group("ranks4")
 def test_four_ranks(tmp_path: Path) -> None:
     meshes = {Mesh(ep=2, fsdp=4): "attention", Mesh(ep=4, fsdp=2, tp=2): "experts"}
-    hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts"}
+    hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts", Mesh(ep=1, fsdp=2, tp=2): "experts"}
     verify([case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()], tmp_path)
 
 

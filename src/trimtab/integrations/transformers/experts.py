@@ -125,8 +125,8 @@ def _lent(
         if sizes != (shape[0], *sorted(shape[1:])):
             raise ConfigError(
                 f"{type(module).__name__}.{name} {shape} has adapters of {pair.a.shape[0]} experts, "
-                f"{pair.a.shape[2]} to {pair.b.shape[1]}: of sharded experts those run under ep_size= with "
-                "ep_implementation='trimtab' alone"
+                f"{pair.a.shape[2]} to {pair.b.shape[1]}: of sharded experts those run under tp_size=, and under "
+                "ep_size= with ep_implementation='trimtab'"
             )
     return Adapters(up=pairs.get("up"), down=pairs.get("down"))
 

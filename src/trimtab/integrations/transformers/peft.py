@@ -24,11 +24,14 @@ from trimtab.errors import BackendError
 from trimtab.experts.adapters import Pair, added
 from trimtab.experts.quantized import packed
 from trimtab.integrations.transformers.experts import LENT, UPS, experts_forward
+from trimtab.integrations.transformers.replicas import cut_over_tensor_ranks
 
-HOME = "peft.tuners.lora.layer"
+HOME = "peft.tuners.lora.model"
 KNOWN = "0.18 to 0.21"
 SIZES = "_get_in_out_features"
 """peft's reading of a weight's sizes."""
+RULES = "get_tp_plan_and_mesh"
+"""peft's reading of transformers' rules for tensor parallelism, since 0.21."""
 
 
 def teach_peft() -> None:
@@ -36,8 +39,8 @@ def teach_peft() -> None:
 
     Raises BackendError where the peft that is loaded has no such wrapper as those that are known.
     """
-    if (layer := sys.modules.get(HOME)) is not None:
-        _teach(layer)
+    if (home := sys.modules.get(HOME)) is not None:
+        _teach(home)
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported())
 
@@ -59,17 +62,17 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute: Any = spec.loader.exec_module
 
-            def taught(layer: ModuleType) -> None:
-                execute(layer)
+            def taught(home: ModuleType) -> None:
+                execute(home)
                 sys.meta_path.remove(self)
-                _teach(layer)
+                _teach(home)
 
             spec.loader.exec_module = taught  # type: ignore[method-assign, assignment]
         return spec
 
 
-def _teach(layer: ModuleType) -> None:
-    wrapper: Any = getattr(layer, "ParamWrapper", None)
+def _teach(home: ModuleType) -> None:
+    wrapper: Any = getattr(home, "ParamWrapper", None)
     if wrapper is None:  # before 0.17: no adapters of parameters
         return
     theirs: Any = getattr(wrapper, "_activate_lora", None)
@@ -79,6 +82,23 @@ def _teach(layer: ModuleType) -> None:
     if not getattr(theirs, "of_trimtab", False):
         wrapper._activate_lora = _lending(theirs)
         setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
+        if hasattr(home, RULES):
+            setattr(home, RULES, _but_for_parameters(getattr(home, RULES)))
+
+
+def _but_for_parameters(theirs: Any) -> Any:
+    """peft's reading of the rules, and none for the experts' weights that we run.
+
+    It would shard B or A of a weight that has a rule by `base_layer.weight`, and a module of stacked weights has none.
+    """
+
+    def rule(model: nn.Module, key: str) -> tuple[Any, Any]:
+        path, _, name = key.rpartition(".")
+        holder: Any = model.get_submodule(path) if name in (*UPS, "down_proj") else None
+        experts = holder.get_base_layer() if hasattr(holder, "get_base_layer") else holder
+        return (None, None) if isinstance(experts, nn.Module) and ours(experts, name) else theirs(model, key)
+
+    return rule
 
 
 def _of_codes(theirs: Any) -> Any:
@@ -109,7 +129,7 @@ def _lending(theirs: Any) -> Any:
         pairs = [pair_of(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
         lent: dict[str, Pair] = experts.__dict__.setdefault(LENT, {})
         if (pair := added(pairs)) is not None:
-            lent[name] = pair
+            lent[name] = cut_over_tensor_ranks(pair, self.get_param(), bool(experts.is_transposed))
         try:
             yield
         finally:

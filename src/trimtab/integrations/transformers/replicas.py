@@ -1,10 +1,11 @@
 """Parameters that every rank holds whole beside a model that transformers sharded: peft's adapters, for one.
 
-Legend: E experts, e experts of this rank, r rank of an adapter.
+Legend: E experts, e experts of this rank, F expert hidden dim, r rank of an adapter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from trimtab.backward import once_differentiable
+from trimtab.backward import forward_of, once_differentiable
 from trimtab.errors import ConfigError
+from trimtab.experts.adapters import Pair
+from trimtab.parallel.adapters import SumGradients
 
 
 class OwnExperts(Function):
@@ -37,6 +40,33 @@ class OwnExperts(Function):
         whole = d.new_empty(dist.get_world_size(ctx.group) * d.shape[0], *d.shape[1:])
         dist.all_gather_into_tensor(whole, d.contiguous(), group=ctx.group)
         return whole.div_(ctx.batches), None, None, None
+
+
+def cut_over_tensor_ranks(pair: Pair, weight: Tensor, transposed: bool) -> Pair:
+    """Of an adapter that every rank holds whole, what belongs to this rank's share of F: of a `weight` that
+    `DistributedConfig(tp_size=)` cut over F, the rows of b or the columns of a. Any other weight's as it is.
+
+    The other matrix and the rank's part of the result are what its base has: a share, or a part of a sum. So each
+    rank's gradient is a part, and they are summed over the group: one all-reduce in the backward.
+
+    transposed: whether the weight is [E, in, out].
+    """
+    names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+    if not isinstance(weight, DTensor) or "tp" not in names:
+        return pair
+    tp, cut = weight.device_mesh["tp"], weight.placements[names.index("tp")]
+    dim: int = getattr(cut, "dim", 0) % 3
+    if dim == 0 or tp.size() == 1:
+        return pair
+    runs: int = getattr(cut, "split_factor", 1)  # gate and up lie one behind the other, and each is cut
+    a, b = forward_of(SumGradients, tp.get_group(), pair.a, pair.b)
+    of_inputs = dim == (1 if transposed else 2)
+
+    def own(matrix: Tensor, dim: int) -> Tensor:
+        mine = [run.chunk(tp.size(), dim)[tp.get_local_rank()] for run in matrix.chunk(runs, dim)]
+        return torch.cat(mine, dim)
+
+    return replace(pair, a=own(a, 2) if of_inputs else a, b=b if of_inputs else own(b, 1))
 
 
 def average_replicated(model: nn.Module) -> None:
