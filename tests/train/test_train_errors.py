@@ -16,13 +16,14 @@ from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError, InputError
 from trimtab.launched import Interrupted, group_size, module_arguments
-from trimtab.train import report
+from trimtab.routing import load_picture
+from trimtab.routing.load_picture import draw_loads
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
 from trimtab.train.prepare import make_room, plan_run
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import closing_words, draw_loads
+from trimtab.train.report import closing_words
 
 
 def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
@@ -228,5 +229,5 @@ def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatc
     def broken(*_: Path) -> NoReturn:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr(report, "_draw_loads", broken)
+    monkeypatch.setattr(load_picture, "_draw", broken)
     assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError
-from trimtab.train.loads import LoadCounter, balance_loss, load_metrics
+from trimtab.train.loads import LoadCounter, balance_loss
 
 
 class Experts(torch.nn.Module):
@@ -41,11 +41,6 @@ def test_counts_choices_once_even_when_recomputed() -> None:
     assert counter.split(counter.end_batch().tolist())["a"] == [1, 1, 0, 0]
     assert counter.split(counter.take().tolist())["a"] == [3, 2, 0, 1]
     assert counter.take().sum() == 0
-
-
-def test_load_metrics() -> None:
-    assert load_metrics([4, 0, 2, 2]) == {"max_vio": 1.0, "dead_experts": 1, "tokens_per_expert": [4, 0, 2, 2]}
-    assert load_metrics([0, 0])["max_vio"] == 0.0
 
 
 def test_experts_are_found_in_a_transformers_model(checkpoint: Path) -> None:

@@ -21,6 +21,7 @@ from helpers.forked import run_forked
 from trimtab.checkpoint.folder import latest
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
+from trimtab.routing.loads import load_scalars
 from trimtab.train.blocks import Blocks
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
@@ -41,7 +42,7 @@ print(loss.item())
 """
 
 
-def metrics(out: Path) -> list[dict[str, object]]:
+def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -58,7 +59,6 @@ def alone(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
     values: dict[str, Any] = {"seq_len": 32, "max_steps": 3, "lr": 0.01, "batch_size": 4, "eval_every": 2}
     given = TrainConfig(model=str(checkpoint), data=(str(text),), eval_data=(str(text),), out=str(out), **values)
     run_forked(replace(given, report_to=("tensorboard",)), 1)
-    assert list(out.rglob("events.out.tfevents*"))
     return out
 
 
@@ -92,6 +92,17 @@ def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> N
     for step in (1, 2):  # of the last one, too
         assert metrics(pair)[step]["eval_loss"] == pytest.approx(metrics(alone)[step]["eval_loss"], rel=1e-5)
         assert metrics(pair)[step]["eval_max_vio"] == metrics(alone)[step]["eval_max_vio"]
+
+
+def test_trackers_get_the_loads(alone: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = alone.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    for record in metrics(alone):
+        for key, value in load_scalars(record["layers"]).items():
+            (found,) = [event.value for event in events.Scalars(f"train/{key}") if event.step == record["step"]]
+            assert found == pytest.approx(value, rel=1e-6), key
 
 
 def test_options_of_the_trainer_reach_it(checkpoint: Path, text: Path, alone: Path, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """How evenly the router loads the experts, counted where its decision enters each MoE layer, and the loss on it.
 
-A pre-hook on every experts module of a transformers model adds this rank's choices to one counter on the device:
-no host sync per layer. The counters of all layers lie in one vector, summed over the ranks.
+A pre-hook on every experts module of a transformers model adds this rank's choices to `LoadCounts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,75 +16,27 @@ from torch import Tensor, nn
 from trimtab.backward import in_backward
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError
-from trimtab.routing.balance import max_vio
-from trimtab.routing.scores import count_ids
+from trimtab.routing.loads import LoadCounts
 
 
-class LoadCounter:
+class LoadCounter(LoadCounts):
     """Counts tokens per (layer, expert) from now on.
 
     Args:
         model: a transformers model, sharded or not.
         num_experts: global number of experts of each layer, by module name (sharding changes the module's own).
-        device: where the counters live.
-
-    Attributes:
-        real: which tokens of the next forward are no padding, bool [tokens]; all of them if None.
-        top_k: experts per token, once there was a forward.
+        device: where the counts live.
     """
 
     def __init__(self, model: nn.Module, num_experts: dict[str, int], device: torch.device) -> None:
         modules = experts_modules(model)
-        self.names = list(modules)
-        self.sizes = [num_experts[name] for name in self.names]
-        self.real: Tensor | None = None
-        self.top_k = 0
-        self._batch = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
-        self._counts = self._batch.clone()
-        for module, view in zip(modules.values(), torch.split(self._batch, self.sizes), strict=True):
-            module.register_forward_pre_hook(self._hook(view), with_kwargs=True)
+        super().__init__({name: num_experts[name] for name in modules}, device)
+        for name, module in modules.items():
+            module.register_forward_pre_hook(partial(self._see, name), with_kwargs=True)
 
-    def _hook(self, view: Tensor) -> Any:
-        def count(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if in_backward():  # a recomputation: these tokens have been counted
-                return
-            ids = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach().long()
-            self.top_k = ids.shape[-1]
-            if self.real is not None:
-                ids = ids.masked_fill(~self.real[:, None], -1)
-            view.add_(count_ids(ids, view.numel()))
-
-        return count
-
-    def end_batch(self) -> Tensor:
-        """This rank's counts of the forward that has ended, int64, all layers end to end."""
-        batch = self._batch.clone()
-        self._counts += batch
-        self._batch.zero_()
-        return batch
-
-    def take(self) -> Tensor:
-        """This rank's counts of the forwards that have ended since the last call, as `end_batch` gives them."""
-        taken = self._counts.clone()
-        self._counts.zero_()
-        return taken
-
-    def split(self, summed: list[float]) -> dict[str, list[int]]:
-        """Tokens per expert by layer name, from the sum of what the ranks' `take` gave."""
-        layers, start = {}, 0
-        for name, size in zip(self.names, self.sizes, strict=True):
-            layers[name] = [round(count) for count in summed[start : start + size]]
-            start += size
-        return layers
-
-
-def load_metrics(tokens_per_expert: list[int]) -> dict[str, Any]:
-    """One layer's record: `max_vio` = (max load - mean load) / mean load, `dead_experts`, `tokens_per_expert`."""
-    return {
-        "max_vio": max_vio(torch.tensor(tokens_per_expert)),
-        "dead_experts": tokens_per_expert.count(0),
-        "tokens_per_expert": tokens_per_expert,
-    }
+    def _see(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not in_backward():  # a recomputation: these tokens have been counted
+            self.count(name, args[1] if len(args) > 1 else kwargs["top_k_index"])
 
 
 def balance_loss(

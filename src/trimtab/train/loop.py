@@ -22,11 +22,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
+from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.train.blocks import Blocks, RankBlocks
 from trimtab.train.chat import IGNORED
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.loads import LoadCounter, balance_loss, load_metrics
+from trimtab.train.loads import LoadCounter, balance_loss
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -268,8 +269,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         due = step % self.eval_every == 0 or step == self.args.max_steps or self.checkpoints.is_due(step)
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
-        super().log(dict(record), start_time)
+        layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
+        super().log(record | load_scalars(layers), start_time)
         if self.is_world_process_zero():
-            layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "layers": layers}) + "\n")

@@ -1,9 +1,8 @@
-"""What a run leaves, by name, and what is for people: what its data holds, the load heatmap, the closing words."""
+"""What a run leaves, by name, and what is for people: what its data holds, the closing words."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 from array import array
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import step_of, whole_checkpoints
-from trimtab.errors import first_line
+from trimtab.routing.load_picture import read_metrics
 from trimtab.train.records import Record
 
 METRICS, HEATMAP, FINAL, LOGS = "metrics.jsonl", "load.png", "final", "logs"
@@ -26,13 +25,6 @@ MOST_UNREAD = 4
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, in order."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
-
-
 def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
     """The step of the checkpoint with the lowest loss in evaluation; None if there was none."""
     held = {step_of(folder) for folder in checkpoints}
@@ -41,54 +33,6 @@ def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
         (record["eval_loss"], record["step"]) for record in records if record["step"] in held and "eval_loss" in record
     ]
     return min(found)[1] if found else None
-
-
-def draw_loads(metrics: Path, png: Path) -> str | None:
-    """Draw every layer's load per expert over the run, and its `max_vio` by step, to `png`.
-
-    Returns None, or why there is no picture: matplotlib is an extra, and a run whose model is saved has not failed.
-    """
-    try:
-        _draw_loads(metrics, png)
-    except ImportError:
-        return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
-    except Exception as error:
-        return f"not drawn: {first_line(error, typed=True)}"
-    return None
-
-
-def _draw_loads(metrics: Path, png: Path) -> None:
-    from matplotlib.figure import Figure
-
-    totals: dict[str, list[int]] = {}
-    steps: list[int] = []
-    vio: dict[str, list[float]] = {}
-    for record in read_metrics(metrics):
-        steps.append(record["step"])
-        for name, layer in record["layers"].items():
-            loads = layer["tokens_per_expert"]
-            totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(loads)), loads, strict=True)]
-            vio.setdefault(name, []).append(layer["max_vio"])
-    if not totals:
-        raise ValueError("no step was taken")
-    width = max(map(len, totals.values()))
-    mean = {name: max(sum(loads), 1) / len(loads) for name, loads in totals.items()}
-    # Layers with fewer experts leave their last cells blank.
-    cells = [[n / mean[k] for n in v] + [float("nan")] * (width - len(v)) for k, v in totals.items()]
-
-    figure = Figure(figsize=(11, 2.5 + 0.3 * len(cells)), layout="constrained")
-    heat, lines = figure.subplots(1, 2, width_ratios=[3, 2])
-    image = heat.imshow(cells, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-    figure.colorbar(image, ax=heat, label="load / mean load")
-    heat.set(xlabel="expert", ylabel="layer", title=f"load over {len(steps)} steps")
-    heat.set_yticks(range(len(cells)), [_short(name) for name in totals])
-    for name, values in vio.items():
-        lines.plot(steps, values, linewidth=1, label=_short(name))
-    lines.set(xlabel="step", ylabel="max_vio = (max - mean) / mean", title="imbalance by step")
-    lines.set_ylim(bottom=0)
-    if len(vio) <= 8:
-        lines.legend(title="layer", fontsize="small")
-    figure.savefig(png, dpi=120)
 
 
 def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
@@ -132,10 +76,6 @@ def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
     """What a run says that ends before its schedule does."""
     more = f" --nproc {ranks}" if ranks > 1 else ""
     return f"stopped after step {step} of {steps}; go on with: trimtab train --resume {shlex.quote(str(out))}{more}"
-
-
-def _short(name: str) -> str:
-    return next((part for part in name.split(".") if part.isdigit()), name)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from trimtab.convert.safetensors_files import writing
 from trimtab.launched import leave_group
+from trimtab.routing.load_picture import draw_loads
 from trimtab.train.blocks import RankBlocks
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
@@ -23,7 +24,7 @@ from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import check_finite, is_preset, load_model, mask_by_positions
 from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
-from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, draw_loads, stopping_words
+from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, stopping_words
 from trimtab.train.weights import open_source, write_model
 
 LONGEST = timedelta(hours=2)

@@ -6,13 +6,17 @@ import importlib
 from functools import partial
 from itertools import count
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import CombineMode
+    from trimtab.integrations.transformers.load_callback import LoadCallback as LoadCallback
+
+_HOMES = {"LoadCallback": "load_callback"}
+"""What derives from classes of transformers, which is imported when one of them is first used."""
 
 
 def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: str = "alltoall") -> None:
@@ -85,3 +89,9 @@ def import_transformers(who: str) -> ModuleType:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(f"{who} needs transformers (pip install 'trimtab[hf]'): {error}") from error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

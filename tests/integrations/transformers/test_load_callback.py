@@ -1,0 +1,235 @@
+"""LoadCallback in real Trainers: what trackers, the file and a counter of the test's own say is the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+
+import trimtab
+from helpers.families import build_model, experts_modules
+from helpers.ranks import preload, run_ranks
+from trimtab.backward import in_backward
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers import LoadCallback
+from trimtab.routing.loads import load_metrics, load_scalars
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+preload("transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe", "datasets")
+
+STEPS, EVERY = 5, 2
+
+
+class Truth(TrainerCallback):
+    """Decisions as experts get them, of real tokens, by layer and step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.now: dict[str, Tensor] = {}
+        self.mask = torch.ones(())
+        model.register_forward_pre_hook(self._mask, with_kwargs=True)
+        for name, experts in experts_modules(model).items():
+            experts.register_forward_pre_hook(lambda module, args, name=name: self._see(name, module, args))
+
+    def _mask(self, _model: nn.Module, _args: Any, kwargs: Any) -> None:
+        self.mask = kwargs["attention_mask"].flatten().bool()
+
+    def _see(self, name: str, module: Any, args: Any) -> None:
+        if module.training and not in_backward():
+            counts = args[1][self.mask].flatten().bincount(minlength=8)
+            gate = name.replace("experts", "gate")
+            self.now[gate] = self.now.get(gate, 0) + counts
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps.append(self.now)
+        self.now = {}
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """By the steps of reports, what is to be in the lines."""
+        found = {}
+        for end in [*range(EVERY, len(self.steps), EVERY), len(self.steps)]:
+            start = (end - 1) // EVERY * EVERY
+            sums = {name: sum(step[name] for step in self.steps[start:end]) for name in self.steps[0]}
+            found[end] = {name: load_metrics(loads.tolist()) for name, loads in sums.items()}  # type: ignore[union-attr]
+        return found
+
+
+def sequences(count: int = 16) -> Dataset:
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 12, (count,), generator=draw).tolist()
+    return Dataset.from_dict({"input_ids": [torch.randint(2, 64, (n,), generator=draw).tolist() for n in lengths]})
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{i}": i for i in range(64)}
+    of_words = Tokenizer(WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w1")
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "no",
+        "gradient_accumulation_steps": 2, "learning_rate": 0.05, "logging_steps": 3, "report_to": "none",
+        "use_cpu": True, "disable_tqdm": True, "bf16": False, "seed": 0,
+    } | more  # fmt: skip
+
+
+def sft(folder: Path, recompute: str = "", **more: Any) -> tuple[Any, Truth]:
+    from trl import SFTConfig, SFTTrainer
+
+    if recompute:
+        more["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
+    model = build_model("qwen3_moe")
+    config = SFTConfig(**options(folder, gradient_checkpointing=bool(recompute), **more))
+    data = sequences()
+    trainer = SFTTrainer(model=model, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    truth = Truth(model)
+    trainer.add_callback(truth)
+    trainer.add_callback(LoadCallback(trainer, every=EVERY))
+    torch.manual_seed(0)
+    trainer.train()
+    return trainer, truth
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    records = map(json.loads, (folder / "loads.jsonl").read_text().splitlines())
+    return {record["step"]: record["layers"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Truth]:
+    """TRL's SFT with tensorboard, and evaluations between the steps."""
+    folder = tmp_path_factory.mktemp("sft")
+    trainer, truth = sft(folder, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
+    return folder, trainer, truth
+
+
+def test_file_picture_and_history(trained: tuple[Path, Any, Truth]) -> None:
+    folder, trainer, truth = trained
+    wanted = truth.records()
+    assert list(wanted) == [2, 4, 5]
+    assert lines(folder) == wanted
+    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+    history = [entry for entry in trainer.state.log_history if "loads/max_vio" in entry]
+    assert history == [{**load_scalars(layers), "step": step} for step, layers in wanted.items()]
+    mine = [entry for entry in trainer.state.log_history if "mean_token_accuracy" in entry]
+    assert [entry["step"] for entry in mine] == [3], "TRL's own means are of its own logging steps"
+    hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
+    assert "RouterLoads" not in str(hooks)
+
+
+def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _, truth = trained
+    (file,) = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    for step, layers in truth.records().items():
+        for key, value in load_scalars(layers).items():
+            (found,) = [event.value for event in events.Scalars(f"train/{key}") if event.step == step]
+            assert found == pytest.approx(value, rel=1e-6), key
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="trackio is not installed")
+def test_trackio_has_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    _, truth = sft(tmp_path, report_to=["trackio"], project="loads", run_name="run", trackio_space_id=None)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs("loads", SQLiteStorage.get_runs("loads")[0])
+    for step, layers in truth.records().items():
+        (found,) = [log for log in logs if "train/loads/max_vio" in log and log["train/global_step"] == step]
+        assert {key: found[f"train/{key}"] for key in load_scalars(layers)} == pytest.approx(load_scalars(layers))
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "saved tensors"])
+def test_recomputed_tokens_are_counted_once(recompute: str, tmp_path: Path) -> None:
+    _, truth = sft(tmp_path, recompute)
+    assert lines(tmp_path) == truth.records()
+
+
+def train_here(folder: str) -> dict[int, Any]:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
+    model = build_model("qwen3_moe")
+    config = TrainingArguments(**options(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False))
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in sequences()["input_ids"]]
+
+    def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        return {key: torch.tensor([row[key] + [0] * (longest - len(row[key])) for row in batch]) for key in batch[0]}
+
+    trainer = Trainer(model=model, args=config, train_dataset=rows, data_collator=padded)
+    truth = Truth(model)
+    trainer.add_callback(truth)
+    trainer.add_callback(LoadCallback(trainer, every=EVERY))
+    trainer.train()
+    return {
+        step: {name: record["tokens_per_expert"] for name, record in layers.items()}
+        for step, layers in truth.records().items()
+    }
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_are_summed(tmp_path: Path) -> None:
+    one, two = run_ranks(train_here, 2, str(tmp_path))
+    assert one != two
+    for step, layers in lines(tmp_path).items():
+        for name, record in layers.items():
+            sums = [a + b for a, b in zip(one[step][name], two[step][name], strict=True)]
+            assert record == load_metrics(sums)
+
+
+class OwnLayers(nn.Module):
+    """A model of one's own with an expert capacity, as a Trainer takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        router = trimtab.MoEConfig(
+            dim=8, hidden=8, router=trimtab.RouterConfig(num_experts=4, top_k=2, capacity_factor=0.75)
+        )
+        self.moe = router.build()
+        self.seen: list[Tensor] = []
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        x = torch.nn.functional.one_hot(input_ids % 8, 8).float()
+        out = self.moe(x)
+        self.seen.append(out.loads_E)
+        return {"loss": out.y.square().mean()}
+
+
+def test_layers_of_trimtab_show_what_they_drop(tmp_path: Path) -> None:
+    model = OwnLayers()
+    rows = [{"input_ids": torch.full((8,), n % 3)} for n in range(8)]
+    config = TrainingArguments(**options(tmp_path, max_steps=2, remove_unused_columns=False))
+    trainer = Trainer(model=model, args=config, train_dataset=rows)
+    trainer.add_callback(LoadCallback(trainer, every=3, folder=tmp_path / "loads", most_keys=9))
+    trainer.train()
+    ((step, layers),) = lines(tmp_path / "loads").items()
+    kept = torch.stack(model.seen).sum(0)
+    slots = 2 * 2 * 2 * 8 * 2
+    assert step == 2
+    assert layers["moe.router"] == load_metrics(kept.tolist(), slots - int(kept.sum()))
+    assert layers["moe.router"]["drop_rate"] > 0.1
+
+
+def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+    config = TrainingArguments(**options(tmp_path))
+    trainer = Trainer(model=nn.Linear(2, 2), args=config, train_dataset=[])
+    for wrong in ({"every": 0}, {"most_keys": 4}):
+        with pytest.raises(ConfigError):
+            LoadCallback(trainer, **wrong)
+    callback = LoadCallback(trainer)
+    with pytest.raises(ConfigError, match="no router in Linear"):
+        callback.on_train_begin(config, trainer.state, trainer.control)
