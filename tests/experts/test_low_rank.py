@@ -54,6 +54,7 @@ CASES = {
     "no_row_at_all": Case(tokens=0),
     "many_rows": Case(rank=16, tokens=300),
     "more_than_a_step": Case(rank=40, dim=416, hidden=288, tokens=64),
+    "rows_in_steps": Case(experts=2, rank=24, dim=32, hidden=32, tokens=700),
     "odd_widths": Case(dim=48, hidden=40, rank=3),
 }
 

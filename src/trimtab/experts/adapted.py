@@ -43,20 +43,15 @@ def adapted_experts(call: ExpertCall, x: Tensor, w_MK: Tensor) -> Tensor:
     return y
 
 
-def _read(thin: Tensor, x: Tensor) -> Tensor:
-    """As it is multiplied: pairs may be wider than the rows, and then so are their gradients."""
-    return thin.to(x.dtype).contiguous()
-
-
 class _Adapted(Function):
     @staticmethod
     def forward(ctx: Any, call: ExpertCall, more: tuple[Any, ...], x: Tensor, w_MK: Tensor, *params: Any) -> Tensor:
-        weights, pairs, plan = params[:4], [_read(p, x) for p in params[4:]], list(call.plan)
+        weights, pairs, plan = params[:4], list(params[4:]), list(call.plan)
         options = (call.word, call.weights.transposed, call.name)
         y: Tensor
         y, pre, *thin = adapted_op(x, w_MK, *weights, plan, *options, pairs, *more, call.keep)
         ctx.call, ctx.more, ctx.options = call, more, options
-        ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *params[4:], *plan)
+        ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *pairs, *plan)
         return y
 
     @staticmethod
@@ -71,7 +66,7 @@ class _Adapted(Function):
         trained = any(needs[4:])
         dx, dw, *thin = adapted_backward_op(
             dy, pre, u_up, u_down, out, wanted, adds, x, w_MK, *weights, plan, *ctx.options,
-            [_read(p, x) for p in pairs], *ctx.more, need_x, trained,
+            pairs, *ctx.more, need_x, trained,
         )  # fmt: skip
         of_pairs = [d.to(p.dtype) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)]
         return (None, None, dx if need_x else None, dw if need_w else None, *grads.close(), *of_pairs)

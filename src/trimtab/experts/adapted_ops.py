@@ -3,7 +3,8 @@
     trimtab::adapted_experts             y, pre, u_up, u_down    from x, the routing weights, parameters and pairs
     trimtab::adapted_experts_backward    dx, dw, the pairs' gradients, and the parameters' where they are wanted
 
-pairs: a [e, r, D] and b [e, I, r] of up, a [e, r, F] and b [e, D, r] of down; r = 0 where there is none.
+pairs: a [e, r, D] and b [e, I, r] of up, a [e, r, F] and b [e, D, r] of down; r = 0 where there is none. They may be
+wider than the rows, and then so are their gradients.
 code_scales: of up and of down, whose codes they are in `format`; "" where there are weights.
 
 Legend: M rows, R expert rows, e local experts, D model dim, I width of the pre-activations, F expert hidden dim.
@@ -23,6 +24,9 @@ from trimtab.backward import without_autocast
 from trimtab.experts.operands import Operands, Targets, Thin
 from trimtab.experts.ops import OPTIONS, READS, WRITES, backend_of, flops_of, operands_of
 from trimtab.experts.quantized import Codes, packed
+from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import kernels_of
+from trimtab.kernels.compiled import CompiledKernels
 from trimtab.operators import operator
 
 _PAIRS = "Tensor[] pairs, float[] scales, Tensor[] code_scales, str format"
@@ -58,7 +62,8 @@ def _backward(
     dy: Tensor, pre: Tensor, u_up: Tensor, u_down: Tensor, out: Any, wanted: Any, adds: Any, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     *reads, pairs, scales, code_scales, form, need_x, trained = args
-    made = _gradients(pairs, reads[0].dtype, trained)
+    kernels = kernels_of(reads[9], dy.device, reads[0].dtype)
+    made = _gradients(pairs, reads[0].dtype, trained, kernels)
     o = _operands(reads, pairs, scales, code_scales, form, (u_up, u_down), made if trained else [None] * 4)
     with without_autocast():
         dx, dw = backend_of(o).backward(o, dy, pre, Targets.of(out, wanted, adds), need_x, None)
@@ -74,8 +79,12 @@ def _backward_fake(
     return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape), made[0], made[1], made[2], made[3]
 
 
-def _gradients(pairs: Sequence[Tensor], dtype: torch.dtype, trained: bool) -> list[Tensor]:
+def _gradients(
+    pairs: Sequence[Tensor], dtype: torch.dtype, trained: bool, kernels: Backend | None = None
+) -> list[Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
+    if isinstance(kernels, CompiledKernels) and trained:
+        return [kernels.empty(*pair.shape, dtype=wide) for pair in pairs]
     return [pair.new_empty(pair.shape if trained else 0, dtype=wide) for pair in pairs]
 
 

@@ -55,6 +55,7 @@ class _Pass:
         self.dtype = o.kernels.compute_dtype(o.x.dtype)
         self.direct = self.dtype == o.x.dtype
         self.w_R1 = slot_weights(o.w, o.plan).to(self.dtype)
+        self.adapters = [pair.read(o.x.dtype) if pair.rank else None for pair in o.thin or ()] or [None, None]
 
     def blocks(self) -> Iterator[Block]:
         if self.o.codes is not None:
@@ -189,7 +190,7 @@ def backward(
 
 def _adapted(p: _Pass, which: int, rows: Tensor, block: Block, weight: Tensor | None) -> Tensor | None:
     """What an adapter adds to a product; its `u` is kept with the weights that the rows do not have yet."""
-    if (thin := p.o.adapter(which)) is None:
+    if (thin := p.adapters[which]) is None:
         return None
     u, more = p.thin(rows, thin.a.transpose(1, 2), thin.scale, thin.b.transpose(1, 2), block)
     if thin.u is not None:
@@ -199,13 +200,13 @@ def _adapted(p: _Pass, which: int, rows: Tensor, block: Block, weight: Tensor | 
 
 def _adapted_back(p: _Pass, which: int, d_out: Tensor, block: Block) -> tuple[Tensor | None, Tensor | None]:
     """scale d_out b, and what an adapter adds to the gradient of what went into its product."""
-    thin = p.o.adapter(which)
+    thin = p.adapters[which]
     return (None, None) if thin is None else p.thin(d_out, thin.b, thin.scale, thin.a, block)
 
 
 def _pair_gradients(p: _Pass, which: int, rows: Tensor, v: Tensor, d_out: Tensor, block: Block) -> None:
     """From what went into a product and what came back for its result; v: scale d_out b."""
-    thin = p.o.adapter(which)
+    thin = p.adapters[which]
     if thin is None or thin.u is None or thin.d_a is None or thin.d_b is None:
         return
     u = thin.u[block.rows].to(p.dtype)

@@ -151,10 +151,16 @@ def _weights(o: Operands, x: Tensor) -> Fields:
 
 def _adapters(o: Operands, dtype: torch.dtype) -> Fields:
     """The pairs beside weights of this dtype, contiguous."""
+
+    def read(thin: Tensor) -> Tensor:
+        if thin.dtype is dtype and thin.is_contiguous():
+            return thin
+        return _kernels(o).empty(*thin.shape, dtype=dtype).copy_(thin)
+
     fields: Fields = {}
     for name, pair in zip(("up", "down"), o.thin or (), strict=False):
         if pair.rank:
-            fields |= {f"{name}_a": pair.a.to(dtype).contiguous(), f"{name}_b": pair.b.to(dtype).contiguous()}
+            fields |= {f"{name}_a": read(pair.a), f"{name}_b": read(pair.b)}
         fields |= {f"rank_{name}": pair.rank, f"scale_{name}": pair.scale, f"u_{name}": pair.u}
     return fields
 

@@ -7,7 +7,7 @@ F expert hidden dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from trimtab.kernels.api import Backend
 
 @dataclass(frozen=True)
 class Thin:
-    """An adapter's pair as it is multiplied: a [e, r, in] and b [e, out, r].
+    """An adapter's pair: a [e, r, in] and b [e, out, r], of any dtype and strides.
 
     u: scale x a^T [R, r], of what a forward multiplies: written there, if a backward may come, and read there.
     d_a, d_b: where a backward writes the pair's gradients, if they are wanted.
@@ -36,6 +36,10 @@ class Thin:
     @property
     def rank(self) -> int:
         return self.a.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Thin:
+        """As it is multiplied."""
+        return replace(self, a=self.a.to(dtype).contiguous(), b=self.b.to(dtype).contiguous())
 
 
 @dataclass(kw_only=True)
@@ -58,10 +62,6 @@ class Operands:
     kernels: Backend
     thin: tuple[Thin, Thin] | None = None
     codes: Codes | None = None
-
-    def adapter(self, which: int) -> Thin | None:
-        """That of up, 0, or of down, 1, if there is one."""
-        return self.thin[which] if self.thin is not None and self.thin[which].rank else None
 
     @property
     def activation(self) -> Activation:

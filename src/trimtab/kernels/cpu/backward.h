@@ -41,6 +41,7 @@ void hidden_gradients(
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
+    expect_adapters<W>(c, t.expert);
     gather_left<Op>(Gathered<T>{(const T*)c.dy, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);
     append<Op>(c, t, rows, D, c.rank_down, c.scale_down, to_inputs(of_expert<Beside<W>>(c.down_b, t.expert, c.rank_down * D), c.rank_down, D, false), (T*)c.v_down, s);
     memset(s.sums, 0, t.count * VL * sizeof(float));

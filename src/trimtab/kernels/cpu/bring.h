@@ -107,14 +107,21 @@ void bring_transposed(const T* w, long ld, long kn, long nn, const Panels<typena
     for (long n = 0; n < up_to(nn, NR); n += VL) {
         for (long k = 0; k < kn; k += wide) {
             vf r[VL];
-            if (n + VL <= nn && k + wide <= kn) {
+            const long some = std::min(wide, kn - k);
+            if (n >= nn) {
+                UNROLL for (int i = 0; i < VL; i++) r[i] = vf{};
+            } else if (n + VL <= nn && k + wide <= kn) {
                 if (n + 2 * VL <= nn)
                     for (long i = n + VL; i < n + 2 * VL; i++) expect(w + i * ld + k, wide);
                 UNROLL for (int i = 0; i < VL; i++) r[i] = Op::words(w + (n + i) * ld + k);
             } else {
                 for (int i = 0; i < VL; i++) {
                     T part[wide] = {};
-                    if (n + i < nn) memcpy(part, w + (n + i) * ld + k, std::min(wide, kn - k) * sizeof(T));
+                    const T* from = w + (n + i) * ld + k;
+                    if (n + i < nn) {
+                        if (some == wide / 2) memcpy(part, from, wide / 2 * sizeof(T));  // in one load
+                        else memcpy(part, from, some * sizeof(T));
+                    }
                     r[i] = Op::words(part);
                 }
             }

@@ -1,7 +1,7 @@
 // pre = x[row] up + bias, h = activation(pre) * w, out = h down + w bias, y = the sum of a token's outs. Where there is
 // no y, pre is all that is made.
 #pragma once
-#include "rows.h"
+#include "low_rank.h"
 
 // The bits that are kept: the activation sees what its backward will see.
 template <class T>
@@ -21,6 +21,7 @@ void hidden_rows(const Call& c, Rows t, typename Op::Value* hidden, Scratch s, c
     using Word = typename Op::Word;
     auto* rows = (typename Op::Value*)s.x;
     const Activation act = activation(c.act);
+    expect_adapters<W>(c, t.expert);
     const int parts = act.gate ? 2 : 1, step = c.interleaved ? 2 : 1;
     const long second = c.interleaved ? 1 : F;
     gather_left<Op>(Gathered<T>{(const T*)c.x, D, c.row_R + t.start, t.count, 0, D}, rows, ldx);

@@ -104,7 +104,11 @@ struct Pairs {
     static INLINE void put_row(const float* from, bf16* to, long n) {
         for (long i = 0; i < n; i += VL) store(to + i, load(from + i), n - i);
     }
-    static INLINE void end_row(bf16* row, long n) { memset(row + n, 0, (up_to(n, 2 * TILE) - n) * sizeof(bf16)); }
+    static INLINE void end_row(bf16* row, long n) {
+        const long left = up_to(n, 2 * TILE) - n;
+        if (left == TILE) memset(row + n, 0, TILE * sizeof(bf16));  // in one store
+        else if (left) memset(row + n, 0, left * sizeof(bf16));
+    }
 };
 
 #if defined(HAVE_DOT)

@@ -242,28 +242,6 @@ void combined_rows(
         });
 }
 
-// scale * (a piece's left operand [count, K] times an adapter's matrix [K, r]), behind its K columns and in `kept` [R, r].
-template <class Op, class W, class T>
-void append(
-    const Call& c, Rows t, typename Op::Value* left, long K, long r, float scale, const Matrix<W>& thin, T* kept,
-    Scratch s
-) {
-    using Word = typename Op::Word;
-    if (r == 0) return;
-    const long ld = Op::pitch(K + r);
-    gemm<Op>(
-        t.count, r, K, {(const Word*)left, ld / Op::values}, Right<W>(thin), (Word*)s.b, s.c, Ahead(),
-        [&](long m0, long mn, long n0, long nn, float* got) {
-            for (long i = m0; i < m0 + mn; i++, got += LDC) {
-                for (long n = 0; n < nn; n += VL) store(got + n, load(got + n) * scale);
-                Op::put_row((const float*)got, left + i * ld + K + n0, nn);
-                Op::end_row(left + i * ld, K + r);
-                for (long n = 0; kept && n < nn; n += VL)
-                    store(kept + (t.start + i) * r + n0 + n, load(got + n), nn - n);
-            }
-        });
-}
-
 // The two products of all rows: first(piece, place, next) by one thread each, whose left operands of the second product
 // are put at `place`, a row every `ld` values; then second(piece, place, next) by all threads, each for its columns, in
 // the order of the experts, and what else there is to do for a wave.
