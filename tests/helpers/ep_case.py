@@ -70,6 +70,7 @@ class Case:
     steps: microbatches whose gradients accumulate. unsynced: reduce them after the last one only.
     frozen: part of the names of parameters that need no gradient. recompute: gradient checkpointing.
     lora: peft's adapters on all experts, which are then all that is trained; "attention" too.
+    codes: what the experts are quantized to while they are read; "" for weights.
     """
 
     family: str
@@ -84,10 +85,11 @@ class Case:
     frozen: str = ""
     recompute: str = ""
     lora: str = ""
+    codes: str = ""
 
     def __str__(self) -> str:
         way = f"{self.steps} steps{self.unsynced * ' unsynced'} frozen={self.frozen!r} recompute={self.recompute!r}"
-        way += f" lora={self.lora!r}"
+        way += f" lora={self.lora!r} codes={self.codes!r}"
         return f"{self.family} {self.mesh} {self.exchange}+{self.experts} {str(self.dtype)[6:]} seed {self.seed} {way}"
 
 

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from trimtab.integrations.transformers.quantized import dequantize_experts, quantize_experts
+
 from .ep_case import Case, Router, batches, freeze
 from .ep_ranks import Answer, Outcome
 from .families import build_model, experts_modules, forward
@@ -37,6 +39,8 @@ def _reference(case: Case, weights: Mapping[str, Tensor]) -> dict[str, list[Outc
     if case.family not in FLOAT64_UNSHARDABLE:
         model.to(case.dtype)  # also what `from_pretrained` would leave in float32 if it were asked for bfloat16
     model.set_experts_implementation("eager")
+    if case.codes:
+        dequantize_experts(quantize_experts(model, case.codes))
     freeze(case, model)
     with torch.no_grad():
         for name, weight in weights.items():

@@ -84,6 +84,13 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach()
 
 
+def quantized_by(case: Case) -> dict[str, Any]:
+    """What `from_pretrained` is told of the codes of a case."""
+    from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+
+    return {"quantization_config": TrimtabExpertsConfig(case.codes)} if case.codes else {}
+
+
 def load(case: Case, folder: str) -> Any:
     """The family's model on the mesh, from a checkpoint that rank 0 writes."""
     from transformers.distributed import DistributedConfig
@@ -101,7 +108,7 @@ def load(case: Case, folder: str) -> Any:
         ep_implementation=case.exchange,
     )
     model = model_class(case.family).from_pretrained(
-        path, dtype=case.dtype, experts_implementation=case.experts, distributed_config=config
+        path, dtype=case.dtype, experts_implementation=case.experts, distributed_config=config, **quantized_by(case)
     )
     return model.eval()
 

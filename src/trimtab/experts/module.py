@@ -105,7 +105,9 @@ class ExpertMLP(GroupedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Each expert drawn as two `nn.Linear` draw themselves."""
+        """Each expert drawn as two `nn.Linear` draw themselves. Raises ConfigError: they are codes, which are read."""
+        if self.codes is not None:
+            raise ConfigError("codes are not drawn: load them, or draw the experts and quantize_ them", phase="experts")
         for name, fan_in in ((self._up, self.dim), ("down", self.hidden)):
             bound = 1 / math.sqrt(fan_in)
             getattr(self, name).uniform_(-bound, bound)

@@ -155,7 +155,9 @@ class ParallelExperts(ExpertMLP):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every expert on every rank and keep what is this rank's, so that ranks with the same seed hold the same
-        experts however they are cut. One whole parameter at a time is in memory."""
+        experts however they are cut. One whole parameter at a time is in memory. Raises ConfigError: they are codes."""
+        if self.codes is not None:
+            raise ConfigError("codes are not drawn: load them, or quantize_ the experts before they are sharded")
         for fan_in, first in ((self.dim, self.parameter_names[0]), (self.hidden, "down")):
             for name in (first, f"{first}_bias"):
                 param: Any = getattr(self, name, None)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import decoded
 from trimtab.integrations.transformers import register
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, codes_of, is_experts, quantize_experts
+from trimtab.integrations.transformers.codes import codes_of, is_experts
+from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, quantize_experts
 
 
 def tiny(family: str, **more: object) -> nn.Module:

@@ -55,12 +55,14 @@ def register(name: str = "trimtab", *, combine: CombineMode = "sum", transport: 
         ) from error
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
+    from trimtab.integrations.transformers.kept import add_keepers
     from trimtab.integrations.transformers.peft import teach_peft
     from trimtab.integrations.transformers.quantized import add_quantizer
     from trimtab.kernels.choose import KernelChoice
 
     teach_peft()
     add_quantizer()
+    add_keepers()
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):

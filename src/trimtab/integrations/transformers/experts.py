@@ -9,6 +9,7 @@ Legend: T rows, K slots per row, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.quantized import Codes, packed
+from trimtab.integrations.transformers.codes import codes_of
 from trimtab.integrations.transformers.gates import gate_of
-from trimtab.integrations.transformers.quantized import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.memory import codes
 
@@ -71,6 +72,16 @@ def experts_forward(
     plan = plan_for(top_k_index, weights.up.shape[0], num_slots, chosen, whole)
     norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
     return expert_mlp(hidden_states, top_k_weights, plan, weights, gate_of(module), chosen, norm=norm)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether our experts function runs this module."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    config: Any = getattr(module, "config", None)
+    function = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
+    known = isinstance(function, partial) and function.func is experts_forward
+    return known and hasattr(module, "has_post_expert_norm")
 
 
 LENT = "_lent_pairs"

@@ -13,17 +13,17 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.errors import BackendError
+from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.adapters import Pair, added
 from trimtab.experts.quantized import packed
-from trimtab.integrations.transformers.experts import LENT, UPS, experts_forward
+from trimtab.integrations.transformers.codes import MARK, WEIGHTS
+from trimtab.integrations.transformers.experts import LENT, is_ours
 from trimtab.integrations.transformers.replicas import cut_over_tensor_ranks
 
 HOME = "peft.tuners.lora.model"
@@ -84,6 +84,8 @@ def _teach(home: ModuleType) -> None:
         setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
         if hasattr(home, RULES):
             setattr(home, RULES, _but_for_parameters(getattr(home, RULES)))
+        tuner: Any = home.LoraModel
+        tuner._check_merge_allowed = _refusing_codes(tuner._check_merge_allowed, wrapper)
 
 
 def _but_for_parameters(theirs: Any) -> Any:
@@ -94,9 +96,9 @@ def _but_for_parameters(theirs: Any) -> Any:
 
     def rule(model: nn.Module, key: str) -> tuple[Any, Any]:
         path, _, name = key.rpartition(".")
-        holder: Any = model.get_submodule(path) if name in (*UPS, "down_proj") else None
+        holder: Any = model.get_submodule(path) if name in WEIGHTS else None
         experts = holder.get_base_layer() if hasattr(holder, "get_base_layer") else holder
-        return (None, None) if isinstance(experts, nn.Module) and ours(experts, name) else theirs(model, key)
+        return (None, None) if isinstance(experts, nn.Module) and is_ours(experts) else theirs(model, key)
 
     return rule
 
@@ -107,13 +109,28 @@ def _of_codes(theirs: Any) -> Any:
     def sizes(self: Any, module: nn.Module) -> tuple[int, int]:
         second, third = theirs(self, module)
         experts = self.get_base_layer()
-        held = getattr(experts, "codes_of_experts", None)
-        if held is None or self.parameter_name not in (*UPS, "down_proj"):
+        held = getattr(experts, MARK, None)
+        if held is None or self.parameter_name not in WEIGHTS:
             return second, third
         wide = third * packed(held[0])
         return (wide, second) if experts.is_transposed else (second, wide)  # as a weight [E, ., .] has them
 
     return sizes
+
+
+def _refusing_codes(theirs: Any, wrapper: Any) -> Any:
+    """peft's check before anything is merged: into codes nothing can be."""
+
+    def check(self: Any) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, wrapper) and hasattr(module.get_base_layer(), MARK):
+                raise ConfigError(
+                    f"{name}: codes take no adapter in; save it beside them, or put the weights that they stand for in "
+                    "their place by trimtab.integrations.transformers.quantized.dequantize_experts(model), then merge"
+                )
+        theirs(self)
+
+    return check
 
 
 def _lending(theirs: Any) -> Any:
@@ -122,7 +139,7 @@ def _lending(theirs: Any) -> Any:
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
         experts, name = self.get_base_layer(), self.parameter_name
-        if not ours(experts, name):
+        if name not in WEIGHTS or not is_ours(experts):
             with theirs(self, active_adapters):
                 yield
             return
@@ -137,17 +154,6 @@ def _lending(theirs: Any) -> Any:
 
     activate.of_trimtab = True  # type: ignore[attr-defined]
     return activate
-
-
-def ours(experts: nn.Module, name: str) -> bool:
-    """Whether our experts function runs this module, and multiplies by this parameter."""
-    if name not in (*UPS, "down_proj") or not hasattr(experts, "has_post_expert_norm"):
-        return False
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    config: Any = experts.config
-    function = ALL_EXPERTS_FUNCTIONS.get(config._experts_implementation)
-    return isinstance(function, partial) and function.func is experts_forward
 
 
 def pair_of(wrapper: Any, adapter: str) -> Pair:

@@ -1,12 +1,10 @@
 """Experts of transformers' models as codes: in place, or while a checkpoint is read, one tensor at a time.
 
     TrimtabExpertsConfig("nf4")         as `quantization_config=` of `from_pretrained`, once `register` was called
-    quantize_experts(model, "nf4")      of a model that is there
+    quantize_experts(model, "nf4")      of a model that is there; `dequantize_experts(model)` is the way back
 
-Everything but the experts stays as it is. A module's weights become frozen parameters of uint8 of the same names, codes
-of [E, out, in] whichever way the module has them, with `<name>_scales` beside them.
-
-Legend: E experts of this rank, out and in the outputs and inputs of a weight.
+Official checkpoints in FP8 and MXFP4 stay as they are, see `trimtab.integrations.transformers.kept`. Everything but the
+experts stays as it is. `save_pretrained` writes codes and scales as the model has them.
 """
 
 from __future__ import annotations
@@ -15,82 +13,118 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, Codes, quantized
-from trimtab.parallel.meshes import local_part
+from trimtab.experts.quantized import FORMATS
+from trimtab.integrations.transformers.codes import (
+    MARK,
+    SCALES,
+    WEIGHTS,
+    codes_of,
+    encoded,
+    expect,
+    is_experts,
+    put,
+    take_out,
+    weights_in,
+)
+from trimtab.integrations.transformers.conversion import encoding, first, of_experts, owner
+from trimtab.integrations.transformers.experts import is_ours
 
 METHOD = "trimtab_experts"
-INITIALIZED = "_is_hf_initialized"
-"""By this mark transformers leaves a module's parameters as they are."""
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class TrimtabExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Routed experts in a format of `trimtab.experts.quantized` that there is an encoder for: "nf4" or "int8".
+    """Routed experts in a format of `trimtab.experts.quantized`: "nf4" or "int8" for weights that are read and encoded;
+    a checkpoint whose codes were saved may say another. Experts modules in `modules_to_not_convert`, by the ends of
+    their names, keep their weights.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: there is no such format, or no encoder for it.
     """
 
-    def __init__(self, format: str = "nf4", **kwargs: Any) -> None:
-        known = [name for name, row in FORMATS.items() if row.quantize]
+    def __init__(self, format: str = "nf4", modules_to_not_convert: list[str] | None = None, **kwargs: Any) -> None:
+        saved = "quant_method" in kwargs
+        known = [name for name, row in FORMATS.items() if row.quantize or saved]
         if format not in known:
             raise ConfigError(f"experts can be quantized to {known}, not to {format!r}")
         self.quant_method = METHOD
         self.format = format
+        self.modules_to_not_convert = modules_to_not_convert
 
 
 class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads a model with a `TrimtabExpertsConfig`."""
+    """What transformers asks while it loads or saves a model with a `TrimtabExpertsConfig`."""
 
     quantization_config: TrimtabExpertsConfig
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ConfigError before anything is read: the checkpoint holds codes of this kind already."""
-        if self.pre_quantized:
-            raise ConfigError("a checkpoint whose experts are trimtab's codes cannot be loaded by from_pretrained yet")
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        """Raises ConfigError before anything is read: no experts, blocks that do not fit, a layout without codes."""
+        make_room(
+            model, experts_in(model, self.quantization_config.modules_to_not_convert), self.quantization_config.format
+        )
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        plan_scales(model, plan)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        path, _, name = param_name.rpartition(".")
-        return name in WEIGHTS and is_experts(model.get_submodule(path))
+        if self.pre_quantized:
+            return False
+        module, name = owner(model, param_name)
+        return name in WEIGHTS and hasattr(module, MARK)
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize(self.quantization_config.format)
+        return _EncodeWhole(self.quantization_config.format)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        if self.pre_quantized:  # codes are saved as the model has them
+            return [converter for converter in weight_conversions if not of_experts(converter, model)]
+        return encoding(weight_conversions, model, self.quantization_config.format)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        settle(model, self.quantization_config)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return dequantize_experts(model, dtype)
 
     def is_serializable(self) -> bool:
-        return False
+        return True
 
     @property
     def is_trainable(self) -> bool:
-        """What is not quantized is, and adapters are."""
+        """Adapters are."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """What is not quantized trains."""
         return True
 
 
-class _Quantize(ConversionOps):  # type: ignore[misc]
+class _EncodeWhole(ConversionOps):  # type: ignore[misc]
+    """Codes of what is a module's weight as it comes, where no converter has made them yet."""
+
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def convert(
-        self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str,
-        missing_keys: set[str] | None = None, **kwargs: Any,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        rest = {}
+    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
         for key, value in input_dict.items():
-            path, _, weight = key.rpartition(".")
-            if weight not in WEIGHTS:
-                rest[key] = value
-                continue
-            module = model.get_submodule(path)
-            hold_codes(module, weight, value[0] if isinstance(value, list) else value, self.name)
-            setattr(module, INITIALIZED, True)
-            if missing_keys is not None:
-                missing_keys.discard(key)
-        return rest
+            module, weight = owner(model, key)
+            made[key] = first(value)
+            if weight in WEIGHTS and made[key].is_floating_point():
+                codes, scales = encoded(made[key], self.name, transposed=bool(module.is_transposed))
+                made[key], made[key + SCALES] = (nn.Parameter(t, requires_grad=False) for t in (codes, scales))
+        return made
 
 
 def add_quantizer() -> None:
@@ -99,9 +133,51 @@ def add_quantizer() -> None:
     AUTO_QUANTIZER_MAPPING.setdefault(METHOD, ExpertsQuantizer)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether it is one of the modules that an experts implementation runs."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+def experts_in(model: nn.Module, skipped: list[str] | None = None) -> list[nn.Module]:
+    """A model's experts modules, but those that a checkpoint or a user skips. Raises ConfigError if it has none."""
+    named = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    if not named:
+        raise ConfigError(f"{type(model).__name__} has no experts modules of transformers to quantize")
+    return [module for name, module in named if should_convert_module(name, skipped)]
+
+
+def make_room(model: nn.Module, modules: list[nn.Module], name: str) -> None:
+    """Parameters for codes of a format in the place of the weights of a model that is about to be read.
+
+    Raises ConfigError if nothing of ours would run them, or the layout is none that codes have.
+    """
+    for module in modules:
+        if not is_ours(module):
+            raise ConfigError(f"experts as codes are run by trimtab: pass experts_implementation='trimtab' ({name})")
+    layout: Any = getattr(model.config, "distributed_config", None)
+    if layout is not None and layout.tp_size > 1 and layout.ep_size == 1:
+        raise ConfigError("experts of codes are sharded by expert alone: pass ep_size= beside tp_size=")
+    if layout is not None and getattr(layout, "fsdp_mixed_precision", False):
+        raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
+    for module in modules:
+        expect(module, name)
+
+
+def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
+    """In a plan of parameters by `*` for numbers, scales are as their codes."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    names = {replace_layer_number_by_wildcard(name) for name, _ in model.named_parameters()}
+    plan.update({key + SCALES: style for key, style in list(plan.items()) if key + SCALES in names})
+
+
+def settle(model: Any, config: TrimtabExpertsConfig) -> None:
+    """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are."""
+    plain = [name for name, module in model.named_modules() if is_experts(module) and not hasattr(module, MARK)]
+    config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
+    quantizer = ExpertsQuantizer(config, pre_quantized=True)
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
+    model.config.quantization_config = config
+    used: Any = getattr(model, "_weight_conversions", None)
+    if used is None:
+        used = get_model_conversion_mapping(model, add_legacy=False)
+        used = [converter for converter in used if not isinstance(converter, PrefixChange)]
+    model._weight_conversions = quantizer.update_weight_conversions(used, model)
 
 
 def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
@@ -109,43 +185,40 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
 
     Raises:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
-            no experts modules of transformers.
+            no experts modules of transformers, has codes already or is sharded by FSDP.
     """
-    found = [module for module in model.modules() if is_experts(module)]
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts modules of transformers to quantize")
+    found, config = experts_in(model), TrimtabExpertsConfig(name)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError("experts are quantized before fully_shard, or while from_pretrained reads them")
+    if any(codes_of(module, weight) for module in found for weight, _ in weights_in(module)):
+        raise ConfigError(f"the experts of {type(model).__name__} are codes already")
     for module in found:
-        for weight in WEIGHTS:
-            value = getattr(module, weight, None)
-            if isinstance(value, Tensor) and value.is_floating_point():
-                hold_codes(module, weight, local_part(value), name)
+        for weight, _ in list(weights_in(module)):
+            put(module, weight, name)
+    if isinstance(model, PreTrainedModel):
+        settle(model, config)
     return model
 
 
-def hold_codes(module: nn.Module, weight: str, value: Tensor, name: str) -> None:
-    """Codes of `value`, [E, out, in] or as the module has it, as frozen parameters of the module."""
-    codes, scales = [], []
-    for expert in value.detach():  # one by one: what a format makes on the way is in float32
-        some = quantized(expert.t() if module.is_transposed else expert, name)
-        codes.append(some[0])
-        scales.append(some[1])
-    delattr(module, weight)
-    for key, parts in ((weight, codes), (f"{weight}_scales", scales)):
-        module.register_parameter(key, nn.Parameter(torch.stack(parts), requires_grad=False))
-    module.codes_of_experts = name, value.dtype  # type: ignore[assignment]
+def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """Put the weights that codes stand for back in their place, layer by layer; returns the model. Also of a model with
+    peft's adapters, which can then be merged.
 
+    Args:
+        dtype: of the weights; by default the one that they had.
 
-def codes_of(module: nn.Module, up: str) -> Codes | None:
-    """What an experts module's weights are codes of: ours, or those of transformers' FP8 experts with float scales."""
-    ours: Any = getattr(module, "codes_of_experts", None)
-    if ours is not None:
-        name, dtype = ours
-        scales = (getattr(module, f"{weight}_scales") for weight in (up, "down_proj"))
-        return Codes(format=name, up=next(scales), down=next(scales), dtype=dtype)
-    grids = [getattr(module, f"{weight}_scale_inv", None) for weight in (up, "down_proj")]
-    blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
-    floats = all(isinstance(grid, Tensor) and grid.dtype is torch.float32 for grid in grids)
-    if floats and e4m3 and tuple(blocks or ()) == (128, 128):
-        dtype = getattr(module.config, "dtype", None) or torch.bfloat16
-        return Codes(format="fp8", up=grids[0], down=grids[1], dtype=dtype)  # type: ignore[arg-type]
-    return None
+    Raises:
+        ConfigError: the model has no experts of codes, or is sharded by FSDP.
+    """
+    found = [module for module in model.modules() if hasattr(module, MARK)]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts of codes")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError("codes that FSDP shards are not taken out: save the model, and load it without FSDP")
+    to: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config has its name
+    for module in found:
+        take_out(module, to)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), HfQuantizer):
+            module.hf_quantizer.remove_quantization_config(module)
+    return model

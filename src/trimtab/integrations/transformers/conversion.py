@@ -1,0 +1,212 @@
+"""How codes get from a checkpoint's tensors into a model, by transformers' `WeightConverter`s: one weight at a time.
+
+A family's converters merge the weights of single experts, [out, in] each, into [E, out, in]. Codes and scales go
+through the same merge side by side, since its steps leave rows whole. So a matrix is encoded as soon as it is read, and
+a layer's weights in bfloat16 are never in memory at once.
+
+Legend: E experts of this rank, out and in the outputs and inputs of a weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    ErnieFuseAndSplitTextVisionExperts,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
+
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.codes import MARK, SCALES, WEIGHTS, encoded, wide_shape
+
+Tensors = dict[str, Any]
+"""By a source's pattern or a weight's name: a tensor, or a list of them."""
+STACK = (MergeModulelist, Concatenate, ErnieFuseAndSplitTextVisionExperts)
+"""Steps that leave blocks of rows whole; `Interleave` leaves single rows, `Transpose` squares."""
+SCALE_INV = "_scale_inv"
+NO_WEIGHT = "activation_scale"
+
+
+class Encode(ConversionOps):  # type: ignore[misc]
+    """Weights into codes of a format, by single matrices if the family's steps allow it, then the steps."""
+
+    supports_many_to_many = True
+
+    def __init__(self, name: str, steps: Sequence[ConversionOps] = ()) -> None:
+        self.name, self.steps = name, steps
+
+    def convert(self, input_dict: Tensors, *, model: nn.Module, full_layer_name: str, **kwargs: Any) -> Tensors:
+        kwargs |= {"model": model, "full_layer_name": full_layer_name}
+        module, weight = owner(model, full_layer_name)
+        if not hasattr(module, MARK):  # one that is to stay as it is
+            return run(self.steps, input_dict, kwargs)
+        if not all(isinstance(step, (*STACK, Interleave)) for step in self.steps) or module.is_transposed:
+            merged = run(fitted(self.steps, input_dict, module, weight), input_dict, kwargs)
+            merged = {key: first(value) for key, value in merged.items()}
+            pairs = {key: encoded(t, self.name, transposed=bool(module.is_transposed)) for key, t in merged.items()}
+            return _named({key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()})
+        codes: Tensors = {}
+        scales: Tensors = {}
+        for key in list(input_dict):
+            tensors = listed(input_dict.pop(key))
+            codes[key], scales[key] = [], []
+            while tensors:
+                pair = encoded(tensors.pop(0), self.name)
+                codes[key].append(pair[0])
+                scales[key].append(pair[1])
+        return _named(run(self.steps, codes, kwargs), run(self.steps, scales, kwargs))
+
+
+class Keep(ConversionOps):  # type: ignore[misc]
+    """Codes and scales of a checkpoint as they are, each through the family's steps."""
+
+    supports_many_to_many = True
+
+    def __init__(self, hf_quantizer: object, steps: Sequence[ConversionOps] = ()) -> None:
+        self.hf_quantizer = hf_quantizer  # by this name transformers knows not to cast what is read
+        self.steps = steps
+
+    def convert(self, input_dict: Tensors, *, model: nn.Module, full_layer_name: str, **kwargs: Any) -> Tensors:
+        kwargs |= {"model": model, "full_layer_name": full_layer_name}
+        module, weight = owner(model, full_layer_name)
+        ends = (SCALE_INV, NO_WEIGHT)
+        codes = {key: listed(value) for key, value in input_dict.items() if not key.endswith(ends)}
+        scales = {key.removesuffix(SCALE_INV): value for key, value in input_dict.items() if key.endswith(SCALE_INV)}
+        kwargs["source_patterns"] = list(codes)
+        if not hasattr(module, MARK):
+            dtype = getattr(module, weight).dtype
+            return run(self.steps, {key: [t.to(dtype) for t in ts] for key, ts in codes.items()}, kwargs)
+        if codes.keys() != scales.keys():
+            raise ConfigError(f"{full_layer_name} has codes without scales in the checkpoint")
+        steps = fitted(self.steps, codes, module, weight)
+        raw = {key: [as_bytes(t) for t in ts] for key, ts in codes.items()}
+        to = getattr(module, weight + SCALES).dtype
+        return _named(
+            run(steps, raw, kwargs),
+            run(steps, {k: [as_scales(t, to) for t in listed(v)] for k, v in scales.items()}, kwargs),
+        )
+
+
+class Flat(ConversionOps):  # type: ignore[misc]
+    """gpt-oss's blocks [E, out, in / 32, 16] as codes [E, out, in / 2], and back."""
+
+    def __init__(self, hf_quantizer: object, block: int | None = None) -> None:
+        self.hf_quantizer, self.block = hf_quantizer, block
+
+    def convert(self, input_dict: Tensors, *, target_patterns: list[str], **kwargs: Any) -> Tensors:
+        codes = first(next(iter(input_dict.values())))
+        return {
+            target_patterns[0]: codes.flatten(2) if self.block is None else codes.view(*codes.shape[:2], -1, self.block)
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Flat(self.hf_quantizer, 16 if self.block is None else None)
+
+
+def of_experts(converter: object, model: nn.Module) -> bool:
+    """Whether what a converter makes are experts' weights that the model has as codes."""
+    if not isinstance(converter, WeightConverter):
+        return False
+    names = "\n".join(
+        f"{path}.{name}" for path, module in model.named_modules() if hasattr(module, MARK) for name in WEIGHTS
+    )
+    return any(re.search(f"{target}$", names, re.MULTILINE) for target in converter._original_target_patterns)
+
+
+def encoding(converters: Iterable[Any], model: nn.Module, name: str) -> list[Any]:
+    """The converters, and in the place of each that makes experts' weights one that makes codes of a format."""
+    return [
+        converter.copy(*patterns(converter), operations=[Encode(name, converter.operations)])
+        if of_experts(converter, model)
+        else converter
+        for converter in converters
+    ]
+
+
+def keeping(converter: WeightConverter, quantizer: object) -> WeightConverter:
+    """A converter of experts' weights that takes FP8 codes and their scales from the checkpoint instead.
+
+    Raises ConfigError where its steps take blocks apart.
+    """
+    if not all(isinstance(step, (*STACK, Transpose)) for step in converter.operations):
+        raise ConfigError(f"codes in blocks do not go through {converter.operations}, by which this family is read")
+    sources, targets = patterns(converter)
+    ends = [*(source + SCALE_INV for source in sources)]
+    ends += [re.sub("weight$", NO_WEIGHT, source) for source in sources if source.endswith(".weight")]
+    return converter.copy([*sources, *ends], targets, operations=[Keep(quantizer, converter.operations)])
+
+
+def patterns(converter: WeightConverter) -> tuple[list[str], list[str]]:
+    return list(converter._original_source_patterns), list(converter._original_target_patterns)
+
+
+def fitted(steps: Sequence[ConversionOps], tensors: Tensors, module: nn.Module, weight: str) -> list[ConversionOps]:
+    """The steps; those that turn what does not have the weight's shape by the shape that codes stand for."""
+    shape = tuple(first(next(iter(tensors.values()))).shape[-2:])
+    turn = shape != wide_shape(module, weight)
+
+    def fit(step: ConversionOps) -> ConversionOps:
+        if not isinstance(step, Transpose) or not step.check_dims:
+            return step
+        return Transpose(step.dim0, step.dim1) if turn else Same()
+
+    return [fit(step) for step in steps]
+
+
+class Same(ConversionOps):  # type: ignore[misc]
+    """One tensor as it is, by its new name."""
+
+    def convert(self, input_dict: Tensors, *, target_patterns: list[str], **kwargs: Any) -> Tensors:
+        return {target_patterns[0]: first(next(iter(input_dict.values())))}
+
+
+def run(steps: Sequence[ConversionOps], tensors: Tensors, kwargs: dict[str, Any]) -> Tensors:
+    for step in steps:
+        tensors = step.convert(tensors, **kwargs)
+    return tensors
+
+
+def owner(model: nn.Module, key: str) -> tuple[nn.Module, str]:
+    """The module of a parameter, and its name there."""
+    path, _, name = key.rpartition(".")
+    return model.get_submodule(path), name
+
+
+def as_bytes(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint8)
+
+
+def as_scales(scales: Tensor, to: torch.dtype) -> Tensor:
+    """Scales in the dtype that the format has: powers of two may come as their exponents."""
+    if to is torch.uint8:
+        if scales.element_size() != 1:
+            raise ConfigError(f"scales in {scales.dtype} are no powers of two in a byte")
+        return scales.contiguous().view(to)
+    if scales.dtype is torch.uint8:
+        return torch.pow(2.0, scales.to(torch.int32) - 127)
+    return scales.to(to)
+
+
+def listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def first(value: Any) -> Tensor:
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+def _named(codes: Tensors, scales: Tensors) -> Tensors:
+    """Frozen parameters, by the names that a module has them."""
+    by_name = codes | {key + SCALES: value for key, value in scales.items()}
+    return {key: nn.Parameter(first(value), requires_grad=False) for key, value in by_name.items()}

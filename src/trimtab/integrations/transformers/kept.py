@@ -1,0 +1,189 @@
+"""Official FP8 and MXFP4 checkpoints whose experts stay as they are, where `experts_implementation` is ours.
+
+transformers' quantizers for both methods, told apart by the model that is about to be read: another implementation, or
+`dequantize=True` in the config that a user passes, and they do what they always do. Kept are
+
+    FP8 in blocks of 128 x 128, float or ue8m0 scales,     where transformers has no kernels for FP8 (a CPU, a GPU
+    FP4 of DeepSeek's fp4 experts                          before 8.9): the rest becomes bfloat16, as ever
+    MXFP4 as gpt-oss's                                     anywhere: transformers' own experts of it do not train
+
+and saved: MXFP4 as it was read, FP8 as codes of `TrimtabExpertsConfig`, since the rest is no longer FP8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.codes import WEIGHTS, is_experts
+from trimtab.integrations.transformers.conversion import Flat, Keep, keeping, of_experts
+from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.quantized import (
+    METHOD,
+    TrimtabExpertsConfig,
+    dequantize_experts,
+    experts_in,
+    make_room,
+    plan_scales,
+    settle,
+)
+
+FP8_METHODS = ("fp8", "mxfp8")
+MXFP4_METHOD = "mxfp4"
+
+
+class _Keeps:
+    """In front of a quantizer of transformers: what it would ask of the machine it asks once the model is known."""
+
+    quantization_config: Any
+    pre_quantized: bool
+    kept = False
+    asked: tuple[Any, dict[str, Any]] | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if self.pre_quantized and not self.quantization_config.dequantize:
+            self.asked = args, kwargs
+        else:
+            super().validate_environment(*args, **kwargs)  # type: ignore[misc]
+
+    def decide(self, model: nn.Module, wanted: bool) -> None:
+        """Whether this model's experts stay codes; if not, transformers looks at the machine now."""
+        experts = [module for module in model.modules() if is_experts(module)]
+        self.kept = self.asked is not None and wanted and any(is_ours(module) for module in experts)
+        if self.asked is not None and not self.kept:
+            super().validate_environment(*self.asked[0], **self.asked[1])  # type: ignore[misc]
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        super().update_parallel_plan(model, plan)  # type: ignore[misc]
+        if self.kept:
+            plan_scales(model, plan)
+
+
+class KeptFP8(_Keeps, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """Blocks of 128 x 128 of e4m3, or DeepSeek's fp4 experts, as they are."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        """Raises ConfigError where codes cannot stay: other blocks than 128 x 128, or such as straddle gate and up."""
+        self.decide(model, wanted=not runs_fp8())
+        if self.kept:
+            self.quantization_config.dequantize = True  # the rest
+        super()._process_model_before_weight_loading(model, **kwargs)
+        if not self.kept:
+            return
+        modules = experts_in(model, self.modules_to_not_convert)
+        for module in modules:
+            if bool(module.is_transposed) or not module.is_concatenated:
+                raise ConfigError(refusal(f"{type(module).__name__} holds its weights transposed or interleaved"))
+        try:
+            make_room(model, modules, self.format_kept())
+        except ConfigError as error:
+            raise ConfigError(refusal(str(error))) from error
+
+    def format_kept(self) -> str:
+        """Raises ConfigError where no format of ours has such blocks."""
+        if self.quantization_config.expert_dtype == "fp4":
+            return "mxfp4"
+        blocks = self.quantization_config.weight_block_size
+        if tuple(blocks or ()) != (128, 128):
+            raise ConfigError(f"experts in FP8 are kept in blocks of 128 x 128, and this checkpoint has {blocks}")
+        return "fp8"
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        if not self.kept:
+            return list(super().update_weight_conversions(weight_conversions, model))
+        experts = [converter for converter in weight_conversions if of_experts(converter, model)]
+        rest = [converter for converter in weight_conversions if converter not in experts]
+        kept = [keeping(converter, self) for converter in experts]
+        made = {target for converter in experts for target in converter._original_target_patterns}
+        for name in WEIGHTS:  # a family without converters has its weights stacked
+            stacked = rf"\.experts\.{name}"
+            if not any(target.endswith(name) for target in made):
+                kept.append(WeightConverter([stacked, f"{stacked}_scale_inv"], f".experts.{name}", [Keep(self)]))
+        return kept + list(super().update_weight_conversions(rest, model))
+
+    def postprocess_model(self, model: nn.Module, **kwargs: Any) -> Any:
+        done = super().postprocess_model(model, **kwargs)
+        if self.kept:
+            settle(model, TrimtabExpertsConfig(self.format_kept(), quant_method=METHOD))
+        return done
+
+
+class KeptMXFP4(_Keeps, Mxfp4HfQuantizer):  # type: ignore[misc]
+    """gpt-oss's blocks and scales, as they are."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, use_kernels: bool = False, **kwargs: Any) -> None:
+        self.decide(model, wanted=True)
+        if not self.kept:
+            super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
+            return
+        self.modules_to_not_convert = self.get_modules_to_not_convert(
+            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+        )
+        make_room(model, experts_in(model, self.modules_to_not_convert), "mxfp4")
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return not self.kept and bool(super().param_needs_quantization(model, param_name, **kwargs))
+
+    def get_weight_conversions(self) -> list[Any]:
+        if not self.kept:
+            return list(super().get_weight_conversions())
+        names = (f".experts.{name}" for name in WEIGHTS)
+        return [WeightConverter(f"{name}_blocks", name, [Flat(self)]) for name in names]
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+        return (None, {}) if self.kept else super().get_state_dict_and_metadata(model)
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return dequantize_experts(model, dtype)
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.kept or bool(super().is_trainable)
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return self.kept
+
+
+def add_keepers() -> None:
+    """Take the places of transformers' quantizers for both methods. Again is harmless."""
+    for method, theirs, ours in (
+        *((method, FineGrainedFP8HfQuantizer, KeptFP8) for method in FP8_METHODS),
+        (MXFP4_METHOD, Mxfp4HfQuantizer, KeptMXFP4),
+    ):
+        if AUTO_QUANTIZER_MAPPING.get(method) is theirs:
+            AUTO_QUANTIZER_MAPPING[method] = ours
+
+
+def kept_format(config: Any) -> str | None:
+    """What `from_pretrained` keeps a checkpoint's experts as, by its config: a format of `trimtab.experts.quantized`;
+    None if it says of no codes, or of codes that are not kept."""
+    said: Any = getattr(config, "quantization_config", None) or {}
+    said = said if isinstance(said, dict) else said.to_dict()
+    method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+    if method == METHOD:
+        return str(said["format"])
+    if method == MXFP4_METHOD:
+        return "mxfp4"
+    if method in FP8_METHODS and said.get("expert_dtype") == "fp4":
+        return "mxfp4"
+    square = tuple(said.get("weight_block_size") or ()) == (128, 128)
+    return "fp8" if method in FP8_METHODS and square else None
+
+
+def runs_fp8() -> bool:
+    """Whether transformers has kernels for FP8 on this machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 9)
+    return torch.xpu.is_available()
+
+
+def refusal(why: str) -> str:
+    return f"{why}: load it with quantization_config=FineGrainedFP8Config(dequantize=True), or quantize what that gives"
