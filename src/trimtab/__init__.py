@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.replay import Decisions as Decisions
     from trimtab.routing.router import Router as Router
+    from trimtab.what_trains import summary as summary
 
 __version__ = "0.2.0"
 
@@ -87,6 +88,7 @@ _HOMES = {
     "rollout_decisions": "trimtab.decisions",
     "set_adapter": "trimtab.experts.adapting",
     "set_totals": "trimtab.routing.balance",
+    "summary": "trimtab.what_trains",
     "update_bias": "trimtab.routing.balance",
 }
 

@@ -303,7 +303,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
     assert main(["train", *map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "model   Qwen3MoeForCausalLM: 37,856 parameters, all are trained" in said
+    assert "model   Qwen3MoeForCausalLM: 37,856 parameters; what trains:" in said
     assert "2 layers: gate_up_proj [4, 32, 32], down_proj [4, 32, 16]" in said
     assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2" in said
     assert "of 256 tokens: 4 x 16 on each of 2 rank(s), 2 time(s)" in said

@@ -22,6 +22,7 @@ Train a Mixture-of-Experts language model with transformers' Trainer, its expert
   trimtab train --nproc 4                              a small model on the Python standard library
   trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --nproc 8 --out runs/chat
   torchrun --nnodes 4 --nproc-per-node 8 -m trimtab train --model … --out …
+  trimtab train --model ./Qwen3-30B-A3B --data chat.jsonl --lora 16 --quantize nf4      adapters alone, in peft's files
   trimtab train --nproc 4 --save-every 50              checkpoints on the way
   trimtab train --nproc 4 --resume runs/train          … and on from the latest, bit for bit, with the options of then
 """

@@ -30,7 +30,7 @@ class Merged:
 
 
 @dataclass
-class _WithAdapters:
+class WithAdapters:
     """A model's state with the adapters added as it is read."""
 
     inner: TensorStore
@@ -77,7 +77,7 @@ def merge(
     new_folder(dst)
     model = source.model
     base = _state(source)
-    state = Hashed(merged := _WithAdapters(base, read_adapter(Path(adapter), model)))
+    state = Hashed(merged := WithAdapters(base, read_adapter(Path(adapter), model)))
     once = opened.without(state, opened.repeated_ties(model, base))
     view = Mapped(once, saving_steps(model, saved_mapping_of(model), once))
     done, total = 0, 2 * len(view.infos)

@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.checkpoint.folder import CONFIG, carried_files, remove, step_of, whole_checkpoints
 from trimtab.checkpoint.ranks import on_first_rank
 from trimtab.checkpoint.save_load import Loaded, load, save
+from trimtab.train.adapters import trained_part
 from trimtab.train.prepare import Plan
 from trimtab.train.report import METRICS, best_step
 from trimtab.train.resume import CHECKPOINTS, describe_run, rewind
@@ -29,6 +30,7 @@ class Checkpoints:
         self.root, self.out = plan.out / CHECKPOINTS, plan.out
         self.every, self.stop_after, self.keep = config.save_every, config.stop_after, config.keep
         self.resume = None if config.resume is None else Path(config.resume)
+        self._adapters = config.lora is not None
         self.start = 0 if self.resume is None else step_of(self.resume)
         self._run = describe_run(config, plan.mesh, plan.groups)
         base = Path(plan.checkpoint)
@@ -39,7 +41,7 @@ class Checkpoints:
         """Load the checkpoint to go on from, if there is one, and take back what came after it."""
         if self.resume is None:
             return
-        loaded = self._loaded = load(self.resume, model, inner(optimizer))
+        loaded = self._loaded = load(self.resume, self._held(model), inner(optimizer))
         groups = inner(optimizer).param_groups  # how many there are depends on the ranks
         rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
         scheduler.__dict__.update(loaded.index.extra["scheduler"], **rates)
@@ -48,7 +50,7 @@ class Checkpoints:
     def restore_model(self, model: Any) -> None:
         """Load the model alone, of a run that has taken all its steps."""
         assert self.resume is not None
-        loaded = load(self.resume, model)
+        loaded = load(self.resume, self._held(model))
         on_first_rank(lambda: rewind(loaded.folder, self.start, self.out), None)
 
     def first_batch_drawn(self) -> None:
@@ -70,7 +72,7 @@ class Checkpoints:
             on_first_rank(self._sync_metrics, None)
             save(
                 self.root,
-                model,
+                self._held(model),
                 inner(optimizer),
                 step=step,
                 extra={"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}},
@@ -79,6 +81,10 @@ class Checkpoints:
             if self.keep:
                 on_first_rank(self._remove_old, None)
         return self._is_last(step)
+
+    def _held(self, model: Any) -> Any:
+        """What of the model its checkpoints hold."""
+        return trained_part(model) if self._adapters else model
 
     def _remove_old(self) -> None:
         """Keep the latest ones and the one of the lowest loss in evaluation."""

@@ -15,6 +15,7 @@ from typing import Any
 from trimtab.errors import ConfigError
 
 MOST_SEED = 2**32 - 1  # of numpy
+WITH_LORA = ("lora_alpha", "lora_targets", "quantize", "merge")
 
 
 def option(
@@ -84,7 +85,10 @@ class TrainConfig:
         "steps", "batches per optimizer step, each balanced by itself (default 1)", default=1, least=1, fixed=True
     )
     lr: float | None = option(
-        "steps", "peak learning rate (default 4e-3 for presets, 2e-5 for checkpoints)", shown="X", fixed=True
+        "steps",
+        "peak learning rate (default 4e-3 for presets; 2e-5 for checkpoints, with --lora 2e-4)",
+        shown="X",
+        fixed=True,
     )
     warmup: int | None = option(
         "steps", "warm-up steps (default: a tenth of the steps, at most 100)", least=0, fixed=True
@@ -108,6 +112,19 @@ class TrainConfig:
         "evaluation", "a share of --data that is held out for that, as in 0.05", shown="X", fixed=True
     )
     eval_every: int | None = option("evaluation", "steps between (default: a tenth of the steps)", least=1)
+    lora: int | None = option(
+        "adapters", "train adapters of this rank, of the model nothing else", shown="R", least=1, fixed=True
+    )
+    lora_alpha: float | None = option("adapters", "they count alpha / R times (default 2 R)", shown="X", fixed=True)
+    lora_targets: str | None = option(
+        "adapters", "of what, by kind: experts, attention, router, shared; or by ends of names (default "
+        "experts,attention)", shown="A,B,…", fixed=True,
+    )  # fmt: skip
+    quantize: str | None = option(
+        "adapters", "hold routed experts as nf4, as int8, or keep the codes that the checkpoint has (FP8, MXFP4)",
+        choices=("nf4", "int8", "keep"), fixed=True,
+    )  # fmt: skip
+    merge: bool = option("adapters", "also write the model with its adapters merged, to DIR/merged", default=False)
     ep: int | None = option("ranks", "ranks that share the experts (default: as many as fit)", least=1)
     fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
     tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
@@ -151,14 +168,16 @@ class TrainConfig:
                 raise ConfigError(f"{flag} {value}: must be at least {about['least']}")
             if about["choices"] and value not in about["choices"]:
                 raise ConfigError(f"{flag} {value}: must be one of {', '.join(about['choices'])}")
+        if self.lora is None and (odd := [name for name in WITH_LORA if getattr(self, name)]):
+            raise ConfigError(f"{flag_of(odd[0])} {getattr(self, odd[0])}: goes with --lora")
         if self.seed > MOST_SEED:
             raise ConfigError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         if self.eval_split is not None and (self.eval_data or not 0 < self.eval_split < 1):
             raise ConfigError(f"--eval-split {self.eval_split}: must be between 0 and 1, and stand without --eval-data")
-        for name in ("lr", "epochs"):
+        for name in ("lr", "epochs", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
-                raise ConfigError(f"--{name} {value}: must be a positive number")
+                raise ConfigError(f"{flag_of(name)} {value}: must be a positive number")
 
     def resolved(self, *, preset: bool) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
@@ -167,7 +186,9 @@ class TrainConfig:
             self,
             max_steps=steps,
             seq_len=self.seq_len or (128 if preset else 512),
-            lr=self.lr or (4e-3 if preset else 2e-5),
+            lr=self.lr or (4e-3 if preset else 2e-4 if self.lora else 2e-5),
+            lora_alpha=self.lora_alpha or (self.lora and 2.0 * self.lora),
+            lora_targets=self.lora_targets or ("experts,attention" if self.lora else None),
             eval_every=self.eval_every or max(1, steps // 10),
             warmup=min(steps // 10, 100) if self.warmup is None else self.warmup,
         )

@@ -22,6 +22,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
+from trimtab.integrations.transformers.replicas import average_replicated
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.train.blocks import Blocks, RankBlocks
 from trimtab.train.chat import IGNORED
@@ -150,6 +151,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
         """The blocks of this rank, in batches; they are shared out already, so Accelerate must not do it again."""
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Adapters beside a sharded model lie whole on every rank: average their gradients as a backward ends, on
+        Gloo too."""
+        if hasattr(self.model, "peft_config"):
+            average_replicated(self.model)
+        else:
+            super()._sync_replicated_trainable_parameters(model)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Count on from the checkpoint's step. The stream is one endless epoch: there is none to skip."""

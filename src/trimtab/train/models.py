@@ -14,6 +14,8 @@ from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
 
 IMPLEMENTATION = "trimtab"
+ENCODED = ("nf4", "int8")
+"""What experts are made while they are loaded."""
 RESUMS = "replicated_with_grad_allreduce"
 """A style of transformers' tp plans, of norms over a head: its hook sums `.grad`, earlier micro-batches included."""
 
@@ -133,6 +135,10 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
 
     trimtab.integrations.transformers.register(IMPLEMENTATION)
     options: dict[str, Any] = {}
+    if config.quantize in ENCODED:
+        from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+
+        options["quantization_config"] = TrimtabExpertsConfig(config.quantize)
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(
             ep_size=mesh.ep,
@@ -144,7 +150,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
         )
     model, report = AutoModelForCausalLM.from_pretrained(
         path,
-        dtype=torch.float32,
+        dtype=torch.bfloat16 if config.lora and config.dtype == "bfloat16" else torch.float32,  # none is trained
         experts_implementation=IMPLEMENTATION,
         attn_implementation=config.attn,
         local_files_only=True,

@@ -19,16 +19,18 @@ from typing import Any, TextIO
 from trimtab import __version__
 from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
+from trimtab.train.adapters import adapted_skeleton, check_adapters
 from trimtab.train.blocks import Blocks
 from trimtab.train.checks import check_kept
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, check_plans, inspect, is_preset, load_tokenizer
 from trimtab.train.packing import Packer, prepare_data
 from trimtab.train.presets import IDENTITY, identity, is_written, write_preset
-from trimtab.train.report import FINAL, HEATMAP, LOGS, METRICS, RUN
+from trimtab.train.report import FINAL, HEATMAP, LOGS, MERGED, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS, describe_data
 from trimtab.train.sources import Group, find_groups
 from trimtab.train.weights import Source, open_source, quantization, write_plain
+from trimtab.what_trains import summary
 
 INIT, DATA, EVAL_DATA = "init", "data", "eval-data"
 FINGERPRINT = "made-of"
@@ -89,8 +91,10 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     facts = inspect(config.model, config.attn)
     mesh = Mesh.of(config, world=world, num_experts=facts.num_experts)
     check_plans(facts, mesh, config.grad_accum)
+    if config.lora:
+        check_adapters(config, facts, mesh)
     checkpoint = config.model
-    if preset or quantization(Path(config.model)):
+    if preset or (config.quantize != "keep" and quantization(Path(config.model))):
         checkpoint = str(Path(config.out) / INIT)
     source = None if preset else open_source(Path(config.model), facts.skeleton, config.drop)
     tokenizer = load_tokenizer(config.model)
@@ -123,10 +127,13 @@ def described(plan: Plan) -> Iterator[str]:
     """What a run would train, on what, in which steps and with what memory, in lines."""
     config, mesh, facts = plan.config, plan.mesh, plan.facts
     layers = [dict(facts.skeleton.get_submodule(name).named_parameters()) for name in facts.experts]
-    whole = sum(p.numel() for p in facts.skeleton.parameters())
+    model = adapted_skeleton(facts, config) if config.lora else facts.skeleton
+    found, whole = summary(model), sum(p.numel() for p in facts.skeleton.parameters())
+    trained = found.of(state="trained").count
     of_experts = sum(p.numel() for layer in layers for p in layer.values())
     shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in layers[0].items())
-    yield f"model   {facts.class_name}: {whole:,} parameters, all are trained"
+    yield f"model   {facts.class_name}: {whole:,} parameters; what trains:"
+    yield from str(found).splitlines()
     yield f"experts {of_experts:,} parameters in {len(layers)} layers: {shapes}"
     if plan.source and (words := str(plan.source)):
         yield f"files   {words}"
@@ -136,7 +143,9 @@ def described(plan: Plan) -> Iterator[str]:
         f"steps   {config.max_steps} of {tokens * config.grad_accum * mesh.data_size:,} tokens: {config.batch_size} x "
         f"{config.seq_len} on each of {mesh.data_size} rank(s), {config.grad_accum} time(s)"
     )
-    held, logits = 16 * whole / (mesh.fsdp * mesh.tp), 4 * tokens * facts.vocab_size
+    shards, logits = mesh.fsdp * mesh.tp, 4 * tokens * facts.vocab_size
+    frozen = (whole if config.lora else 0) * (2 if config.dtype == "bfloat16" else 4)
+    held = 16 * trained / (1 if config.lora else shards) + frozen / shards
     yield (
         f"memory  of a rank: {held / 1e9:.3g} GB for weights, gradients and AdamW's moments, {2 * logits / 1e9:.3g} GB "
         "for logits and their gradient; activations, and weights gathered for a layer, come to it"
@@ -204,7 +213,7 @@ def make_room(plan: Plan) -> TextIO:
             if config.resume is None:
                 for name in (METRICS, HEATMAP):
                     (out / name).unlink(missing_ok=True)
-                for name in (FINAL, f"{FINAL}.unfinished", INIT, LOGS):
+                for name in (FINAL, f"{FINAL}.unfinished", MERGED, f"{MERGED}.unfinished", INIT, LOGS):
                     clear(out / name)
                 for folder in (*whole_checkpoints(out / CHECKPOINTS), *unfinished_checkpoints(out / CHECKPOINTS)):
                     clear(folder)  # and not what else lies there

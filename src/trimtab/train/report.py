@@ -15,11 +15,12 @@ from trimtab.checkpoint.folder import step_of, whole_checkpoints
 from trimtab.routing.load_picture import read_metrics
 from trimtab.train.records import Record
 
-METRICS, HEATMAP, FINAL, LOGS = "metrics.jsonl", "load.png", "final", "logs"
+METRICS, HEATMAP, FINAL, MERGED, LOGS = "metrics.jsonl", "load.png", "final", "merged", "logs"
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
 
 
+OPENS = "AutoModelForCausalLM.from_pretrained opens it, without trimtab"
 MOST_UNREAD = 4
 """Things that the one line on the data names."""
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
@@ -37,13 +38,16 @@ def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
 
 def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
     """Where everything is and what the loss did."""
+    adapter = (out / FINAL / "adapter_config.json").exists()
+    whole = out / MERGED if adapter else out / FINAL
     return "\n".join(
         [
             *_steps_taken(read_metrics(out / METRICS), unit, seconds),
             *_best(out),
             f"metrics {out / METRICS}",
             f"loads   {missing_picture or out / HEATMAP}",
-            f"model   {out / FINAL}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)",
+            *([f"adapter {out / FINAL}  (peft's, with the path of the model below)"] if adapter else []),
+            *([f"model   {whole}  ({OPENS})"] if whole.exists() or not adapter else []),
         ]
     )
 

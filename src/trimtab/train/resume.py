@@ -21,7 +21,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import FIXED, OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, METRICS
+from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS
 from trimtab.train.sources import Group, find_groups
 
 CHECKPOINTS = "checkpoints"
@@ -85,6 +85,8 @@ def check_resume(config: TrainConfig, world: int) -> None:
             f"{run['data']['files']} of {run['data']['bytes']} then, or other names or weights; --accept-new-data goes "
             "on with it, as many blocks into its order as were read"
         )
+    if config.lora and run.get("weights") != describe_weights(config.model):
+        raise ConfigError(f"--model {config.model}: its files of weights are not those that {folder} holds adapters of")
     steps = config.max_steps or step + 1
     last = min(config.stop_after or steps, steps)
     if step >= last and not step == last == steps:  # all taken: what is left is to write the model
@@ -105,7 +107,14 @@ def describe_run(config: TrainConfig, mesh: Mesh, groups: Sequence[Group]) -> di
     fields = config.made_of()
     fields["data"] = [str(Path(path).resolve()) for path in config.data]
     fields["model"] = _plain("model", config.model)
-    return {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(groups)}
+    made = {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(groups)}
+    return made | {"weights": describe_weights(config.model)} if config.lora else made
+
+
+def describe_weights(model: str) -> str:
+    """A hash of the names and sizes of a model's files of weights; of a preset's name."""
+    sizes = [f"{path.name} {path.stat().st_size}" for path in sorted(Path(model).glob("*.safetensors"))]
+    return hashlib.sha256("\n".join(sizes or [model]).encode()).hexdigest()
 
 
 def read_metrics_until(folder: Path, step: int) -> list[str]:
@@ -147,7 +156,7 @@ def rewind(folder: Path, step: int, out: Path) -> None:
             on_disk.clear(half)
     fresh.rename(out / METRICS)
     (out / HEATMAP).unlink(missing_ok=True)
-    for name in (FINAL, f"{FINAL}.unfinished"):
+    for name in (FINAL, f"{FINAL}.unfinished", MERGED, f"{MERGED}.unfinished"):
         on_disk.clear(out / name)
 
 

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from trimtab.convert.safetensors_files import writing
 from trimtab.launched import leave_group
 from trimtab.routing.load_picture import draw_loads
+from trimtab.train.adapters import adapted, write_adapter
 from trimtab.train.blocks import RankBlocks
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
@@ -24,8 +25,9 @@ from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import check_finite, is_preset, load_model, mask_by_positions
 from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
-from trimtab.train.report import FINAL, HEATMAP, METRICS, closing_words, stopping_words
-from trimtab.train.weights import open_source, write_model
+from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
+from trimtab.train.weights import open_source, write_merged, write_model
+from trimtab.what_trains import summary
 
 LONGEST = timedelta(hours=2)
 """That ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""
@@ -98,6 +100,11 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
     check_finite(model, config.model)
     mask_by_positions(model)
     checkpoints = Checkpoints(plan)
+    counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
+    if config.lora:
+        model = adapted(model, config)
+    if rank == 0:
+        print(summary(model), flush=True)
     blocks = RankBlocks(
         plan.blocks(),
         batch=config.batch_size,
@@ -106,7 +113,6 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
         seed=config.seed,
         skip=checkpoints.start * config.grad_accum * config.batch_size,
     )
-    counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
     return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints, plan.eval_blocks())
 
 
@@ -122,7 +128,12 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
-    """Write `final/`: the checkpoint that the run began with, its weights trained."""
+    """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters."""
+    if plan.config.lora:
+        if rank == 0:
+            _save_adapters(model, plan)
+        _barrier()
+        return
     source = open_source(Path(plan.checkpoint), plan.facts.skeleton, plan.config.drop)
     unfinished = plan.out / f"{FINAL}.unfinished"
     with writing(unfinished):
@@ -132,3 +143,17 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
         if rank == 0:
             unfinished.rename(plan.out / FINAL)
     _barrier()
+
+
+def _save_adapters(model: Any, plan: Plan) -> None:
+    """Write `final/`, a folder of peft's, and before it is there `merged/`, where that is asked for."""
+    config, base = plan.config, Path(plan.checkpoint)
+    unfinished, merged = plan.out / f"{FINAL}.unfinished", plan.out / MERGED
+    with writing(unfinished):
+        write_adapter(model, unfinished, base=str(base.resolve()), dtype=config.save_dtype)
+        if config.merge:
+            half = plan.out / f"{MERGED}.unfinished"
+            source = open_source(base, plan.facts.skeleton, config.drop)
+            print(write_merged(unfinished, plan.facts.skeleton, source, half, dtype=config.save_dtype), flush=True)
+            half.rename(merged)
+        unfinished.rename(plan.out / FINAL)

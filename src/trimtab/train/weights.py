@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.checkpoint.folder import CONFIG
 from trimtab.checkpoint.state import plain_name, unwrapped
+from trimtab.convert.adapter_files import read_adapter
+from trimtab.convert.merge import WithAdapters
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
 from trimtab.convert.source import RECORD, ties, without
 from trimtab.convert.steps import loading_steps, mapping_of, saving_steps, without_place
@@ -94,15 +96,39 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     dtype: of the trained weights; if None, each keeps the checkpoint's.
     """
     inner = unwrapped(model)
-    live = _Live(inner)
-    shared = [name for name in ties(inner) if name in live.infos]
-    saved = Mapped(live, saving_steps(inner, source.mapping, live))
-    twice = [name for name in saved.infos if name not in source.store.infos and {*saved.sources_of(name)} <= {*shared}]
-    saved = Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
+    saved = _as_saved(_Live(inner), inner, source, dtype)
     if not write:  # gathers with the others
         for name in saved.infos:
             saved.read([name])
         return
+    _write_all(saved, source, folder, dtype)
+
+
+def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
+    """Write what `source` was opened for, with an adapter of peft's merged into it, to `folder`: on one rank, of files
+    alone. Returns how much was changed, in words.
+
+    Raises InputError where a tensor of the adapter finds no place, or a weight becomes infinite.
+    """
+    folder.mkdir()
+    own = without(source.store, source.carried)
+    state = Mapped(own, loading_steps(model, mapping_of(model), own))
+    merged = WithAdapters(state, read_adapter(adapter, model))
+    _write_all(_as_saved(merged, model, source, dtype), source, folder, dtype)
+    changed = [merged.changed[name] for name, part in merged.adapters.items() if part.experts is not None]
+    experts = f", {sum(map(sum, changed)):,} of {sum(map(len, changed)):,} experts' matrices" if changed else ""
+    return f"{len(merged.changed)} weights changed{experts}"
+
+
+def _as_saved(state: TensorStore, model: Any, source: Source, dtype: str | None) -> Mapped:
+    """A model's state by the checkpoint's names, in its dtypes or in the one that was asked for."""
+    shared = [name for name in ties(model) if name in state.infos]
+    saved = Mapped(state, saving_steps(model, source.mapping, state))
+    twice = [name for name in saved.infos if name not in source.store.infos and {*saved.sources_of(name)} <= {*shared}]
+    return Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
+
+
+def _write_all(saved: TensorStore, source: Source, folder: Path, dtype: str | None) -> None:
     _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder)
     copy_files(source.files, folder, dtype)
 

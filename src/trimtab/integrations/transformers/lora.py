@@ -1,0 +1,133 @@
+"""Which weights of a model get adapters, said by kind: `lora_config` makes peft's `LoraConfig` of it.
+
+    lora_config(model, rank=16, targets=("experts", "attention"))
+
+To peft a name that matches weights of shared experts alone, and of no routed one, is as good as any: here it is an
+error, as is one that matches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trimtab.errors import BackendError, ConfigError
+from trimtab.what_trains import kinds, own_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+TARGETS = {"experts": "routed experts", "attention": "attention", "router": "router", "shared": "shared experts"}
+"""What `targets` may say, and the kind of `trimtab.summary` that it is."""
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of experts modules."""
+RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Ends of module names that peft takes for experts of an older transformers, wherever they lie, and turns into adapters
+of the routed experts' stacks: linear layers of such names are handed over as parameters, whose names stay."""
+
+WEIGHT = ".weight"
+CHOOSERS = "indexer"
+"""What of attention chooses keys: no gradient comes there."""
+
+
+def lora_config(
+    model: nn.Module, *, rank: int, alpha: float | None = None, targets: Sequence[str] = ("experts",), **options: Any
+) -> LoraConfig:
+    """peft's configuration of adapters for weights that are chosen by kind, or by name.
+
+    Args:
+        model: of transformers, before `get_peft_model`; may be on the meta device, or sharded.
+        rank: r. alpha: the scale is alpha / r; 2 r if not given.
+        targets: each is "experts" (routed ones, all their weights), "attention", "router" or "shared"; or the end of a
+            name of linear layers or of parameters, as peft takes it.
+        options: more fields of `LoraConfig`.
+
+    Raises:
+        BackendError: peft is missing.
+        ConfigError: a target that the model has nothing of, or a name that of all experts matches shared ones alone
+            and does not say "shared".
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise BackendError(f"adapters need peft (pip install 'trimtab[peft]'): {error}") from error
+    known = adaptable(model)
+    chosen: dict[str, str] = {}
+    for target in targets:
+        chosen |= _chosen(target, known, type(model).__name__)
+    modules, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
+    ends = {
+        "target_modules": _shortest(chosen.keys() & modules, modules),
+        "target_parameters": _shortest(chosen.keys() & parameters, parameters),
+    }
+    alpha = 2 * rank if alpha is None else alpha
+    task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
+    return LoraConfig(**{"r": rank, "lora_alpha": alpha, "task_type": task, **ends, **options})
+
+
+def adaptable(model: nn.Module) -> dict[str, str]:
+    """The kinds of what may have an adapter, by name: of linear layers, and of stacked and routers' parameters."""
+    kind_of, found = kinds(model), {}
+    for path, module in model.named_modules():
+        kind = kind_of(path)
+        if type(module) is nn.Linear:
+            if (
+                CHOOSERS not in path.split(".")
+                and kind != "embeddings"
+                and min(module.in_features, module.out_features) > 1
+            ):
+                found[f"{path}.weight" if path.rpartition(".")[2] in RENAMED else path] = kind
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            stacked = name in STACKS if kind == "routed experts" else parameter.ndim == 3 and kind == "shared experts"
+            if stacked or (kind == "router" and name == "weight" and parameter.ndim == 2):
+                found[f"{path}.{name}"] = kind
+    return found
+
+
+def _chosen(target: str, known: dict[str, str], model: str) -> dict[str, str]:
+    kind = TARGETS.get(target)
+    end = target.removesuffix(WEIGHT)
+    ends = {name: f".{name.removesuffix(WEIGHT)}".endswith(f".{end}") for name in known} if kind is None else {}
+    found = {name: own for name, own in known.items() if own == kind or ends.get(name)}
+    if not found:
+        raise ConfigError(f"{target}: {model} has nothing of that kind or name to adapt; it has {_listed(known)}")
+    if "shared experts" in found.values() and "routed experts" not in found.values() and "shared" not in target:
+        raise ConfigError(
+            f"{target}: of experts it matches shared ones alone, {_few(found)}, and no routed one would train; {model} "
+            f"has {_listed(known)}"
+        )
+    return found
+
+
+def _listed(known: dict[str, str]) -> str:
+    """What there is, by what one may say."""
+    words = {kind: word for word, kind in TARGETS.items()}
+    kinds_there = [kind for kind in (*words, "other") if kind in known.values()]
+    return "; ".join(
+        f"{words.get(kind, 'by name')}: {_few(name for name, own in known.items() if own == kind)}"
+        for kind in kinds_there
+    )
+
+
+def _few(names: Iterable[str], most: int = 8) -> str:
+    ends = list(dict.fromkeys(_end(name) for name in names))
+    return ", ".join(ends[:most]) + (" …" if len(ends) > most else "")
+
+
+def _end(name: str) -> str:
+    """A name from behind its layer's number."""
+    parts = own_name(name).split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+
+
+def _shortest(names: set[str], every: list[str]) -> list[str]:
+    """Ends of the names that match these of all and no other; the names where ends would match others."""
+    made = set()
+    for name in names:
+        end = _end(name)
+        made.add(end if all(other in names for other in every if f".{other}".endswith(f".{end}")) else name)
+    return sorted(made)

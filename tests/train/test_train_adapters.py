@@ -1,0 +1,210 @@
+"""`trimtab train --lora`: adapters alone are learnt, saved and gone on with, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers.forked import run_forked
+from trimtab.checkpoint import read_tensors
+from trimtab.cli.main import main
+from trimtab.errors import ConfigError
+from trimtab.train.checks import check_options
+from trimtab.train.config import TrainConfig
+from trimtab.train.prepare import described, plan_run
+from trimtab.train.resume import check_resume, resumed
+
+peft = pytest.importorskip("peft")
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.xdist_group("train_adapters")
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """The metrics without the times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def log(out: Path) -> str:
+    return out.with_name(f"{out.name}-log").read_text()
+
+
+@pytest.fixture(scope="module")
+def config(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Four steps of two batches from a preset, all kinds of targets that it has."""
+    return TrainConfig(
+        model="deepseek_v3", data=(str(text),), seq_len=32, batch_size=2, grad_accum=2, max_steps=4, lr=0.01, lora=2,
+        lora_targets="experts,attention,router,shared", save_every=2, merge=True,
+        out=str(tmp_path_factory.mktemp("lora") / "alone"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(config: TrainConfig) -> Path:
+    run_forked(config, 1)
+    return Path(config.out)
+
+
+@pytest.fixture(scope="module")
+def pair(config: TrainConfig, alone: Path) -> Path:
+    """The same global batch on two ranks that share the experts, stopped in the middle and gone on with."""
+    out = alone.with_name("pair")
+    given = replace(config, out=str(out), batch_size=1, ep=2)
+    run_forked(replace(given, save_every=None, stop_after=2, merge=False), 2)
+    run_forked(resumed({"resume": str(out), "save_every": 2}), 2)
+    return out
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    ours, theirs = (read_tensors(out / "checkpoints" / "step-00000004") for out in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    weights = [(out / "final" / "adapter_model.safetensors").read_bytes() for out in (one, other)]
+    assert weights[0] == weights[1]
+
+
+def test_two_and_two_steps_are_four(config: TrainConfig, alone: Path) -> None:
+    out = alone.with_name("parts")
+    run_forked(replace(config, out=str(out), stop_after=2), 1)
+    assert not (out / "final").exists()
+    run_forked(resumed({"resume": str(out)}), 1)
+    assert_same_bits(out, alone)
+    keys = read_tensors(out / "checkpoints" / "step-00000004").keys()
+    assert all(".lora_" in key for key in keys)  # and nothing of the base
+
+
+def test_two_and_two_steps_are_four_on_two_ranks(config: TrainConfig, pair: Path) -> None:
+    out = pair.with_name("whole")
+    run_forked(replace(config, out=str(out), batch_size=1, ep=2, merge=False), 2)
+    assert_same_bits(pair, out)
+
+
+def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
+    for one, two in zip(numbers(alone), numbers(pair), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert two["layers"] == one["layers"]
+    ours, theirs = (load_file(out / "final" / "adapter_model.safetensors") for out in (pair, alone))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.nn.functional.cosine_similarity(ours[name].flatten(), value.flatten(), dim=0) > 0.9999, name
+
+
+def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
+    for out in (alone, pair):
+        rows = {line[:16].strip(): line[16:].split() for line in log(out).splitlines() if "B)" in line}
+        assert list(rows) == [
+            "router", "routed experts", "shared experts", "attention", "embeddings", "other", "all",
+        ]  # fmt: skip
+        assert all(rows[kind][0] != "-" for kind in ("router", "routed experts", "shared experts", "attention"))
+        assert rows["routed experts"][3] == f"{2 * 3 * 16 * 128 * 96:,}", "of two layers, on all ranks"
+
+
+def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None:
+    """On the plain weights, by peft alone: its own merge has the values of ours."""
+    base = AutoModelForCausalLM.from_pretrained(alone / "init", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, alone / "final")
+    assert model.peft_config["default"].base_model_name_or_path == str((alone / "init").resolve())
+    trained = {name: p for name, p in model.named_parameters() if "lora_B" in name}
+    assert all(p.any() for p in trained.values())
+    wanted = model.merge_and_unload().state_dict()
+    got = AutoModelForCausalLM.from_pretrained(alone / "merged", dtype=torch.float32).state_dict()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert "64 of 64 experts' matrices" in log(alone)
+    assert f"model   {alone / 'merged'}" in log(alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"lora": None}, ["--lora-targets experts", "goes with --lora"]),
+        ({"lora": 0}, ["--lora 0", "at least 1"]),
+        ({"lora_alpha": -1.0}, ["--lora-alpha -1.0", "positive"]),
+        ({"lora_targets": "experts,w1"}, ["--lora-targets w1: DeepseekV3ForCausalLM has nothing", "mlp.experts.down"]),
+        ({"lora_targets": "up_proj"}, ["shared ones alone", "no routed one", "experts: mlp.experts"]),
+        (
+            {"lora_targets": "shared", "model": "mixtral"},
+            ["shared: MixtralForCausalLM has nothing", "router: mlp.gate"],
+        ),
+        ({"quantize": "keep"}, ["--quantize keep", "no codes"]),
+        ({"quantize": "fp8"}, ["--quantize fp8", "nf4, int8, keep"]),
+        ({"tp": 2}, ["--lora with --tp 2"]),
+        ({"replicate": 2}, ["--lora with --replicate 2", "--lora-targets experts"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_what_cannot_be_is_refused_before_a_rank_starts(
+    config: TrainConfig, given: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    def start() -> None:
+        new = replace(config, out=str(tmp_path / "run"), **given)
+        check_options(new, 2)
+        plan_run(new, 2)
+
+    with pytest.raises(ConfigError) as error:
+        start()
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_other_weights_below_are_refused(config: TrainConfig, checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    given = replace(config, model=str(model), lora_targets="attention", quantize=None, merge=False, max_steps=2)
+    run_forked(replace(given, out=str(tmp_path / "run"), save_every=1), 1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
+    more = resumed({"resume": str(tmp_path / "run")})
+    check_resume(more, 1)
+    with (model / "model.safetensors").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(ConfigError, match=r"weights are not those that .* holds adapters of"):
+        check_resume(more, 1)
+
+
+def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) -> None:
+    plan = plan_run(replace(config, lora_targets="experts", quantize=None, out=str(tmp_path)), 1)
+    said = "\n".join(described(plan))
+    assert "routed experts" in said
+    kinds = {line[:14]: line[14:].split() for line in said.splitlines()}
+    assert kinds["routed experts"][0] == f"{2 * 16 * 2 * (128 + 192 + 128 + 96):,}"
+    assert kinds["attention     "][0] == "-"
+
+
+def test_the_commands_of_the_page_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the shell, and both examples, in this process: four of their own would import TRL anew."""
+    page = (ROOT / "docs/howto/adapters.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "--lora" in block)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [line[:2] for line in lines[:2]] == [["trimtab", "train"]] * 2
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text("".join(json.dumps({"text": f"Line {i} of a few."}) + "\n" for i in range(8)))
+    with torch.random.fork_rng():
+        for line in lines[:2]:
+            assert main(line[1:]) == 0
+        for line in lines[2:]:
+            monkeypatch.setattr(sys, "argv", line[1:])
+            runpy.run_path(str(ROOT / line[1]), run_name="__main__")
+    tables = [row.split() for row in capsys.readouterr().out.splitlines() if row.startswith("routed experts")]
+    assert len(tables) == 4
+    assert all(row[2] != "-" and row[-3] == "1,769,472" for row in tables[1:]), "adapters trained, codes below"
+    for out in ("lora/final", "sft", "grpo"):
+        saved = load_file(f"runs/{out}/adapter_model.safetensors")
+        assert {".experts." in name for name in saved} == {True, False}
+        assert any(t.any() for name, t in saved.items() if "lora_B" in name)
+    merged = AutoModelForCausalLM.from_pretrained("runs/lora/merged")
+    assert sum(p.numel() for p in merged.parameters()) == 2_037_632
