@@ -13,9 +13,11 @@ from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import CombineMode
+    from trimtab.integrations.transformers.balance import Balance as Balance
+    from trimtab.integrations.transformers.balance_callback import BalanceCallback as BalanceCallback
     from trimtab.integrations.transformers.load_callback import LoadCallback as LoadCallback
 
-_HOMES = {"LoadCallback": "load_callback"}
+_HOMES = {"Balance": "balance", "BalanceCallback": "balance_callback", "LoadCallback": "load_callback"}
 """What derives from classes of transformers, which is imported when one of them is first used."""
 
 

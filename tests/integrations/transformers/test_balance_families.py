@@ -1,0 +1,212 @@
+"""Balance of transformers' routers: biases, losses and counts against formulas, over families, ranks and Trainers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from helpers.balance_ranks import MICRO, batches, run_balanced
+from helpers.families import build_model, forward, sample_batch
+from helpers.ranks import preload, run_ranks
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers import Balance, BalanceCallback
+from trimtab.integrations.transformers.routers import Seen, find_routers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+preload("transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.nn.parallel")
+
+KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_m2", "zaya", "inkling2")
+"""A family of each way to keep a selection bias: buffer or parameter, in the router, its block or beside it."""
+
+
+def watched(model: Any) -> dict[str, Seen]:
+    seen: dict[str, Seen] = {}
+    for place in find_routers(model):
+        place.watch(partial(seen.__setitem__, place.name))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", KINDS)
+def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
+    model = build_model(family, dtype=dtype).train()
+    places = find_routers(model)
+    before = {p.name: getattr(p.bias_in, p.bias).detach().clone().flatten().float() for p in places}
+    balance = Balance(model, rate=1e-4)
+    seen = watched(model)
+    batch = sample_batch(model, 2, 12)
+    forward(model, batch)
+    for _ in range(2):
+        loads = balance.step()
+    assert not any(load.any() for load in loads.values()), "the second step had no tokens"
+    forward(model, batch)
+    loads = balance.step()
+    for place in places:
+        counts = seen[place.name].ids_TK.flatten().bincount(minlength=place.num_experts)
+        assert torch.equal(loads[place.name], counts)
+        moved = getattr(place.bias_in, place.bias).detach().flatten()
+        assert moved.dtype == torch.float32 or isinstance(getattr(place.bias_in, place.bias), torch.nn.Parameter)
+    model.eval()
+    after = {p.name: getattr(p.bias_in, p.bias).detach().clone() for p in places}
+    forward(model, batch)
+    with torch.no_grad():
+        forward(model.train(), batch)
+    assert not any(load.any() for load in balance.step().values())
+    for place in places:
+        assert torch.equal(getattr(place.bias_in, place.bias), after[place.name])
+        steps = (after[place.name].flatten().float() - before[place.name]) / 1e-4
+        if dtype == torch.float32 or after[place.name].dtype == torch.float32:
+            assert steps.round().abs().max() <= 2
+            torch.testing.assert_close(steps, steps.round(), rtol=0, atol=0.02)
+            assert steps.any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "jamba"])
+def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None:
+    model = build_model(family)
+    stock = forward(model, batch := sample_batch(model, 2, 12))[0]
+    balance = Balance(model, add_bias=True)
+    places = find_routers(model)
+    assert torch.equal(forward(model, batch)[0], stock), "with a bias of zero nothing changes"
+    for n, place in enumerate(places):
+        place.module.selection_bias[n] = 1e3
+    seen = watched(model)
+    biased = forward(model, batch)[0]
+    for n, place in enumerate(places):
+        scores, ids, weights = seen[place.name]
+        assert torch.equal(
+            ids.sort(-1).values, (scores + place.module.selection_bias).topk(place.top_k).indices.sort(-1).values
+        )
+        assert (ids == n).any(-1).all()
+        assert weights.max() <= 1 + 1e-6, "a bias is no part of a weight"
+    assert not torch.equal(biased, stock)
+    model.save_pretrained(tmp_path)
+    balance.remove()
+    assert torch.equal(forward(model, batch)[0], stock)
+    again = type(model).from_pretrained(tmp_path)
+    Balance(again, bias=None, add_bias=tmp_path)
+    assert torch.equal(forward(again, batch)[0], biased)
+
+
+def masked_batch() -> dict[str, Tensor]:
+    ids, mask = batches()[0][0]
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["", "reentrant", "saved tensors"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> None:
+    model = build_model(family, dtype=torch.float64).train()
+    model.set_experts_implementation("eager")  # which takes float64
+    batch = masked_batch()
+    outputs = model(**batch, output_router_logits=True)
+    E, K = outputs.router_logits[0].shape[-1], find_routers(model)[0].top_k
+    mask = batch["attention_mask"]
+    layers = outputs.router_logits
+    aux = sum(load_balancing_loss_func((logits,), E, K, mask) for logits in layers) / len(layers)
+    real = mask.flatten().bool()
+    z = sum(logits[real].logsumexp(-1).square().mean() for logits in layers) / len(layers)
+    plain = outputs.loss - model.router_aux_loss_coef * outputs.aux_loss
+    wanted = gradients(model, plain + 0.3 * aux + 0.02 * z)
+    without = gradients(model, model(**batch, output_router_logits=False).loss)
+    coefficient = model.router_aux_loss_coef
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        model.enable_input_require_grads()
+    balance = Balance(model, bias=None, aux_loss=0.3, z_loss=0.02)
+    got = gradients(model, model(**batch, output_router_logits=not recompute).loss)
+    loads = balance.step()
+    assert all(int(load.sum()) == K * int(real.sum()) for load in loads.values())
+    assert float(balance.losses["global_aux"]) == pytest.approx(0.3 * aux.item(), rel=1e-5)
+    assert float(balance.losses["z"]) == pytest.approx(0.02 * z.item(), rel=1e-5)
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=1e-7)
+    gates = [name for name in wanted if "gate.weight" in name or "router" in name]
+    assert all((wanted[name] - without[name]).abs().max() > 1e-3 for name in gates)
+    model.eval()(**batch)
+    assert not balance.step()[find_routers(model)[0].name].any()
+    balance.remove()
+    assert model.router_aux_loss_coef == coefficient
+
+
+CASES = {
+    "sign": {"bias": "sign", "rate": 0.05, "add_bias": True, "aux_loss": 0.5, "z_loss": 0.05},
+    "quantile": {"bias": "quantile", "add_bias": True},
+}
+
+
+@pytest.mark.parametrize("rule", CASES)
+@pytest.mark.xdist_group("ranks")
+def test_four_ranks_decide_as_one(rule: str) -> None:
+    """With recompute on the ranks and without it on one."""
+    one = run_balanced("qwen3_moe", "", CASES[rule])
+    four = run_ranks(run_balanced, 4, "qwen3_moe", "saved tensors", CASES[rule])
+    for n, whole in enumerate(one["ids"]):
+        for name, ids in whole.items():
+            assert torch.equal(torch.cat([rank["ids"][n][name] for rank in four]), ids), (n, name)
+    for rank in four:
+        for step in range(len(one["loads"])):
+            assert all(map(torch.equal, rank["loads"][step].values(), one["loads"][step].values()))
+            assert rank["biases"][step].keys() == one["biases"][step].keys() != set()
+            assert all(map(torch.equal, rank["biases"][step].values(), one["biases"][step].values()))
+            assert rank["losses"][step] == pytest.approx(one["losses"][step], rel=1e-5)
+        for name, parameter in one["parameters"].items():
+            torch.testing.assert_close(rank["parameters"][name], parameter, rtol=1e-4, atol=1e-6)
+    assert any(bias.any() for bias in one["biases"][-1].values())
+    tokens = sum(int(mask.sum()) for _, mask in batches()[0])
+    assert all(int(load.sum()) == 2 * tokens for load in one["loads"][0].values())
+
+
+def test_in_a_trainer(tmp_path: Path) -> None:
+    model = build_model("qwen3_moe")
+    config = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=MICRO,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
+    trainer = Trainer(model=model, args=config, train_dataset=rows)
+    callback = BalanceCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
+    taken: list[dict[str, Tensor]] = []
+    step = callback.balance.step
+    callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.balance.micro_batches == MICRO
+    assert len(taken) == 3
+    assert all(int(load.sum()) == MICRO * 2 * 4 * 2 for loads in taken for load in loads.values())
+    for place in find_routers(model):
+        mean = MICRO * 2 * 4 * 2 / 8
+        moved = sum((mean - loads[place.name].double()).sign() for loads in taken) * 0.25
+        assert torch.equal(place.module.selection_bias.double(), moved)
+    config.fp16 = True
+    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
+        BalanceCallback(trainer, bias=None, aux_loss=0.1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no selection bias: add_bias=True"):
+        Balance(build_model("mixtral"))
+    with pytest.raises(ConfigError, match="bias='signs' is not one of"):
+        Balance(build_model("mixtral"), bias="signs")
+    with pytest.raises(ConfigError, match="no router in Linear"):
+        Balance(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"quantile.* cannot balance routers that choose within 1 of 2 groups"):
+        Balance(build_model("deepseek_v3"), bias="quantile")
+    with pytest.raises(ConfigError, match="scores by softmax or sigmoid"):
+        Balance(build_model("inkling2"), bias="quantile")
+    with pytest.raises(ConfigError, match="cannot be added to routers that choose within"):
+        Balance(build_model("deepseek_v2"), add_bias=True)
