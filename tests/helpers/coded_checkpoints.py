@@ -22,13 +22,13 @@ def tiny(family: str, dim: int = 64, hidden: int = 64, **more: object) -> Any:
         "moe_intermediate_size": hidden, "intermediate_size": hidden, "experts_implementation": "trimtab",
     }  # fmt: skip
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes, **more))
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **(sizes | more)))
 
 
-def save_official(folder: Path, kind: str, plain: str = "nothing") -> Path:
+def save_official(folder: Path, kind: str, plain: str = "nothing", **more: object) -> Path:
     """kind: "fp8", "ue8m0" (FP8 whose scales are exponents), "fp4" (beside FP8) or "mxfp4". plain: the module that is
-    left in bfloat16."""
-    model = tiny("gpt_oss" if kind == "mxfp4" else "qwen3_moe", 256, 128)
+    left in bfloat16. more: of the configuration."""
+    model = tiny("gpt_oss" if kind == "mxfp4" else "qwen3_moe", 256, 128, **more)
     model.to(torch.bfloat16).save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor] = {}

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from helpers.coded_checkpoints import save_official
 from helpers.forked import run_forked
 from trimtab.checkpoint import read_tensors
 from trimtab.cli.main import main
@@ -46,7 +47,7 @@ def config(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """Four steps of two batches from a preset, all kinds of targets that it has."""
     return TrainConfig(
         model="deepseek_v3", data=(str(text),), seq_len=32, batch_size=2, grad_accum=2, max_steps=4, lr=0.01, lora=2,
-        lora_targets="experts,attention,router,shared", save_every=2, merge=True,
+        lora_targets="experts,attention,router,shared", quantize="int8", save_every=2, merge=True,
         out=str(tmp_path_factory.mktemp("lora") / "alone"),
     )  # fmt: skip
 
@@ -110,7 +111,8 @@ def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
             "router", "routed experts", "shared experts", "attention", "embeddings", "other", "all",
         ]  # fmt: skip
         assert all(rows[kind][0] != "-" for kind in ("router", "routed experts", "shared experts", "attention"))
-        assert rows["routed experts"][3] == f"{2 * 3 * 16 * 128 * 96:,}", "of two layers, on all ranks"
+        assert rows["routed experts"][3] == "-"
+        assert rows["routed experts"][4] == f"{2 * 3 * 16 * 128 * 96:,}", "codes of two layers, on all ranks"
 
 
 def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None:
@@ -141,6 +143,7 @@ def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None
             ["shared: MixtralForCausalLM has nothing", "router: mlp.gate"],
         ),
         ({"quantize": "keep"}, ["--quantize keep", "no codes"]),
+        ({"quantize": "nf4"}, ["--quantize nf4", "blocks of 64 inputs", "down_proj has 96"]),
         ({"quantize": "fp8"}, ["--quantize fp8", "nf4, int8, keep"]),
         ({"tp": 2}, ["--lora with --tp 2"]),
         ({"replicate": 2}, ["--lora with --replicate 2", "--lora-targets experts"]),
@@ -175,12 +178,32 @@ def test_other_weights_below_are_refused(config: TrainConfig, checkpoint: Path, 
 
 
 def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) -> None:
-    plan = plan_run(replace(config, lora_targets="experts", quantize=None, out=str(tmp_path)), 1)
+    plan = plan_run(replace(config, lora_targets="experts", out=str(tmp_path)), 1)
     said = "\n".join(described(plan))
     assert "routed experts" in said
     kinds = {line[:14]: line[14:].split() for line in said.splitlines()}
     assert kinds["routed experts"][0] == f"{2 * 16 * 2 * (128 + 192 + 128 + 96):,}"
+    assert kinds["routed experts"][4] == f"{2 * 3 * 16 * 128 * 96:,}"
     assert kinds["attention     "][0] == "-"
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_codes_of_a_checkpoint_are_kept_and_merged_into_weights(kind: str, text: Path, tmp_path: Path) -> None:
+    from trimtab.train.tokens import byte_tokenizer
+
+    base = save_official(tmp_path / "base", kind, vocab_size=264)
+    byte_tokenizer().save_pretrained(base)
+    given: dict[str, Any] = {"seq_len": 32, "batch_size": 2, "max_steps": 1, "lora": 2, "quantize": "keep"}
+    out = tmp_path / "run"
+    run_forked(TrainConfig(model=str(base), data=(str(text),), out=str(out), merge=True, dtype="bfloat16", **given), 1)
+    assert not (out / "init").exists()
+    (row,) = (line.split() for line in log(out).splitlines() if line.startswith("routed experts"))
+    assert row[-3] == f"{2 * 3 * 4 * 256 * 128:,}"
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    adapter = peft.PeftModel.from_pretrained(plain, out / "final").merge_and_unload()
+    for name, value in adapter.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
 
 
 def test_the_commands_of_the_page_run_as_written(

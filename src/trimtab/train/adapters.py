@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.codes import expect
+from trimtab.integrations.transformers.kept import kept_format
 from trimtab.integrations.transformers.lora import lora_config
+from trimtab.integrations.transformers.quantized import experts_in
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, is_preset
-from trimtab.train.weights import quantization
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -34,14 +36,16 @@ def configured(model: nn.Module, config: TrainConfig) -> LoraConfig:
 def check_adapters(config: TrainConfig, facts: Facts, mesh: Mesh) -> None:
     """Raise ConfigError for targets that the model lacks, and for what peft or the checkpoint cannot do."""
     if mesh.tp > 1:
-        raise ConfigError(f"--lora with --tp {mesh.tp}: peft knows nothing of layers that tp splits")
+        raise ConfigError(f"--lora with --tp {mesh.tp}: not tested; give those ranks to --ep and --fsdp")
     if mesh.replicate > 1 and config.lora_targets != "experts":
         raise ConfigError(
             f"--lora with --replicate {mesh.replicate}: peft sizes adapters of linear layers by one rank's shard then; "
             "use --lora-targets experts, or --replicate 1"
         )
-    if config.quantize == "keep" and (is_preset(config.model) or not quantization(Path(config.model))):
-        raise ConfigError(f"--quantize keep: the weights of {config.model} are no codes; use nf4 or int8")
+    try:
+        _held_as_codes(facts.skeleton, config)
+    except ConfigError as error:
+        raise ConfigError(f"--quantize {config.quantize}: {error}") from None
     configured(facts.skeleton, config)
 
 
@@ -50,12 +54,28 @@ def adapted(model: Any, config: TrainConfig) -> Any:
     from peft import get_peft_model
 
     torch.manual_seed(config.seed)
-    return get_peft_model(model, configured(model, config))
+    meta = next(model.parameters()).is_meta
+    return get_peft_model(model, configured(model, config), low_cpu_mem_usage=meta)
 
 
 def adapted_skeleton(facts: Facts, config: TrainConfig) -> Any:
-    """What `adapted` will make, on the meta device."""
-    return adapted(deepcopy(facts.skeleton), config)
+    """What `adapted` will make, on the meta device, over codes where the run has them."""
+    return adapted(_held_as_codes(facts.skeleton, config), config)
+
+
+def _held_as_codes(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
+    """A copy of the model whose experts are what the run will hold. Raises ConfigError where they cannot be that."""
+    from transformers import AutoConfig
+
+    model, name = deepcopy(skeleton), config.quantize
+    if name == "keep":
+        kept = None if is_preset(config.model) else kept_format(AutoConfig.from_pretrained(config.model))
+        if kept is None:
+            raise ConfigError(f"the experts of {config.model} are no codes that can be kept; use nf4 or int8")
+        name = kept
+    for module in experts_in(model) if name else ():
+        expect(module, name or "")
+    return model
 
 
 def trained_part(model: nn.Module) -> nn.Module:

@@ -146,7 +146,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
             tp_size=mesh.tp,
             dp_replicate_size=mesh.replicate,
             ep_implementation=IMPLEMENTATION,
-            fsdp_mixed_precision=config.dtype == "bfloat16",
+            fsdp_mixed_precision=config.dtype == "bfloat16" and not config.lora,  # it is loaded so
         )
     model, report = AutoModelForCausalLM.from_pretrained(
         path,

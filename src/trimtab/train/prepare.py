@@ -144,7 +144,8 @@ def described(plan: Plan) -> Iterator[str]:
         f"{config.seq_len} on each of {mesh.data_size} rank(s), {config.grad_accum} time(s)"
     )
     shards, logits = mesh.fsdp * mesh.tp, 4 * tokens * facts.vocab_size
-    frozen = (whole if config.lora else 0) * (2 if config.dtype == "bfloat16" else 4)
+    plain = found.of(state="frozen").count * (2 if config.dtype == "bfloat16" else 4)
+    frozen = plain + found.of(state="quantized").bytes
     held = 16 * trained / (1 if config.lora else shards) + frozen / shards
     yield (
         f"memory  of a rank: {held / 1e9:.3g} GB for weights, gradients and AdamW's moments, {2 * logits / 1e9:.3g} GB "
