@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, gpu, megatron, overhead, quantized, step
+from benchmarks import adapters, gpu, megatron, overhead, quantized, replay, step
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
 from benchmarks.layer import BACKENDS, layer_task
@@ -37,6 +37,7 @@ Run it from the root of the repository.
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
+  python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   python -m benchmarks layer --ranks 2 --peers all_to_all --transports alltoall shared_memory
   python -m benchmarks layer --workloads balanced zipf hot
@@ -83,8 +84,9 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
     lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
-    for add, tokens in ((codes, [2048, 256]), (lora, [2048])):
-        add("--shape", nargs="+", default=["A", "B", "C"], metavar="D,F,E,K")
+    told = _part(parts, "replay", "decisions recorded and told", _replay, RESULTS / "replay.md", malloc="default")
+    for add, tokens, shapes in ((codes, [2048, 256], "ABC"), (lora, [2048], "ABC"), (told, [2048], "B")):
+        add("--shape", nargs="+", default=list(shapes), metavar="D,F,E,K")
         add("--tokens", nargs="+", type=_positive, default=tokens, metavar="N")
         add("--dtype", default="bf16", choices=tuple(DTYPES))
         add("--threads", type=_positive, default=1, metavar="N")
@@ -186,6 +188,13 @@ def _adapters(o: argparse.Namespace) -> list[Task]:
     ]
 
 
+def _replay(o: argparse.Namespace) -> list[Task]:
+    return [
+        replay.replay_task(parse_shape(shape), tokens=tokens, dtype=o.dtype, threads=o.threads)
+        for shape, tokens in product(o.shape, o.tokens)
+    ]
+
+
 def _gpu(o: argparse.Namespace) -> list[Task]:
     import torch
 
@@ -203,6 +212,7 @@ ABOUT = {
         ("megatron", megatron),
         ("quantized", quantized),
         ("adapters", adapters),
+        ("replay", replay),
         ("gpu", gpu),
     )
 }

@@ -41,6 +41,7 @@ TITLES = {
     "overhead": "Host overhead",
     "quantized": "Experts of codes",
     "adapters": "Adapters on frozen experts",
+    "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
 }

@@ -74,9 +74,10 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
     """Every forward of `model` inside takes these decisions. `ids=` given to a layer of ours goes before them.
 
     Scores, weights and losses are live, from the scores of all experts: group limits and selection biases are skipped,
-    normalization and scaling kept, and gradients reach the router. In a transformers model a token of -1 alone is
-    decided live. What a checkpoint of transformers' or of torch's CheckpointWrapper runs again, behind the context too,
-    takes the same decisions; around a `torch.utils.checkpoint` of your own, take the backward inside.
+    normalization and scaling kept, and gradients reach the router. A token of -1 alone is decided live, but by a router
+    of ours with a capacity or expert choice, where that says that no expert took it. What a checkpoint of transformers'
+    or of torch's CheckpointWrapper runs again, behind the context too, takes the same decisions; around a
+    `torch.utils.checkpoint` of your own, take the backward inside.
 
     Raises:
         ConfigError: the model has no router, or one of transformers' that cannot be told.

@@ -83,6 +83,23 @@ def test_adapters(tmp_path: Path) -> None:
     assert "trimtab under peft" in page.read_text()
 
 
+def test_replay(tmp_path: Path) -> None:
+    options = [
+        "--shape",
+        "64,32,4,2",
+        "--tokens",
+        "16",
+        "--dtype",
+        "fp32",
+        *QUICK,
+        "--out",
+        str(tmp_path / "replay.md"),
+    ]
+    code, found = bench(tmp_path, "replay", *options)
+    assert code == 0
+    assert timed(found) == {name: {"forward+backward"} for name in ("alone", "recorded", "told")}
+
+
 def test_quantized(tmp_path: Path) -> None:
     options = ["--shape", "64,64,4,2", "--tokens", "16", *QUICK, "--out", str(tmp_path / "quantized.md")]
     code, found = bench(tmp_path, "quantized", *options)

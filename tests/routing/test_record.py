@@ -84,6 +84,28 @@ def test_replay_keeps_experts_and_has_live_scores() -> None:
     assert torch.equal(new.layers[0](x).ids_TK, new_ids)  # outside, the model decides again
 
 
+def test_tokens_without_a_record_are_decided_live() -> None:
+    old, new, x = Tiny(0), Tiny(1), tokens()
+    with record(old) as recording:
+        old(x)
+    ids = recording.decisions().ids.clone()
+    ids[0, 2] = ids[2] = -1
+    with replay(new, Decisions(ids=ids, num_experts=E, layers=NAMES)), record(new) as second:
+        y = new(x)
+        y.sum().backward()
+    found = second.decisions().ids
+    merged = torch.where(ids < 0, found, ids)
+    assert torch.equal(found, merged)
+    assert torch.equal(found[2, :, 0], new.layers[0](x).ids_TK.view(B, L, K)[2])
+    grads = [p.grad.clone() for p in new.parameters()]
+    new.zero_grad()
+    with replay(new, Decisions(ids=merged, num_experts=E, layers=NAMES)):
+        again = new(x)
+        again.sum().backward()
+    assert torch.equal(again, y)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(new.parameters(), grads, strict=True))
+
+
 def test_slots_without_room_are_normalised_as_before() -> None:
     """Kept as -2 - e: with -1 the weights of the slots beside them would grow."""
     model, x = Tiny(capacity_factor=0.6), tokens()

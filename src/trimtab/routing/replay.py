@@ -182,17 +182,19 @@ def check_fits(decisions: Decisions, sizes: dict[str, tuple[int, int]]) -> None:
 def replay_routers(found: dict[str, Router], decisions: Decisions) -> Iterator[None]:
     """Every forward of these routers inside takes these decisions, which `check_fits`."""
 
-    def source(name: str, router: Router) -> Callable[[int, int], Decision]:
-        of_layer = decisions.layer(name)
+    def source(name: str, router: Router) -> Callable[[int, int], tuple[Decision, bool]]:
+        of_layer, c = decisions.layer(name), router.config
+        bound = c.experts_pick or c.capacity_factor is not None  # there -1 is a decision: no room, not picked
+        partly = not bound and bool((of_layer.chosen_TK < 0).all(-1).any())
         device = router.weight.device
         there = Decision(of_layer.chosen_TK.to(device), of_layer.kept_TK.to(device))
 
-        def give(tokens: int, batch: int) -> Decision:
+        def give(tokens: int, batch: int) -> tuple[Decision, bool]:
             has, had = [batch, tokens // max(batch, 1)], list(decisions.ids.shape[:2])
             if has != had:
                 problem = f"decisions for [B, L] = {had}, but the layer got {has}"
                 raise InputError(problem, layer=name, phase="route")
-            return there
+            return there, partly
 
         return give
 

@@ -66,7 +66,7 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.bias else None
         self.register_buffer("expert_bias", bias)
         self.tap: Callable[[Decision, int], None] | None = None
-        self.source: Callable[[int, int], Decision] | None = None
+        self.source: Callable[[int, int], tuple[Decision, bool]] | None = None
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
@@ -159,7 +159,10 @@ class Router(nn.Module):
             ids = ids_TK.long()
             made = _own(Decision(ids, ids), real_T)
         elif self.source is not None:
-            made = _own(self.source(logits_TE.shape[0], batch), real_T)
+            made, partly = self.source(logits_TE.shape[0], batch)
+            if partly:
+                made = _filled(made.chosen_TK, self._choose(logits_TE, scores_TE, real_T).chosen_TK)
+            made = _own(made, real_T)
         else:
             made = self._choose(logits_TE, scores_TE, real_T)
         made = _of_first_run(made)
@@ -252,6 +255,12 @@ def _own(given: Decision, real_T: Tensor | None) -> Decision:
 
     chosen = own(given.chosen_TK)
     return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))
+
+
+def _filled(chosen_TK: Tensor, live_TK: Tensor) -> Decision:
+    """What was picked, and for tokens without a pick what is picked now."""
+    filled = torch.where((chosen_TK < 0).all(-1, keepdim=True), live_TK, chosen_TK)
+    return Decision(filled, filled)
 
 
 def _of_first_run(made: Decision) -> Decision:

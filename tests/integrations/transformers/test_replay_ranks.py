@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers.ep_case import Case, Mesh
-from helpers.families import build_model, families
+from helpers.families import build_model
+from helpers.families import families as all_families
 from helpers.ranks import preload, run_ranks
 from helpers.replay_ranks import alone, run_told
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 preload(
     "trimtab.integrations.transformers.expert_parallel", "trimtab.decisions",
-    *sorted({families()[name].module for name in FAMILIES}),
+    *sorted({all_families()[name].module for name in FAMILIES}),
 )  # fmt: skip
 
 MESHES = (Mesh(ep=1, fsdp=1), Mesh(ep=2, fsdp=2), Mesh(ep=2, fsdp=4))
@@ -27,7 +28,8 @@ MESHES = (Mesh(ep=1, fsdp=1), Mesh(ep=2, fsdp=2), Mesh(ep=2, fsdp=4))
 @pytest.mark.xdist_group("ranks4")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_told_the_same_experts_ranks_train_like_one(mesh: Mesh, tmp_path: Path) -> None:
-    plain = [Case(family=name, mesh=mesh, dtype=torch.float64, steps=2) for name in FAMILIES]
+    families = FAMILIES if mesh.ranks == 2 else FAMILIES[:1]
+    plain = [Case(family=name, mesh=mesh, dtype=torch.float64, steps=2) for name in families]
     ways = ("", "reentrant", "non-reentrant")
     cases = [replace(case, recompute=way) for case in plain for way in (ways if case is plain[0] else ways[::2])]
     answers = run_ranks(run_told, mesh.ranks, cases, str(tmp_path), deadline=180.0)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from helpers.forced_routers import forced
 from helpers.rollouts import LENGTHS, MOE, NAMES, E, K
 from trimtab.decisions import replay, rollout_decisions
 from trimtab.errors import ConfigError, InputError
+from trimtab.integrations.transformers.router_rules import UNREACHABLE
 from trimtab.integrations.transformers.routers import find_routers
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
@@ -149,6 +154,22 @@ def test_models_of_our_own_layers() -> None:
     decisions = rollout_decisions(model, [sample], attention_mask=torch.ones(1, 5))
     assert decisions.layers == ("0.router", "1.router")
     assert torch.equal(decisions.ids[0].long(), sample)
+
+
+def test_the_page_shows_what_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/replay.md").read_text()
+    told, recorded = (s for s in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "vllm" not in s)
+    model = rollouts.build()
+    ids, mask = padded("left")
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    samples = [SimpleNamespace(routed_experts=t.numpy()) for t in rollouts.records()]
+    names: dict[str, Any] = {"model": model, "batch": batch, "samples": samples}
+    exec(told, names)
+    assert model.model.layers[2].mlp.gate.weight.grad.abs().max() > 0
+    with tempfile.TemporaryDirectory() as folder:
+        exec("import trimtab\n" + recorded.replace("step.pt", f"{folder}/step.pt"), names)
+    for family in re.findall(r"^.*refuses by name: .*?\. A router", page, re.DOTALL | re.MULTILINE):
+        assert len(re.findall(r"`\w+`", family.partition("refuses by name")[2])) == len(UNREACHABLE)
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -62,10 +62,10 @@ def compare(place: RouterPlace, differing: list[str], run: Any, args: tuple[Any,
     return own
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", family_names())
-def test_every_family(name: str, dtype: torch.dtype) -> None:
-    model = build_model(name, dtype=dtype)
+def test_every_family(name: str) -> None:
+    """In bfloat16, where casts differ; float32 and float64 are replayed in test_replay_families."""
+    model = build_model(name, dtype=torch.bfloat16)
     places = find_routers(model)
     experts = {key.rpartition(".")[0] for key in experts_modules(model)}
     assert {place.name.rpartition(".")[0] for place in places} == experts
