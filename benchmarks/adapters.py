@@ -2,8 +2,8 @@
 
 One forward and backward of a layer, rank 16 on both weights of every expert: trimtab in peft's clothes, and peft's own
 path over transformers' "grouped_mm". *x limit* is the time over that of a step of frozen experts without adapters, by
-trimtab; they hold the merged weights, so that all give the same output. The gradients of x, of routing weights and of
-adapters are judged by those of peft's own path.
+trimtab; they hold the merged weights, so that all give the same output, and have no gradients of adapters. Those of x,
+of routing weights and of adapters are judged by peft's own path.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, V random vectors.
 """

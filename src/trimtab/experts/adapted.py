@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 
 from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.experts.adapted_ops import adapted_backward_op, adapted_op
-from trimtab.experts.adapters import Adapters, Pair
+from trimtab.experts.adapters import Adapters, Pair, lying_as
 from trimtab.experts.expert_call import ExpertCall
 
 WHOLE = 8
@@ -68,5 +68,7 @@ class _Adapted(Function):
             dy, pre, u_up, u_down, out, wanted, adds, x, w_MK, *weights, plan, *ctx.options,
             pairs, *ctx.more, need_x, trained,
         )  # fmt: skip
-        of_pairs = [d.to(p.dtype) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)]
+        of_pairs = [
+            lying_as(d.to(p.dtype), p) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)
+        ]
         return (None, None, dx if need_x else None, dw if need_w else None, *grads.close(), *of_pairs)

@@ -8,6 +8,7 @@ Legend: M rows, K slots per row, R expert rows, e experts, D model dim, I width 
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
+from trimtab.experts.adapters import experts_first
 from trimtab.experts.expert_call import cast_weights
 from trimtab.experts.operands import Operands, Targets
 from trimtab.experts.quantized import packed
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
+from trimtab.kernels.memory import apart
 
 Fields = dict[str, Any]
 ADAPTED = 32
@@ -31,18 +34,31 @@ NAMES = ("up", "down", "up_bias", "down_bias")
 def covers(o: Operands) -> bool:
     """Whether the C++ kernels compute this call."""
     params = o.up, o.down, o.up_bias, o.down_bias
+    adapted = any(pair.rank for pair in o.thin or ())
     return (
         isinstance(o.kernels, CompiledKernels)
         and _known(o.word) is not None
         and o.x.dtype in TYPES
         and all(p is None or (p.is_contiguous() and (o.codes is not None or p.dtype is o.up.dtype)) for p in params)
         and (o.codes is None or (o.codes.up.is_contiguous() and o.codes.down.is_contiguous()))
-        and (
-            o.thin is None
-            or not (o.thin[0].rank or o.thin[1].rank)
-            or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0)
-        )
+        and (not adapted or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0))
+        and (not (adapted or o.codes) or _passed(o.kernels))
     )
+
+
+def _passed(kernels: CompiledKernels) -> bool:
+    """Whether their adapters and codes give the right numbers, tested before the first use. Says so if not."""
+
+    def find(kernels: CompiledKernels) -> str | None:
+        from trimtab.experts.adapted_check import first_adapted_fault
+
+        # In a thread of its own: modes of the caller see nothing of it.
+        fault = apart(torch.device("cpu"), lambda: first_adapted_fault(kernels))
+        if fault is not None:
+            warnings.warn(f"the compiled kernels: {fault}. Such experts go block by block instead", stacklevel=4)
+        return fault
+
+    return kernels.fault_by(find, "adapters and codes") is None
 
 
 def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
@@ -155,7 +171,7 @@ def _adapters(o: Operands, dtype: torch.dtype) -> Fields:
     def read(thin: Tensor) -> Tensor:
         if thin.dtype is dtype and thin.is_contiguous():
             return thin
-        return _kernels(o).empty(*thin.shape, dtype=dtype).copy_(thin)
+        return experts_first(thin, _kernels(o).empty(*thin.shape, dtype=dtype))
 
     fields: Fields = {}
     for name, pair in zip(("up", "down"), o.thin or (), strict=False):

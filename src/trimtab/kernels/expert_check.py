@@ -7,6 +7,7 @@ Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TRITON_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-class _Problem:
+class Problem:
     """Operands on the CPU, and the true y and gradients by name. Some slots are dropped."""
 
     def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
@@ -45,8 +46,16 @@ class _Problem:
         ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
         ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
         self.ids = torch.where(ids == 2, E, ids)
-        low = self.up.to(dtype).double(), self.down.to(dtype).double()
-        self.truth = swiglu_experts(self.x.double(), self.dy.double(), self.w.double(), *low, self.ids)
+        self.truth = self.true_with(self.up.to(dtype).double(), self.down.to(dtype).double())
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return int((self.ids < E).sum())
+
+    def true_with(self, up: Tensor, down: Tensor) -> dict[str, Tensor]:
+        """y and the gradients with these weights, in float64."""
+        return swiglu_experts(self.x.double(), self.dy.double(), self.w.double(), up, down, self.ids)
 
     def fault_in(self, got: dict[str, Tensor], bound: float) -> str | None:
         for name, value in got.items():
@@ -59,13 +68,13 @@ class _Problem:
 def first_triton_fault(launch: Launch, device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with the Triton kernels on `device`, None if nothing is. Compiles them: some seconds, once."""
     for sizes in (SMALL, TILED):
-        p = _Problem(sizes, dtype, dtype)
+        p = Problem(sizes, dtype, dtype)
         if fault := p.fault_in(_by_triton(launch, p, device), TRITON_BOUNDS[dtype]):
             return f"fused experts {sizes} in {dtype}: {fault}"
     return None
 
 
-def _by_triton(launch: Launch, p: _Problem, device: torch.device) -> dict[str, Tensor]:
+def _by_triton(launch: Launch, p: Problem, device: torch.device) -> dict[str, Tensor]:
     from trimtab.kernels.triton.moves import combine, place_slots
     from trimtab.kernels.triton.products import grouped_rows, weight_grad
     from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
@@ -101,30 +110,35 @@ def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
     own = dtype == torch.bfloat16 and kernels.bf16.number
     for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
         for stored in dict.fromkeys((dtype, torch.float32) if sizes in (SMALL, FEW, SOME) else (dtype,)):
-            p = _Problem(sizes, dtype, stored)
+            p = Problem(sizes, dtype, stored)
             for transposed, later in ((False, False), (True, True)):
                 threads = 1 if sizes == MANY and not later else torch.get_num_threads()
-                if fault := p.fault_in(_by_cpu(kernels, p, transposed, later, threads), BOUNDS[dtype]):
+                if fault := p.fault_in(by_cpu(kernels, p, transposed, later, threads), BOUNDS[dtype]):
                     how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
                     how += f", weights in {stored}" * (stored != dtype)
                     return f"fused experts in {dtype}{how}: {fault}"
     return None
 
 
-def _by_cpu(kernels: CompiledKernels, p: _Problem, transposed: bool, later: bool, threads: int) -> dict[str, Tensor]:
+def by_cpu(
+    kernels: CompiledKernels, p: Problem, transposed: bool = False, later: bool = False, threads: int = 1,
+    more: Mapping[str, Any] | None = None, trained: bool = True,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What they make of it. more: fields of cpu/call.h. trained: whether the weights' gradients are wanted."""
     (M, D), F, dtype, stored = p.x.shape, p.down.shape[2], TYPES[p.x.dtype], TYPES[p.up.dtype]
-    rows = int((p.ids < E).sum())
+    rows = p.rows
     slot_R = p.ids.flatten().sort(stable=True).indices[:rows].contiguous()
     offsets = torch.nn.functional.pad(torch.bincount(p.ids.flatten(), minlength=E + 1)[:E].cumsum(0), (1, 0))
     up, down = (t.transpose(1, 2).contiguous() if transposed else t for t in (p.up, p.down))
     made = {name: p.x.new_full((rows, 2 * F), torch.nan) for name in ("pre", "d_pre")[: 1 + later]}
     results = {"y": torch.full_like(p.x, torch.nan), "dx": torch.full_like(p.x, torch.nan), "dw": torch.zeros_like(p.w)}
-    results |= {"d_up": torch.full_like(up, torch.nan), "d_down": torch.full_like(down, torch.nan)}
+    if trained:
+        results |= {"d_up": torch.full_like(up, torch.nan), "d_down": torch.full_like(down, torch.nan)}
     fields: dict[str, Any] = {
         "type": dtype, "type_weights": stored, "type_up": stored, "type_down": stored, "act": 0,
         "transposed": int(transposed), "threads": threads, "M": M, "R": rows, "E": E, "D": D, "F": F,
         "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "w": p.w, "x": p.x, "dy": p.dy, "up": up,
-        "down": down, **made, **results,
+        "down": down, **made, **results, **(more or {}),
     }  # fmt: skip
     for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
         run(fields)
