@@ -13,7 +13,7 @@ import trimtab.integrations.transformers
 from trimtab.integrations.transformers.replicas import average_replicated
 
 from .ep_case import Case, freeze
-from .ep_ranks import load, quiet
+from .ep_ranks import full, load, quiet
 from .families import forward, sample_batch
 from .peft_case import fill, lora
 
@@ -60,3 +60,24 @@ def train_save_and_resume(case: Case, folder: str) -> dict[str, Tensor]:
     for name, value in adapters_of(model).items():
         assert torch.equal(value, adapters_of(again)[name]), name
     return first
+
+
+def merge_several(case: Case, folder: str) -> dict[str, Tensor]:
+    """Two adapters on sharded experts, saved; the second one is active and merged. Returns the merged parameters."""
+    from peft import get_peft_model
+
+    quiet()
+    trimtab.integrations.transformers.register()
+    base = load(case, folder)
+    two = lora(base, r=2)  # before peft's wrappers have other names
+    model = get_peft_model(base, lora(base), autocast_adapter_dtype=False)
+    model.add_adapter("two", two, autocast_adapter_dtype=False)
+    fill(model)
+    model.set_adapter("two")
+    with torch.no_grad():
+        batch = sample_batch(base, 2, 12, 0)
+        before = forward(model.get_base_model(), batch)[0].clone()
+        model.save_pretrained(folder + "/several", is_main_process=dist.get_rank() == 0)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(forward(merged, batch)[0], before, rtol=1e-10, atol=1e-10)
+    return {name: full(p) for name, p in merged.named_parameters()}

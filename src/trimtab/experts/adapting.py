@@ -36,7 +36,8 @@ def add_adapter(
     dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
     """Give every `ExpertMLP` and `GroupedLinear` in the model a new adapter (LoRA), make it the active one, and freeze
-    what they had. Before or after `parallelize`; before `fully_shard_moe`, `ddp` and the optimizer.
+    their weights; other adapters stay trainable. Before or after `parallelize`; before `fully_shard_moe`, `ddp` and the
+    optimizer.
 
     Args:
         name: a new one.
@@ -72,7 +73,9 @@ def add_adapter(
     if not chosen:
         raise ConfigError(f"no module of {type(model).__name__} has weights {weights or ''} to adapt")
     for module, own in chosen:
-        module.requires_grad_(False)
+        for param, tensor in module.named_parameters():
+            if not param.startswith("adapters."):
+                tensor.requires_grad_(False)
         module.put_adapter(name, own, options)
     return [param for module, _ in chosen for param in module.get_submodule(f"adapters.{name}").parameters()]
 

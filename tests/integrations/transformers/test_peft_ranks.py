@@ -10,7 +10,7 @@ import torch
 from helpers.ep_case import Case, Mesh
 from helpers.ep_verify import verify
 from helpers.families import build_model, families
-from helpers.peft_ranks import adapters_of, train_save_and_resume
+from helpers.peft_ranks import adapters_of, merge_several, train_save_and_resume
 from helpers.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
@@ -67,3 +67,16 @@ def test_adapters_resume_bit_for_bit_and_load_at_another_degree(tmp_path: Path) 
     assert len(alone) == 8
     for first in ranks:
         assert all(torch.equal(first[name], value) for name, value in alone.items()), "alike on every rank, and whole"
+
+
+@pytest.mark.parametrize("mesh", [TWO, Mesh(ep=1, fsdp=1, tp=2)], ids=str)
+def test_one_of_two_adapters_is_merged_into_sharded_experts_and_saved(mesh: Mesh, tmp_path: Path) -> None:
+    """Byte for byte what one process merges of the saved adapter."""
+    from peft import PeftModel
+
+    ranks = run_ranks(merge_several, 2, case("qwen3_moe", mesh, lora=""), str(tmp_path))
+    alone = PeftModel.from_pretrained(
+        build_model("qwen3_moe", dtype=torch.float64), tmp_path / "several" / "two", autocast_adapter_dtype=False
+    ).merge_and_unload()
+    for merged in ranks:
+        assert all(torch.equal(merged[name], value) for name, value in alone.named_parameters())

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.adapters import Pair, added
@@ -81,6 +82,7 @@ def _teach(home: ModuleType) -> None:
         raise BackendError(f"trimtab knows how peft {KNOWN} runs adapters of parameters; {version} does otherwise")
     if not getattr(theirs, "of_trimtab", False):
         wrapper._activate_lora = _lending(theirs)
+        wrapper.get_delta_weight = _as_the_weight_lies(wrapper.get_delta_weight)
         setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
         if hasattr(home, RULES):
             setattr(home, RULES, _but_for_parameters(getattr(home, RULES)))
@@ -131,6 +133,20 @@ def _refusing_codes(theirs: Any, wrapper: Any) -> Any:
         theirs(self)
 
     return check
+
+
+def _as_the_weight_lies(theirs: Any) -> Any:
+    """peft's delta of a weight, which merges add to it; of one that is sharded, laid out as it is."""
+
+    def delta(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        whole, weight = theirs(self, *args, **kwargs), self.get_param()
+        if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
+            return whole  # type: ignore[no-any-return]
+        mesh = weight.device_mesh
+        alike = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return alike.redistribute(mesh, weight.placements)
+
+    return delta
 
 
 def _lending(theirs: Any) -> Any:
