@@ -21,6 +21,7 @@ from integrations.transformers.test_replay_families import close, others, run
 from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers.selection_bias import ADDED, add_selection_bias
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 
@@ -145,6 +146,25 @@ def test_contexts_inside_each_other() -> None:
     for call, wanted in enumerate((decisions, inner, decisions)):
         assert torch.equal(outer.decisions(call).ids, wanted.ids)
     assert "forward" not in vars(find_routers(model)[0].module)
+
+
+def test_an_added_selection_bias_is_skipped() -> None:
+    """Whichever came first, what only looks sees the experts that are told."""
+    model, batch, decisions = case("mixtral")
+    places = find_routers(model)
+    seen: list[Any] = []
+    watching = places[1].watch(lambda found: seen.append(found.ids_TK))
+    add_selection_bias(places, None)
+    for place in places:
+        getattr(place.module, ADDED).copy_(torch.arange(8.0))
+    with record(model) as recording:
+        forward(model, batch)
+    assert (recording.decisions().ids.sort(-1).values == torch.tensor([6, 7])).all()
+    with record(model) as recording, replay(model, decisions):
+        forward(model, batch)
+    assert torch.equal(recording.decisions().ids, decisions.ids)
+    assert torch.equal(seen[-1], decisions.ids[:, :, 1].flatten(0, 1))
+    watching.remove()
 
 
 def test_a_router_that_decides_again_needs_decisions_for_that() -> None:

@@ -86,7 +86,7 @@ def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> list[Wr
         if store is not None or not hasattr(place.module, ADDED):
             bias = torch.zeros(place.num_experts) if store is None else store.read([name])[name].float()
             place.module.register_buffer(ADDED, bias.to(device))
-        wrapped.append(Wrapped(place.module, "forward", _selecting(place)))
+        wrapped.append(Wrapped(place.module, "forward", _selecting(place), tells=True))
     return wrapped
 
 
