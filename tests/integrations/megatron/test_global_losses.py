@@ -73,7 +73,7 @@ def step(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
 
 def log() -> dict[str, float]:
     """What Megatron would print of layer 1: summed over tp and cp, averaged over dp. Begins anew."""
-    if VERSION < (0, 17):
+    if VERSION < (0, 18):
         entries = moe_utils.get_moe_layer_wise_logging_tracker()
         values = {name: entries[name]["values"][0].clone() for name in sorted(entries)}
         entries.clear()
