@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, gpu, megatron, overhead, quantized, replay, step
+from benchmarks import adapters, gpu, loading, megatron, overhead, quantized, replay, step
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
 from benchmarks.layer import BACKENDS, layer_task
@@ -36,6 +36,7 @@ Run it from the root of the repository.
   python -m benchmarks overhead                  4 tokens: what the host does; writes results/overhead.md
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
+  python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
+    codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to NF4")
     lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
     told = _part(parts, "replay", "decisions recorded and told", _replay, RESULTS / "replay.md", malloc="default")
     for add, tokens, shapes in ((codes, [2048, 256], "ABC"), (lora, [2048], "ABC"), (told, [2048], "B")):
@@ -220,6 +222,9 @@ ABOUT = {
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the page; returns 0 where every contestant of ours ran, else 1."""
+    if getattr(options, "loading", False):
+        print(loading.report())
+        return 0
     records: list[Record] = []
     for task in options.tasks(options):
         records.append(_measure(task, options))

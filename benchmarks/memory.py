@@ -38,10 +38,10 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
 
     if _CLEAR.exists():
         _trim()
-        before = _status("VmRSS")
+        before = status("VmRSS")
         forget_peak()
         subject.modes[mode]()
-        found["resident"] = _status("VmHWM") - before
+        found["resident"] = status("VmHWM") - before
     with LiveBytes() as live:
         subject.modes[mode]()
     found["tensors"] = live.peak
@@ -60,7 +60,7 @@ def peak(device: str) -> int:
         import torch
 
         return torch.cuda.max_memory_reserved()
-    return _status("VmHWM") if _STATUS.exists() else 0
+    return status("VmHWM") if _STATUS.exists() else 0
 
 
 def _trim() -> None:
@@ -70,7 +70,8 @@ def _trim() -> None:
         trim(0)
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
+    """Bytes of this process by a name of /proc/self/status (Linux)."""
     found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None, f"{_STATUS} has no {name}"
     return int(found[1]) * 1024

@@ -9,7 +9,10 @@ Legend: E experts of this rank, out and in the outputs and inputs of a weight.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,6 +37,8 @@ STACK = (MergeModulelist, Concatenate, ErnieFuseAndSplitTextVisionExperts)
 """Steps that leave blocks of rows whole; `Interleave` leaves single rows, `Transpose` squares."""
 SCALE_INV = "_scale_inv"
 NO_WEIGHT = "activation_scale"
+PAGE_OUT = 21
+"""Linux's MADV_PAGEOUT: what has changed is kept, so a wrong guess costs time and nothing else."""
 
 
 class Encode(ConversionOps):  # type: ignore[misc]
@@ -60,7 +65,9 @@ class Encode(ConversionOps):  # type: ignore[misc]
             tensors = listed(input_dict.pop(key))
             codes[key], scales[key] = [], []
             while tensors:
-                pair = encoded(tensors.pop(0), self.name)
+                matrix = tensors.pop(0)
+                pair = encoded(matrix, self.name)
+                _page_out(matrix)
                 codes[key].append(pair[0])
                 scales[key].append(pair[1])
         return _named(run(self.steps, codes, kwargs), run(self.steps, scales, kwargs))
@@ -195,6 +202,14 @@ def as_scales(scales: Tensor, to: torch.dtype) -> Tensor:
     if scales.dtype is torch.uint8:
         return torch.pow(2.0, scales.to(torch.int32) - 127)
     return scales.to(to)
+
+
+def _page_out(tensor: Tensor) -> None:
+    """Its whole pages leave memory (Linux): of a file, as transformers maps a checkpoint, they are only a copy."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if tensor.device.type == "cpu" and begin < end and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), PAGE_OUT)
 
 
 def listed(value: Any) -> list[Tensor]:
