@@ -34,6 +34,22 @@ def registered(transport: str = "alltoall") -> str:
     return name
 
 
+def qwen_block(dim: int, hidden: int, experts: int, top_k: int, implementation: str) -> Any:
+    """transformers' Qwen3-MoE block, router and experts."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=dim,
+        moe_intermediate_size=hidden,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = implementation
+    return Qwen3MoeSparseMoeBlock(config)
+
+
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: the case, `implementation`, `transport` for trimtab over ranks, and `graph` for a CUDA graph."""
     from transformers import Qwen3MoeConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestant import Contestant
-from benchmarks.layer_builds import registered
+from benchmarks.layer_builds import qwen_block, registered
 from benchmarks.step import first_is_right
 from benchmarks.subject import BOTH, FORWARD, Subject, Where
 from benchmarks.task import Task
@@ -50,18 +50,8 @@ def overhead_task(*, against: str = "") -> Task:
 
 def build_block(args: dict[str, Any], where: Where) -> Subject:
     """args: experts."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    config = Qwen3MoeConfig(
-        hidden_size=DIM,
-        moe_intermediate_size=HIDDEN,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = registered() if args["experts"] == "trimtab" else args["experts"]
-    block: Any = Qwen3MoeSparseMoeBlock(config)
+    experts = registered() if args["experts"] == "trimtab" else args["experts"]
+    block = qwen_block(DIM, HIDDEN, EXPERTS, TOP_K, experts)
     return subject(block, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contestant import Contestant
-from benchmarks.layer_builds import registered
+from benchmarks.layer_builds import qwen_block, registered
 from benchmarks.layer_case import DTYPES
 from benchmarks.step import first_is_right
 from benchmarks.subject import BOTH, Subject, Where
@@ -44,21 +44,10 @@ def replay_task(shape: tuple[int, int, int, int], *, tokens: int, dtype: str, th
 
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: shape, tokens, dtype, way."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
     import trimtab
 
     dim, hidden, experts, top_k = args["shape"]
-    config = Qwen3MoeConfig(
-        hidden_size=dim,
-        moe_intermediate_size=hidden,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = registered()
-    block: Any = Qwen3MoeSparseMoeBlock(config)
+    block = qwen_block(dim, hidden, experts, top_k, registered())
     model = nn.Sequential(block).to(DTYPES[args["dtype"]])
     weights = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
     for seed, weight in enumerate(weights):

@@ -26,7 +26,7 @@ ROOMS = {
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (32785, 238)
+PACKAGE = (32780, 238)
 """Lines and files of all rooms together."""
 LAYER = (4920, 36)
 """Lines and files that `import trimtab.moe` loads."""
@@ -54,7 +54,7 @@ ASKS = 13
 """Calls of is_compiling() and is_exporting()."""
 UPWARD, CIRCLES, LONG = 0, 0, 0
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 35400
+TESTS = 35370
 """Lines of tests and helpers."""
 
 

@@ -135,9 +135,7 @@ def rollout_decisions(
     if len(sizes) > 1 or (own and theirs):
         raise ConfigError(f"rollout_decisions: routers of different kinds, (experts, per token) are {sorted(sizes)}")
     ((num_experts, top_k),) = sizes
-    found = Layers(
-        names=names, numbers=numbers, total=total, num_experts=num_experts, top_k=top_k, family=family
-    )  # fmt: skip
+    found = Layers(names=names, numbers=numbers, total=total, num_experts=num_experts, top_k=top_k, family=family)
     return lay_out(
         routed_experts, found, attention_mask=attention_mask, position_ids=position_ids, start_len=start_len,
         counted=layers,

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.integrations.transformers import register
+
+Outcome = tuple[Tensor, dict[str, Tensor]]
 
 
 def tiny(family: str, dim: int = 64, hidden: int = 64, **more: object) -> Any:
@@ -69,8 +72,34 @@ def _coded(name: str, t: Tensor, kind: str) -> dict[str, Tensor]:
     return {name: codes, f"{name}_scale_inv": scales if kind == "fp8" else scales.view(torch.float8_e8m0fnu)}
 
 
-def loss_and_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(model: Any) -> Outcome:
     ids = torch.arange(24).view(2, 12) * 7 % 64
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_adapters_on(*bases: Any) -> None:
+    """peft's adapters of the experts of two models: the same loss, and the same gradients."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for base in bases:
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(target_modules=[], target_parameters=names, r=4, lora_alpha=8)
+        model = peft.get_peft_model(base, config)
+        torch.manual_seed(3)
+        for key, p in sorted(model.named_parameters()):
+            if "lora" in key:
+                p.data.normal_(std=0.1)
+        found.append(loss_and_gradients(model))
+    same_gradients(*found)
+    assert len(found[0][1]) == 8
+
+
+def same_gradients(some: Outcome, other: Outcome) -> None:
+    """Within what float32 rounds."""
+    (loss, got), (truth, want) = some, other
+    assert abs(loss - truth) <= 1e-5
+    assert got.keys() == want.keys()
+    for key, value in got.items():
+        assert (value - want[key]).norm() <= 2e-5 * want[key].norm() + 1e-9, key

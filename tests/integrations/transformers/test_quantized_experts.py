@@ -8,24 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
+from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, tiny
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import decoded
-from trimtab.integrations.transformers import register
 from trimtab.integrations.transformers.codes import codes_of, is_experts
 from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, quantize_experts
-
-
-def tiny(family: str, **more: object) -> nn.Module:
-    register()
-    sizes = {
-        "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
-        "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64, "intermediate_size": 64, "experts_implementation": "trimtab",
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes, **more))
 
 
 def with_decoded(model: nn.Module) -> nn.Module:
@@ -44,47 +33,20 @@ def with_decoded(model: nn.Module) -> nn.Module:
     return model
 
 
-def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    ids = torch.arange(24).view(2, 12) * 7 % 64
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_model_of_codes_is_that_of_what_they_decode_to(family: str, name: str) -> None:
     model = quantize_experts(tiny(family), name)
     assert sum("experts.gate_up_proj_scales" in key for key in model.state_dict()) == 2
-    truth, want = loss_and_gradients(with_decoded(model))
-    loss, got = loss_and_gradients(model)
-    assert abs(loss - truth) <= 1e-5
-    assert got.keys() == {key for key in want if not key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
-    for key, value in got.items():
-        assert (value - want[key]).norm() <= 2e-5 * want[key].norm() + 1e-9, key
+    loss, gradients = loss_and_gradients(with_decoded(model))
+    of_others = {k: g for k, g in gradients.items() if not k.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    same_gradients(loss_and_gradients(model), (loss, of_others))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_pefts_adapters_go_on_codes(family: str) -> None:
-    peft = pytest.importorskip("peft")
     model = quantize_experts(tiny(family), "nf4")
-    plain = with_decoded(model)
-    found = []
-    for base in (model, plain):
-        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        config = peft.LoraConfig(target_modules=[], target_parameters=names, r=4, lora_alpha=8)
-        adapted = peft.get_peft_model(base, config)
-        torch.manual_seed(3)
-        for key, p in sorted(adapted.named_parameters()):
-            if "lora" in key:
-                p.data.normal_(std=0.1)
-        found.append(loss_and_gradients(adapted))
-    (loss, got), (truth, want) = found
-    assert abs(loss - truth) <= 1e-5
-    assert got.keys() == want.keys()
-    assert len(got) == 8
-    for key, value in got.items():
-        assert (value - want[key]).norm() <= 2e-5 * want[key].norm() + 1e-9, key
+    same_adapters_on(model, with_decoded(model))
 
 
 def test_a_checkpoint_is_quantized_while_it_is_read(tmp_path: Path) -> None:
