@@ -206,6 +206,10 @@ def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == {"a.down_proj", "a.down_proj_bias"}
     assert torch.equal(written["a.down_proj"], expected)
+    del tensors["a.down_proj_scales"]
+    save_file(tensors | {"b.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"codes without scales in a\.down_proj_blocks, b\.weight"):
+        write_plain(tmp_path, tmp_path / "bare")
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match="quantized by gptq; train the plain weights"):
         write_plain(tmp_path, tmp_path / "other")

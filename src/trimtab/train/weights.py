@@ -162,9 +162,15 @@ def quantization(folder: Path) -> dict[str, Any]:
 
 
 def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
-    """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones."""
+    """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones.
+
+    Raises ConfigError if codes lack their scales.
+    """
     if not quantized:
         return store
+    bare = [name for name, info in store.infos.items() if (own := _scales(name, info)) and own not in store.infos]
+    if bare:
+        raise ConfigError(f"codes without scales in {_kinds(bare)}, {bare[0]} for one: fetch all files again")
     rows, columns = quantized.get("weight_block_size") or (math.inf, math.inf)
     steps = []
     for name in store.infos:
@@ -178,6 +184,13 @@ def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
         else:
             steps.append(kept(name))
     return Mapped(store, steps)
+
+
+def _scales(name: str, info: TensorInfo) -> str | None:
+    """The name of the scales of a tensor of codes."""
+    if name.endswith("_blocks"):
+        return f"{name.removesuffix('_blocks')}_scales"
+    return f"{name}_scale_inv" if info.dtype is torch.float8_e4m3fn else None
 
 
 def from_fp8(weight: Tensor, scale: Tensor, rows: float, columns: float) -> Tensor:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
-from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, save_official
+from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, save_official, tiny
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.codes import MARK, is_experts
 from trimtab.integrations.transformers.kept import kept_format
+from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, quantize_experts
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
@@ -100,3 +101,37 @@ def test_refused_before_anything_is_read(tmp_path: Path) -> None:
         config.write_text(json.dumps(says | change))
         with pytest.raises(ConfigError, match=sentence):
             load(straddling, dtype="bfloat16")
+
+
+def lose(folder: Path, *ends: str) -> Path:
+    """Take the tensors with these ends of names out of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    left = {name: t for name, t in tensors.items() if not name.endswith(ends)}
+    assert len(left) < len(tensors)
+    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [
+        ("fp8", ["3.down_proj.weight_scale_inv"]),
+        ("fp4", [f"{e}.down_proj.weight" for e in range(4)]),
+        ("mxfp4", ["down_proj_scales"]),
+        ("mxfp4", ["down_proj_blocks"]),
+        ("nf4", ["down_proj_scales"]),
+        ("weights", [f"{e}.down_proj.weight" for e in range(4)]),
+    ],
+)
+def test_what_a_checkpoint_lacks_of_codes_is_an_error(kind: str, ends: list[str], tmp_path: Path) -> None:
+    """A warning of MISSING, as transformers gives it, would be followed by numbers of chance."""
+    if kind in ("nf4", "weights"):
+        model = tiny("qwen3_moe")
+        (quantize_experts(model) if kind == "nf4" else model).save_pretrained(tmp_path)
+    else:
+        save_official(tmp_path, kind)
+    given = {"quantization_config": TrimtabExpertsConfig("nf4")} if kind == "weights" else {}
+    with pytest.raises(
+        ConfigError, match=r"pairs of codes and scales, for model\.layers\.0\.mlp\.experts\.down_proj.*fetch all of its"
+    ):
+        load(lose(tmp_path, *ends), dtype="float32", **given)

@@ -87,19 +87,19 @@ class Keep(ConversionOps):  # type: ignore[misc]
         module, weight = owner(model, full_layer_name)
         ends = (SCALE_INV, NO_WEIGHT)
         codes = {key: listed(value) for key, value in input_dict.items() if not key.endswith(ends)}
-        scales = {key.removesuffix(SCALE_INV): value for key, value in input_dict.items() if key.endswith(SCALE_INV)}
+        scales = {key.removesuffix(SCALE_INV): listed(t) for key, t in input_dict.items() if key.endswith(SCALE_INV)}
         kwargs["source_patterns"] = list(codes)
         if not hasattr(module, MARK):
             dtype = getattr(module, weight).dtype
             return run(self.steps, {key: [t.to(dtype) for t in ts] for key, ts in codes.items()}, kwargs)
-        if codes.keys() != scales.keys():
-            raise ConfigError(f"{full_layer_name} has codes without scales in the checkpoint")
+        if {key: len(ts) for key, ts in codes.items()} != {key: len(ts) for key, ts in scales.items()}:
+            return {}  # what was not read is named behind the last file
         steps = fitted(self.steps, codes, module, weight)
         raw = {key: [as_bytes(t) for t in ts] for key, ts in codes.items()}
         to = getattr(module, weight + SCALES).dtype
         return _named(
             run(steps, raw, kwargs),
-            run(steps, {k: [as_scales(t, to) for t in listed(v)] for k, v in scales.items()}, kwargs),
+            run(steps, {key: [as_scales(t, to) for t in ts] for key, ts in scales.items()}, kwargs),
         )
 
 

@@ -28,6 +28,7 @@ from trimtab.integrations.transformers.experts import is_ours
 from trimtab.integrations.transformers.quantized import (
     METHOD,
     TrimtabExpertsConfig,
+    check_all_read,
     dequantize_experts,
     experts_in,
     make_room,
@@ -111,6 +112,7 @@ class KeptFP8(_Keeps, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> Any:
         done = super().postprocess_model(model, **kwargs)
         if self.kept:
+            check_all_read(model)
             settle(model, TrimtabExpertsConfig(self.format_kept(), quant_method=METHOD))
         return done
 
@@ -139,6 +141,10 @@ class KeptMXFP4(_Keeps, Mxfp4HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         return (None, {}) if self.kept else super().get_state_dict_and_metadata(model)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        check_all_read(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize_experts(model, dtype)

@@ -40,6 +40,8 @@ from trimtab.integrations.transformers.conversion import encoding, first, of_exp
 from trimtab.integrations.transformers.experts import is_ours
 
 METHOD = "trimtab_experts"
+SHOWN = 4
+"""Tensors that an error names; of the rest their number."""
 
 
 class TrimtabExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -90,6 +92,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return encoding(weight_conversions, model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        check_all_read(model)
         settle(model, self.quantization_config)
         return model
 
@@ -156,6 +159,26 @@ def make_room(model: nn.Module, modules: list[nn.Module], name: str) -> None:
         raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
     for module in modules:
         expect(module, name)
+        module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
+
+
+def check_all_read(model: nn.Module) -> None:
+    """Raise ConfigError if a checkpoint lacked something of the modules that `make_room` prepared: transformers warns
+    that it is MISSING, and codes with scales of chance are other weights."""
+    lacking = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if hasattr(module, MARK)
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
+    ]
+    if lacking:
+        more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+        raise ConfigError(
+            f"the checkpoint {getattr(model, 'name_or_path', '')} gave nothing, or no pairs of codes and scales, for "
+            f"{', '.join(lacking[:SHOWN])}{more}: fetch all of its files again; if its experts are plain weights, take "
+            "quantization_config out of its config.json"
+        )
 
 
 def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
