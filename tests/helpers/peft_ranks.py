@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,37 @@ def merge_several(case: Case, folder: str) -> dict[str, Tensor]:
         merged = model.merge_and_unload()
         torch.testing.assert_close(forward(merged, batch)[0], before, rtol=1e-10, atol=1e-10)
     return {name: full(p) for name, p in merged.named_parameters()}
+
+
+def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps of transformers' Trainer on adapters of experts and attention, clipped; the adapters, and their
+    gradients' norms before that. average: by `average_replicated`."""
+    from peft import get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    model = get_peft_model(base, lora(base, target_modules=["q_proj"]), autocast_adapter_dtype=False)
+    fill(model)
+    if average:
+        average_replicated(model)
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for length in (11, 3, 7, 11, 5, 2, 11, 4) * 2:  # so many targets of 11
+        ids = torch.randint(64, (11,), generator=draw)
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(11) < length, ids, -100)})
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.1, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", logging_steps=1, bf16=False,
+        use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", train_sampling_strategy="sequential",
+        ddp_backend="gloo" if dist.is_initialized() else None,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return adapters_of(model), [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def train_in_trainer(cases: list[Case], folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """Each case with and without `average_replicated`: two batches a step and rank."""
+    quiet()
+    trimtab.integrations.transformers.register()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
+    return [run_trainer(load(case, folder), folder, 2, average) for case in cases for average in (False, True)]

@@ -10,11 +10,16 @@ import torch
 from helpers.ep_case import Case, Mesh
 from helpers.ep_verify import verify
 from helpers.families import build_model, families
-from helpers.peft_ranks import adapters_of, merge_several, train_save_and_resume
+from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
 from helpers.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload("trimtab.integrations.transformers.expert_parallel", "peft", *sorted({f.module for f in families().values()}))
+preload(
+    "trimtab.integrations.transformers.expert_parallel",
+    "transformers.trainer",
+    "peft",
+    *sorted({f.module for f in families().values()}),
+)
 
 TWO = Mesh(ep=2, fsdp=2)
 KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe", "ernie4_5_vl_moe")
@@ -50,6 +55,20 @@ def test_four_ranks(tmp_path: Path) -> None:
     meshes = {Mesh(ep=2, fsdp=4): "attention", Mesh(ep=4, fsdp=2, tp=2): "experts"}
     hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts", Mesh(ep=1, fsdp=2, tp=2): "experts"}
     verify([case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()], tmp_path)
+
+
+def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_path: Path) -> None:
+    """Four batches a step, two on each rank: transformers' Trainer averages adapters itself, and twice is once."""
+    base = build_model("qwen3_moe", dtype=torch.float64)
+    base.set_experts_implementation("eager")
+    wanted, norms = run_trainer(base, str(tmp_path), 4, average=False)
+    assert len(norms) == 2
+    assert min(norms) > 0.2, "clipped"
+    for ways in run_ranks(train_in_trainer, 2, [case("qwen3_moe", lora="")], str(tmp_path)):
+        for adapters, found in ways:
+            assert found == pytest.approx(norms, rel=1e-10)
+            for name, value in wanted.items():
+                torch.testing.assert_close(adapters[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:
