@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.routing.select import top
+
 BINS = 1000
 
 
@@ -33,7 +35,8 @@ def add_required(histogram_EH: Tensor, scores_TE: Tensor, bias_E: Tensor, top_k:
     scores_TE: in 0..1, without the bias. top_k: K < E. real_T: tokens to count, bool; all if None.
     """
     scores_TE, bias_E = scores_TE.float(), bias_E.float()
-    cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
+    biased_TE = scores_TE + bias_E
+    cutoff_T1 = biased_TE.gather(1, top(biased_TE, top_k + 1)[:, -1:])
     low, high = _ends(bias_E)
     bins = histogram_EH.shape[1]
     place_TE = ((cutoff_T1 - scores_TE - low) * (bins / (high - low))).long().clamp(0, bins - 1)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trimtab.convert.safetensors_files import SafetensorsFolder
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers import RouterPlace, Wrapped
+from trimtab.routing.select import top
 
 ADDED = "selection_bias"
 _LOOKS_UP = ("DeepseekV4HashRouter",)
@@ -100,7 +101,7 @@ def _selecting(place: RouterPlace) -> Callable[..., Any]:
         logits_TE = place.rule.read(place.module, outputs)[0]
         with torch.no_grad():
             biased_TE = place.rule.scores(place.module, logits_TE) + getattr(place.module, ADDED)
-            ids_TK = biased_TE.topk(place.top_k, dim=-1).indices
+            ids_TK = top(biased_TE, place.top_k)
         return place.rule.of(place.module, (*args, *kwargs.values()), outputs, ids_TK)
 
     return around
