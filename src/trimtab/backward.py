@@ -140,11 +140,16 @@ def needed(ctx: Any) -> tuple[bool, ...]:
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if torch.compiler.is_compiling() or not hasattr(ctx, "next_functions"):  # an operator's context has none
         return needs
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    return tuple(need and _runs(next(nodes)) for need in needs)
+    edges = iter([edge for edge in ctx.next_functions if edge[0] is not None])
+    return tuple(need and _runs(*next(edges)) for need in needs)
 
 
-def _runs(node: Any) -> bool:
+def _runs(node: Any, output: int) -> bool:
+    """Whether this backward is for that output of a node; or for the input behind it, of a node that hands gradients on
+    one by one (`experts.copied`): it runs if it is for any."""
+    behind: tuple[int, ...] | None = getattr(node, "behind", None)
+    if behind is not None:
+        return needed(node)[behind[output]]
     try:
         return torch._C._will_engine_execute_node(node)  # no public function says this
     except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for, or no engine: compiled autograd has none

@@ -17,21 +17,21 @@ from torch.autograd.function import Function
 from trimtab.backward import forward_of, needed, once_differentiable
 from trimtab.experts.adapted_ops import adapted_backward_op, adapted_op
 from trimtab.experts.adapters import Adapters, Pair, lying_as
-from trimtab.experts.expert_call import ExpertCall
+from trimtab.experts.expert_call import ExpertCall, ExpertWeights
 
 WHOLE = 8
 """Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
 
 
-def adapted_experts(call: ExpertCall, x: Tensor, w_MK: Tensor) -> Tensor:
+def adapted_experts(call: ExpertCall, weights: ExpertWeights, x: Tensor, w_MK: Tensor) -> Tensor:
     """As `expert_mlp` of weights that have some of these."""
-    weights, experts = call.weights, call.weights.down.shape[0]
+    experts = weights.down.shape[0]
     adapters, codes = weights.adapters or Adapters(), weights.codes
     pairs: list[Tensor] = []
     for name in ("up", "down"):
         pair: Pair | None = getattr(adapters, name)
         if pair is None:
-            ins, outs = (x.shape[1], weights.width) if name == "up" else (call.hidden, x.shape[1])
+            ins, outs = (x.shape[1], weights.width) if name == "up" else (weights.hidden, x.shape[1])
             pair = Pair(a=x.new_empty(1, 0, ins), b=x.new_empty(1, outs, 0))
         a, b = pair.a, pair.b
         if more := -pair.rank % WHOLE:
@@ -50,8 +50,9 @@ class _Adapted(Function):
         options = (call.word, call.weights.transposed, call.name)
         y: Tensor
         y, pre, *thin = adapted_op(x, w_MK, *weights, plan, *options, pairs, *more, call.keep)
-        ctx.call, ctx.more, ctx.options = call, more, options
-        ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *pairs, *plan)
+        scales, code_scales, form = more
+        ctx.call, ctx.more, ctx.options = call, (scales, form), options
+        ctx.save_for_backward(pre, *thin, x, w_MK, *weights, *pairs, *plan, *code_scales)
         return y
 
     @staticmethod
@@ -59,14 +60,16 @@ class _Adapted(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         pre, u_up, u_down, x, w_MK, *rest = ctx.saved_tensors
-        weights, pairs, plan = rest[:4], rest[4:8], rest[8:]
+        places = len(call.plan)
+        weights, pairs, plan, code_scales = rest[:4], rest[4:8], rest[8 : 8 + places], list(rest[8 + places :])
+        scales, form = ctx.more
         _, _, need_x, need_w, *needs = needed(ctx)
         grads = call.gradients(needs[:4])
         out, wanted, adds = grads.buffers()
         trained = any(needs[4:])
         dx, dw, *thin = adapted_backward_op(
             dy, pre, u_up, u_down, out, wanted, adds, x, w_MK, *weights, plan, *ctx.options,
-            pairs, *ctx.more, need_x, trained,
+            pairs, scales, code_scales, form, need_x, trained,
         )  # fmt: skip
         of_pairs = [
             lying_as(d.to(p.dtype), p) if need else None for d, p, need in zip(thin, pairs, needs[4:], strict=True)

@@ -6,7 +6,7 @@ Legend: e local experts, D model dim, I width of the pre-activations, F expert h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,8 @@ class ExpertWeights:
 
     up: [e, 2, F, D] with a gate (gate 0, up 1) or [e, I, D], and down: [e, D, F]; with `transposed` [e, D, I] and
     [e, F, D]. Biases: as up without D, and [e, D]. codes: what up and down, [e, out, in] then, are codes of.
+    owners: of weights that live for one call, those in the order of `each` that say where their gradients go and have
+    their shapes; a backward may keep these, and no others.
     """
 
     up: Tensor
@@ -40,6 +42,18 @@ class ExpertWeights:
     transposed: bool = False
     adapters: Adapters | None = None
     codes: Codes | None = None
+    owners: tuple[Tensor | None, ...] | None = None
+
+    def lasting(self) -> ExpertWeights:
+        """What a backward may keep of them beside what autograd saves."""
+        if self.owners is None:
+            return self
+        up, down, *biases = self.owners
+        assert up is not None
+        assert down is not None
+        return replace(
+            self, up=up, down=down, up_bias=biases[0], down_bias=biases[1], adapters=None, codes=None, owners=None
+        )
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -54,6 +68,12 @@ class ExpertWeights:
         """I."""
         return self.up.shape[2] if self.transposed else self.up.shape[1:-1].numel()
 
+    @property
+    def hidden(self) -> int:
+        """F."""
+        form = "" if self.codes is None else self.codes.format
+        return self.down.shape[1] if self.transposed else self.down.shape[2] * packed(form)
+
 
 @dataclass(kw_only=True)
 class ExpertCall:
@@ -62,6 +82,7 @@ class ExpertCall:
     word: names the activation, see `activation_of`. low: a recipe's products with up and with down.
     name: of the kernels, in operators. keep: whether a backward may come. defer: takes delayed weight gradients.
     trained: where they are delayed, which parameters wanted a gradient when the call was made.
+    weights: `ExpertWeights.lasting`.
     """
 
     plan: ExpertPlan
@@ -79,19 +100,11 @@ class ExpertCall:
     def activation(self) -> Activation:
         return activation_of(self.word)
 
-    @property
-    def hidden(self) -> int:
-        """F."""
-        down, codes = self.weights.down, self.weights.codes
-        return (
-            down.shape[1] if self.weights.transposed else down.shape[2] * packed("" if codes is None else codes.format)
-        )
-
-    def inputs(self, x: Tensor) -> tuple[Tensor | None, ...]:
+    def inputs(self, weights: ExpertWeights, x: Tensor) -> tuple[Tensor | None, ...]:
         """The parameters as autograd may meet them, and what stands in for those it may not."""
         if self.defer is None:
-            return (*self.weights.each, None)
-        return (*(None if p is None else p.detach() for p in self.weights.each), anchor(x, any(self.trained)))
+            return (*weights.each, None)
+        return (*(None if p is None else p.detach() for p in weights.each), anchor(x, any(self.trained)))
 
     def delayed_reads(self, x: Tensor, *of_down: Tensor) -> list[Tensor]:
         """Of the rows, and of what the gradients of down and its bias are made of, what delayed work will read."""

@@ -73,13 +73,15 @@ def linear_of(
     """
     params = (*weights, *biases)
     call = LinearCall(
-        params=params, count=len(weights), stacked=stacked, transposed=transposed, kernels=kernels,
+        params=params, number=len(params), count=len(weights), stacked=stacked, transposed=transposed, kernels=kernels,
         name=kernels if isinstance(kernels, str) else name_of(kernels), main_grad=main_grad, defer=defer, low=low,
         trained=tuple(p.requires_grad for p in params), keep=torch.is_grad_enabled(),
     )  # fmt: skip
     if defer is not None:
         params = (*(p.detach() for p in params), anchor(x_SA, any(call.trained)))
-    kind = _GroupedLinear if main_grad == "off" and defer is None and low is None else _WithState
+    kind: type[Function] = _WithState
+    if main_grad == "off" and defer is None and low is None:
+        kind, call.params = _GroupedLinear, ()  # what autograd saves says enough, and a checkpoint may free it
     with without_autocast():
         y: Tensor = forward_of(kind, call, x_SA.contiguous(), None if low else offsets_e, *params)
     return y
@@ -89,12 +91,14 @@ def linear_of(
 class LinearCall:
     """What is not differentiated.
 
-    params: weights, then biases, themselves: their attributes say where gradients go. count: of the weights.
+    params: weights, then biases, themselves: their attributes say where gradients go, if they go anywhere else than to
+        autograd. number: of all. count: of the weights.
     name: of the kernels in operators; it stands for them as long as they live. keep: whether a backward may come.
     trained: which parameters wanted a gradient when the call was made; later they may not say so.
     """
 
     params: tuple[Tensor, ...]
+    number: int
     count: int
     stacked: bool
     transposed: bool
@@ -109,7 +113,7 @@ class LinearCall:
     def cast(self, params: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and biases as autograd gives them, in the dtype that is multiplied in."""
         cast = [p if p.dtype == dtype else p.to(dtype) for p in params]
-        return cast[: self.count], cast[self.count : len(self.params)]
+        return cast[: self.count], cast[self.count : self.number]
 
 
 def _forward(ctx: Any, call: LinearCall, x_SA: Tensor, offsets_e: Tensor | None, *params: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         columns = (dy_SB,) if low is None else low.keep(dy_SB, "gradient")
 
     def gradients() -> list[Tensor | None]:
-        return _parameter_gradients(call, wanted, offsets_e, kept, columns, dy_SB)
+        return _parameter_gradients(call, call.params or params, wanted, offsets_e, kept, columns, dy_SB)
 
     if call.defer is None:
         return None, dx, None, *gradients()
@@ -161,16 +165,16 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _parameter_gradients(
-    call: LinearCall, wanted: Sequence[bool], offsets_e: Tensor | None, kept: Sequence[Tensor],
-    columns: tuple[Tensor, ...], dy_SB: Tensor,
+    call: LinearCall, params: Sequence[Tensor], wanted: Sequence[bool], offsets_e: Tensor | None,
+    kept: Sequence[Tensor], columns: tuple[Tensor, ...], dy_SB: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
     """What autograd gets for each weight and each bias, None for those that want nothing."""
     n, low = call.count, call.low
-    found: list[Tensor | None] = [None] * len(call.params)
+    found: list[Tensor | None] = [None] * call.number
     if any(wanted[:n]):
         modes = [call.main_grad if want else "off" for want in wanted[:n]]
         names = ["weight"] if call.stacked else [f"weight{i}" for i in range(n)]
-        each = [WeightGradient(*one) for one in zip(call.params, modes, names, strict=False)]
+        each = [WeightGradient(*one) for one in zip(params, modes, names, strict=False)]
         out, adds = [gradient.buffer for gradient in each], [gradient.adds for gradient in each]
         if low is None:
             weight_gradient_op(out, adds, kept[0], columns[0], offsets_e, call.stacked, call.transposed, call.name)
@@ -178,7 +182,7 @@ def _parameter_gradients(
             low.wgrad(tuple(kept), columns, out, adds, call.stacked)
         found[:n] = [None if gradient.silent else gradient.close() for gradient in each]
     if any(wanted[n:]):
-        db_eB = grouped_sum_op(dy_SB, low.offsets_e if low else offsets_e, call.params[-1].dtype, call.name)
+        db_eB = grouped_sum_op(dy_SB, low.offsets_e if low else offsets_e, params[-1].dtype, call.name)
         found[n:] = [db_eB] if call.stacked else [db_B.clone() for db_B in db_eB.unbind()]
     return [gradient if want else None for gradient, want in zip(found, wanted, strict=True)]
 

@@ -81,19 +81,19 @@ def expert_mlp(
         raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
     call = ExpertCall(
         plan=plan, word=activation, kernels=None if isinstance(kernels, str) else kernels,
-        name=kernels if isinstance(kernels, str) else name_of(kernels), weights=weights, main_grad=main_grad,
-        keep=torch.is_grad_enabled(), defer=defer, low=low,
+        name=kernels if isinstance(kernels, str) else name_of(kernels), weights=weights.lasting(),
+        main_grad=main_grad, keep=torch.is_grad_enabled(), defer=defer, low=low,
         trained=() if defer is None else tuple(p is not None and p.requires_grad for p in weights.each),
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
-    inputs = call.inputs(x_MD)
+    inputs = call.inputs(weights, x_MD)
     y: Tensor
     if thin:
         from trimtab.experts.adapted import adapted_experts
 
         with without_autocast():
-            y = adapted_experts(call, x, w)
+            y = adapted_experts(call, weights, x, w)
     elif low is None:
         y = forward_of(_Experts, call, x, w, *inputs)
     else:

@@ -30,6 +30,7 @@ from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, hold
 
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters
+    from trimtab.experts.copied import Copies
     from trimtab.experts.recipes.base import Recipe
 
 
@@ -188,7 +189,9 @@ class ExpertMLP(GroupedModule):
             return None if value is None else value.flatten(1, 2)
         return super().__getattr__(name)
 
-    def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
+    def forward(
+        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+    ) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
 
@@ -197,6 +200,8 @@ class ExpertMLP(GroupedModule):
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
+            copies: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
+                gradients of copies are added to those of their homes in the backward, see `trimtab.experts.copied`.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
@@ -207,7 +212,24 @@ class ExpertMLP(GroupedModule):
         Under `torch.compile` and `torch.export` it is operators of the graph; with an option that has state
         (`main_grad`, `delay_wgrad`, `recipe`) or kernels of one's own it runs eagerly, between two graphs.
         """
-        return self.run(self.expert_weights(), x_MD, ids_MK, w_MK, num_slots)
+        weights = self.expert_weights()
+        if copies is None:
+            return self.run(weights, x_MD, ids_MK, w_MK, num_slots)
+        return self.run_with_copies(weights, x_MD, ids_MK, w_MK, copies)
+
+    @not_in_graphs
+    def run_with_copies(
+        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, copies: Copies,
+        num_slots: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`run` of the weights and of copies. num_slots: see `trimtab.experts.copied.run_with_copies`."""
+        from trimtab.experts.copied import run_with_copies
+
+        empty_like = self.kernels.on(x_MD.device, weights.computed_in).empty_like
+        return run_with_copies(
+            self.run, weights, x_MD, ids_MK, w_MK, copies, main_grad=self.main_grad, empty_like=empty_like,
+            num_slots=num_slots,
+        )  # fmt: skip
 
     def run(
         self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None
@@ -230,7 +252,7 @@ class ExpertMLP(GroupedModule):
             raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
         if kernels is None or self._has_state():
             return self._stateful(weights, x_MD, ids_MK, w_MK, num_slots)
-        plan = plan_for(ids_MK, self.num_experts, num_slots, kernels)
+        plan = plan_for(ids_MK, weights.down.shape[0], num_slots, kernels)
         return expert_mlp(x_MD, w_MK, plan, weights, self.activation, kernels)
 
     @not_in_graphs
@@ -241,7 +263,8 @@ class ExpertMLP(GroupedModule):
         kernels = self.kernels.on(x_MD.device, weights.computed_in)
         engine = self.engine_for(self._widths())
         alignment = 1 if self.recipe is None else (engine or self.recipe).alignment
-        plan = plan_experts(ids_MK, self.num_experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
+        experts = weights.down.shape[0]
+        plan = plan_experts(ids_MK, experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
         low = None
         if self.recipe is not None:
             from trimtab.experts.lowered import LoweredProducts

@@ -51,8 +51,8 @@ class HostBufferPool:
         return values
 
     def empty_like(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The same for a tensor like another on the CPU."""
-        if not like.is_contiguous() or like.device.type != "cpu":
+        """The same for a tensor like another on the CPU; contiguous, if that is one value in every place."""
+        if like.device.type != "cpu" or not (like.is_contiguous() or not any(like.stride())):
             return torch.empty_like(like, dtype=dtype)
         return self.empty(*like.shape, dtype=dtype or like.dtype)
 

@@ -25,6 +25,7 @@ from trimtab.backward import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
 from trimtab.experts.adapters import Adapters
+from trimtab.experts.copied import Copies
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
@@ -81,12 +82,20 @@ class ParallelExperts(ExpertMLP):
     etp: ExpertTensorGroup | None
     reduce_delayed: Callable[[], None] | None
 
-    def forward(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None) -> Tensor:
-        """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync."""
+    def forward(
+        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+    ) -> Tensor:
+        """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync.
+
+        Copies go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""
         if self.etp is None:
-            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots)
+            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots, copies=copies)
         rows = self.etp.dispatch(x_MD, ids_MK, w_MK, num_slots)
-        y = super().forward(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
+        met = rows.x_MD, rows.ids_MK, rows.weights_MK
+        if copies is None:
+            y = super().forward(*met, num_slots=rows.num_slots)
+        else:
+            y = self.run_with_copies(self.expert_weights(), *met, copies, rows.num_slots)
         return self.etp.combine(y, rows)
 
     def expert_weights(self) -> ExpertWeights:
