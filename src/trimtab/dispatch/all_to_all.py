@@ -24,7 +24,8 @@ from trimtab.kernels.buffer_pool import HostBufferPool
 
 PACKED_BYTES = 1 << 20
 """Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
-here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself."""
+here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself. And of one
+row: where it is longer, as an expert's weights are, each tensor is sent by itself, and comes out dense."""
 
 
 class AllToAll(OverGroup):
@@ -52,13 +53,17 @@ class AllToAll(OverGroup):
     def dispatch(
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        rows_MB = self._rows(row_token_M.shape[0], tensors)
-        return self._send(gather_packed(tensors, row_token_M, out=rows_MB), tensors, splits)
+        def send(part: Sequence[Tensor]) -> list[Tensor]:
+            rows_MB = self._rows(row_token_M.shape[0], part)
+            return self._send(gather_packed(part, row_token_M, out=rows_MB), part, splits)
+
+        alone = row_bytes(tensors) > PACKED_BYTES
+        return [received for part in _parts(tensors, alone) for received in send(part)]
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
-        large = max(tokens) * row_bytes(tensors) > PACKED_BYTES and tensors[0].device.type == "cpu"
-        parts = [[tensor] for tensor in tensors] if large else [tensors]
-        return [received for part in parts for received in self._move(part, splits)]
+        rows = max(tokens) if tensors[0].device.type == "cpu" else 1
+        alone = rows * row_bytes(tensors) > PACKED_BYTES
+        return [received for part in _parts(tensors, alone) for received in self._move(part, splits)]
 
     def _move(self, tensors: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
         rows_MB = None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors)
@@ -77,3 +82,8 @@ class AllToAll(OverGroup):
             return like[0].new_empty(rows, width, dtype=torch.uint8)
         # By powers of two calls with other numbers of rows share it; pages that are not written take no room.
         return self._pool.empty(1 << max(rows - 1, 0).bit_length(), width, dtype=torch.uint8)[:rows]
+
+
+def _parts(tensors: Sequence[Tensor], alone: bool) -> list[Sequence[Tensor]]:
+    """What travels in one row: each tensor alone, or all of them packed."""
+    return [[tensor] for tensor in tensors] if alone else [tensors]

@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from trimtab.dispatch import checks, handshake
+from trimtab.dispatch.balance import BalanceConfig
+from trimtab.dispatch.balancer import Balancer, Placed
+from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
+from trimtab.dispatch.dispatched import Dispatched as Dispatched
+from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.handshake import NOTHING, CallId, Shared
-from trimtab.dispatch.plan import plan_ranks, sort_by_rank
+from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
     Dispatch,
-    DispatchSlots,
     LocalRoute,
     RankRoute,
-    Route,
     ZeroGradients,
     outside_graph,
-    slots_of,
     wants_gradient,
     with_others,
 )
-from trimtab.dispatch.transport import Transport, layer_frame
+from trimtab.dispatch.transport import Handshake, Transport, layer_frame
 from trimtab.errors import ConfigError, DesyncError, InputError
 from trimtab.kernels.rows import static_by_default
 from trimtab.layout import experts_per_rank
@@ -45,41 +46,12 @@ if TYPE_CHECKING:
 
 CombineMode = Literal["sum", "ordered"]
 COMBINE_MODES: tuple[CombineMode, ...] = ("sum", "ordered")
-_OLD_FIELDS = {"x": "x_MD", "ids": "ids_MK", "weights": "weights_MK"}
 
 
 def check_combine(combine: str, layer: str = "") -> None:
     """Raises ConfigError for no such way to combine."""
     if combine not in COMBINE_MODES:
         raise ConfigError(f"combine={combine!r} is not one of {COMBINE_MODES}", layer=layer)
-
-
-@dataclass(kw_only=True)
-class Dispatched:
-    """What a rank's experts run on, itself a small MoE layer's input, and the way home, of one layer call: any function
-    that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
-
-    x_MD: [M', D] in the tokens' dtype.
-    ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
-    weights_MK: [M', K] float32 (float64 for float64 tokens).
-    num_slots: how many ids are not -1, or how many at most, where the host knows it.
-    """
-
-    x_MD: Tensor
-    ids_MK: Tensor
-    weights_MK: Tensor
-    num_slots: int | None
-    route: Route
-    sent: Tensor
-    slot_row_R: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Tensor:
-        """The names of release 0.1."""
-        if name not in _OLD_FIELDS:
-            raise AttributeError(f"Dispatched has no attribute {name!r}")
-        warnings.warn(f"Dispatched.{name} is now {_OLD_FIELDS[name]}", DeprecationWarning, stacklevel=2)
-        value: Tensor = getattr(self, _OLD_FIELDS[name])
-        return value
 
 
 class Dispatcher:
@@ -92,6 +64,11 @@ class Dispatcher:
             slot back and sums at home in the order of k, so that bits do not depend on the number of ranks.
         layer: the layer's name, for errors; without one layers are numbered in the order they were built.
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
+        balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
+            slots go to their expert's own rank. The experts must run copies (`Dispatched.copies`).
+        etp: the ranks that share each expert's F and so compute each other's slots, for the plan; if balanced.
+
+    balanced: what balancing did in the last call; None where nothing is balanced.
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -105,6 +82,8 @@ class Dispatcher:
         combine: CombineMode = "sum",
         layer: str = "",
         fingerprint: str = "",
+        balance: BalanceConfig | None = None,
+        etp: Transport | None = None,
         facts: str | None = None,
     ) -> None:
         check_combine(combine, layer)
@@ -125,6 +104,11 @@ class Dispatcher:
             self.layer = layer or f"(unnamed {self.guard.layers})"
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
+        self.balanced: BalanceReport | None = None
+        self._balancer = None
+        if balance is not None and transport is not None:
+            self._balancer = Balancer(balance, num_experts, transport, etp, self._run)
+        self._places = self.experts_per_rank * (1 if self._balancer is None else 2)
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
@@ -143,6 +127,7 @@ class Dispatcher:
         *,
         most_slots: int | None = None,
         shared: Shared = NOTHING,
+        trained: str = "",
     ) -> Dispatched:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
@@ -153,6 +138,7 @@ class Dispatcher:
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
+            trained: with balanced experts, which of their weights get gradients; the same on every rank.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
@@ -170,29 +156,41 @@ class Dispatcher:
                 x_MD=x_TD, ids_MK=ids_TK, weights_MK=w_TK, num_slots=most_slots, route=LocalRoute(ids_TK), sent=ids_TK
             )
         elif torch.compiler.is_compiling():  # an exchange reads counts, and is in no graph
-            return cast(Dispatched, outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared))
+            return cast(
+                Dispatched,
+                outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared, trained=trained),
+            )
         else:
             with nullcontext() if self.guard is None else self.guard.alone(self.layer, "route"):
-                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared)
-        return rows if self.combine_mode == "sum" else _by_slot(rows)
+                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, trained)
+        return rows if self.combine_mode == "sum" else by_slot(rows)
 
     def _dispatch(
-        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None, shared: Shared
-    ) -> Dispatched:
+        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None, shared: Shared,
+        trained: str,
+    ) -> Dispatched:  # fmt: skip
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, mask_T)
         ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
-        own = wants_gradient(x_TD, w_TK)
-        route, wanted = self._connect(transport, x_TD, ids_TK, w_TK, own, shared)
-        w_TK = with_others(w_TK, wanted, own)
-        x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, ids_TK)  # type: ignore[no-untyped-call]
+        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK, trained)
+        known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
+        placed = None if self._balancer is None else self._balancer.place(known_TK, call)
+        sent_TK = known_TK if placed is None else placed.ids_TK
+        sort = sort_by_rank(sent_TK, self._places, self.ranks)
+        told = self._tell(transport, sort, ids_TK, w_TK, call, own, shared, {} if placed is None else placed.columns)
+        route = self._route(transport, sort, told, call)
+        w_TK = with_others(w_TK, any(said[handshake.GRAD] for said in told.received), own)
+        x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
         # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
-        ids_MK = ids_MK.contiguous() - (transport.rank * self.experts_per_rank - 1)  # strided, ops are 10x slower
-        mine = (ids_MK > 0) & (ids_MK <= self.experts_per_rank)
+        ids_MK = ids_MK.contiguous() - (transport.rank * self._places - 1)  # strided, ops are 10x slower
+        mine = (ids_MK > 0) & (ids_MK <= self._places)
         ids_MK = ids_MK.mul_(mine).sub_(1)
         n = sum(route.slots.incoming)
-        return Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
+        rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
+        if placed is not None:
+            rows.copies, self.balanced = self._copies(transport, placed, told, call), placed.report
+        return rows
 
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
@@ -217,20 +215,24 @@ class Dispatcher:
             y = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
         return y
 
-    def _connect(
-        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, grad: bool, shared: Shared
-    ) -> tuple[RankRoute, bool]:
-        """Sort, count, tell the peers, and check what they told, before any row moves. And whether any has `grad`."""
+    def _tell(
+        self, transport: Transport, sort: RankSort, ids_TK: Tensor, w_TK: Tensor, call: CallId, grad: bool,
+        shared: Shared, columns: dict[int, Tensor],
+    ) -> Handshake:  # fmt: skip
+        """Tell the peers what was counted, and check what they told, before any row moves."""
         count = checks.bad_slots if static_by_default(ids_TK) else checks.count_bad
         bad = count(ids_TK, w_TK, self.num_experts)
-        sort = sort_by_rank(ids_TK.where(ids_TK < self.num_experts, -1), self.experts_per_rank, self.ranks)
-        call = self._call_id(x_TD, ids_TK)
-        message = handshake.fill(sort.rows_P, sort.slots_P, ids_TK.shape[0], bad, call, grad=grad, shared=shared)
+        message = handshake.fill(
+            sort.rows_P, sort.slots_P, sort.tokens, bad, call, grad=grad, shared=shared, columns=columns
+        )
         self._at("count")
-        told = self._run(transport.handshake, message)
+        told: Handshake = self._run(transport.handshake, message)
         self.calls += 1
         handshake.compare(told, transport.rank, call, "count")
         self._raise_if_bad([said[handshake.BAD] for said in told.received], ids_TK, w_TK)
+        return told
+
+    def _route(self, transport: Transport, sort: RankSort, told: Handshake, call: CallId) -> RankRoute:
         rows, slots = told.split_sizes(handshake.ROWS), told.split_sizes(handshake.SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
@@ -241,14 +243,24 @@ class Dispatcher:
                 self.guard.fail(error)
             raise error
         tokens = tuple(said[handshake.TOKENS] for said in told.received)
-        route = RankRoute(
+        return RankRoute(
             transport=transport, guard=self.guard, run=self._run, plan=plan, rows=rows, slots=slots, tokens=tokens,
             call=call,
         )  # fmt: skip
-        return route, any(said[handshake.GRAD] for said in told.received)
 
-    def _call_id(self, x: Tensor, ids: Tensor) -> CallId:
+    def _copies(self, transport: Transport, placed: Placed, told: Handshake, call: CallId) -> CopyRoute:
+        splits, home = told.split_sizes(handshake.COPIES), self.experts_per_rank
+        of_copies = sum(said[handshake.COPY_SLOTS] for said in told.received)
+        return CopyRoute(
+            transport=transport, guard=self.guard, run=self._run, call=call, home=home, num_slots=of_copies,
+            home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_copies, splits=splits,
+            expert_M=leaving(placed.plan, transport.rank, home, sum(splits.outgoing)), report=placed.report,
+        )  # fmt: skip
+
+    def _call_id(self, x: Tensor, ids: Tensor, trained: str = "") -> CallId:
         own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
+        if self._balancer is not None:
+            own += f", {self._balancer.config}, trained: {trained}"
         return CallId(
             layer=self.layer,
             number=self.calls,
@@ -269,28 +281,15 @@ class Dispatcher:
         if self.transport is not None:  # take part all the same, so that the peers raise instead of waiting
             nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=checks.meeting_device(x, ids, w))
             call = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
-            self._at("count")
-            self._run(self.transport.handshake, handshake.fill(nothing_P, nothing_P, 0, handshake.UNUSABLE, call))
-            self.calls += 1
+            with suppress(InputError):
+                if self._balancer is not None:
+                    self._balancer.gather(nothing_P.new_zeros(self.num_experts), call, usable=False)
+                self._at("count")
+                self._run(self.transport.handshake, handshake.fill(nothing_P, nothing_P, 0, handshake.UNUSABLE, call))
+                self.calls += 1
         raise InputError("; ".join(problems), rank=self._rank, layer=self.layer, phase="dispatch")
 
     def _raise_if_bad(self, bad_P: list[int], ids_TK: Tensor, w_TK: Tensor) -> None:
         if any(bad_P):
             own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
             checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)
-
-
-def _by_slot(rows: Dispatched) -> Dispatched:
-    """One row per kept slot, which all come home."""
-    slots, csr = slots_of(rows.ids_MK, rows.num_slots)
-    row_R = slots.div(rows.ids_MK.shape[1], rounding_mode="floor")
-    beyond = torch.arange(slots.shape[0], device=slots.device) >= csr.indptr[-1]
-    return Dispatched(
-        x_MD=DispatchSlots.apply(rows.x_MD, row_R, csr),  # type: ignore[no-untyped-call]
-        ids_MK=rows.ids_MK.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
-        weights_MK=rows.weights_MK.reshape(-1).index_select(0, slots)[:, None],
-        num_slots=rows.num_slots,
-        route=rows.route,
-        sent=rows.sent,
-        slot_row_R=row_R,
-    )

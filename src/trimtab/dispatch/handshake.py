@@ -2,7 +2,8 @@
 compare the same columns, so a rank out of step is an error with both sides' names on every rank.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
-                         GRAD, LINES and SIZES of what is shared
+                         GRAD, LINES and SIZES of what is shared,
+                         COPIES, COPY_SLOTS and PLAN where balanced
     the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
 
@@ -12,9 +13,10 @@ Legend: P ranks, C columns.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,14 +30,22 @@ if TYPE_CHECKING:
     from trimtab.guard.guard import Guard
 
 NAME_COLUMNS = 4
-ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(14)
+ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, COPIES, COPY_SLOTS, PLAN = range(10)
+MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(10, 17)
 EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
-MOVEMENTS = (("count", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
+MOVEMENTS = (
+    ("count", "forward"), ("route", "forward"), ("experts", "forward"), ("combine", "forward"),
+    ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"),
+)  # fmt: skip
 UNUSABLE = -1
 """BAD of a rank that can take no part: it cannot send what it was given."""
+UNFIT = -1
+"""PLAN of a rank whose own slots are not as they were gathered."""
 _HALF = 1 << 32
 """Two numbers travel in one column."""
+_UNBALANCED = (0, 0, 0)
+_WHAT = {"route": "the counts", "experts": "the experts' weights"}
 
 
 class Shared(NamedTuple):
@@ -84,46 +94,51 @@ class CallId:
 
 def fill(
     rows_P: Tensor, slots_P: Tensor, tokens: int, bad: Tensor | int, call: CallId, *, grad: bool = False,
-    shared: Shared = NOTHING,
+    shared: Shared = NOTHING, columns: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Tensor:  # fmt: skip
     """The message [P, C] int64 of a count, made on the device of the counts: no copy to it and no sync.
 
-    grad: whether this rank's tokens or their weights want a gradient.
+    grad: whether this rank's tokens or their weights want a gradient. columns: [P] or [] int64 others by number.
     """
-    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *call.columns("count", "forward")]
+    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *_UNBALANCED, *call.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
-        message = rows_P.new_empty(rows_P.shape[0], COLUMNS)
+        message = rows_P.new_zeros(rows_P.shape[0], COLUMNS)
         for column, value in enumerate(same):
-            message[:, column].fill_(value)
+            if value:
+                message[:, column].fill_(value)
     message[:, ROWS], message[:, SLOTS], message[:, BAD] = rows_P, slots_P, bad
+    for column, values in columns.items():
+        message[:, column] = values
     return message
 
 
 def announce(
-    transport: Transport, guard: Guard, splits: SplitSizes, call: CallId, phase: str, direction: str,
-    rows: Tensor | None,
+    transport: Transport, guard: Guard | None, splits: SplitSizes, call: CallId, phase: str, direction: str,
+    rows: Sequence[Tensor] | None, device: torch.device,
 ) -> None:  # fmt: skip
-    """Tell each peer what comes and check what they tell, before rows move on the CPU. Collective.
+    """Tell each peer what comes and check what they tell, before rows move. Collective, with a host sync.
 
-    rows: those whose width and dtype the call does not say; None for what this rank cannot send.
+    rows: those whose widths and dtypes the call does not say; None for what this rank cannot send. device: where the
+    ranks meet.
 
     Raises:
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
-    kind = [0, UNUSABLE, 0] if rows is None else [rows.shape[1], 0, DTYPES.index(rows.dtype)]
-    tail = [*kind, *NOTHING.columns(), *call.columns(phase, direction)]
+    values, kind = (0, 0) if rows is None else _kind(rows)
+    tail = [values, 0 if rows is not None else UNUSABLE, kind, *NOTHING.columns(), *_UNBALANCED]
     counts = list(zip(splits.outgoing, splits.incoming, strict=True))
-    told = transport.handshake(torch.tensor([[*count, *tail] for count in counts], device="cpu"))
+    here = call.columns(phase, direction)
+    told = transport.handshake(torch.tensor([[*count, *tail, *here] for count in counts], device=device))
     compare(told, transport.rank, call, phase)
     kinds = [(said[VALUES], said[DTYPE]) for said in told.received]
     if len(set(kinds)) > 1:
-        each = ", ".join(f"{values} {str(DTYPES[dtype]).removeprefix('torch.')}" for values, dtype in kinds)
         raise DesyncError(
-            f"rows of {each} come from ranks 0..{len(kinds) - 1} ({direction}, call {call.number}): the width or the "
-            "dtype of what the experts gave back differs between ranks",
+            f"rows of {', '.join(_of_kind(*kind) for kind in kinds)} come from ranks 0..{len(kinds) - 1} ({direction}, "
+            f"call {call.number}): the width or the dtype of {_WHAT.get(phase, 'what the experts gave back')} differs "
+            "between ranks",
             ranks=tuple(p for p, kind in enumerate(kinds) if kind != kinds[transport.rank]),
             layer=call.layer, phase=phase,
         )  # fmt: skip
@@ -139,8 +154,22 @@ def announce(
             "ranks hold different plans of one call",
             ranks=tuple(wrong), layer=call.layer, phase=phase,
         )  # fmt: skip
-        guard.fail(error)
+        if guard is not None:
+            guard.fail(error)
         raise error
+
+
+def _kind(rows: Sequence[Tensor]) -> tuple[int, int]:
+    """How many values a row has, and their dtype by its number; of several tensors, or codes, a checksum below 0."""
+    values, dtypes = [row.shape[1] for row in rows], [row.dtype for row in rows]
+    if len(rows) == 1 and dtypes[0] in DTYPES:
+        return values[0], DTYPES.index(dtypes[0])
+    return sum(values), -1 - zlib.crc32(f"{values} {dtypes}".encode())
+
+
+def _of_kind(values: int, kind: int) -> str:
+    dtype = f"values of kind {-1 - kind:08x}" if kind < 0 else str(DTYPES[kind]).removeprefix("torch.")
+    return f"{values} {dtype}"
 
 
 def compare(told: Handshake, rank: int, call: CallId, phase: str) -> None:
@@ -153,6 +182,7 @@ def compare(told: Handshake, rank: int, call: CallId, phase: str) -> None:
     _raise_if_unusable(told.received, call.layer, phase)
     _raise_if_desynced(told, rank, call, phase)
     _raise_if_unlike(told.received, call.layer)
+    _raise_if_planned_otherwise(told.received, rank, call, phase)
 
 
 def _raise_if_desynced(told: Handshake, rank: int, call: CallId, phase: str) -> None:
@@ -164,6 +194,23 @@ def _raise_if_desynced(told: Handshake, rank: int, call: CallId, phase: str) -> 
             f"rank(s) {', '.join(map(str, others))} are in another call than rank {rank}. {sides}. "
             f"Rank {rank} also has ({call.fingerprint}). Every rank of an expert group must run the same layers in the "
             "same order with the same configuration",
+            ranks=others, layer=call.layer, phase=phase,
+        )  # fmt: skip
+
+
+def _raise_if_planned_otherwise(received: Sequence[Sequence[int]], rank: int, call: CallId, phase: str) -> None:
+    """Ranks of balanced experts that would not move the same copies."""
+    if unfit := tuple(p for p, said in enumerate(received) if said[PLAN] == UNFIT):
+        raise DesyncError(
+            f"rank(s) {', '.join(map(str, unfit))} have other numbers of slots for each expert than those that were "
+            f"gathered from them (call {call.number}): what was gathered came back changed, or a checkpointed block "
+            "decides otherwise when it is run again; see `trimtab.replay_in_recompute`",
+            ranks=unfit, layer=call.layer, phase=phase,
+        )  # fmt: skip
+    if others := tuple(p for p, said in enumerate(received) if said[PLAN] != received[rank][PLAN]):
+        raise DesyncError(
+            f"rank(s) {', '.join(map(str, others))} place copies of experts by another plan than rank {rank} (call "
+            f"{call.number}): the ranks have gathered other numbers of slots",
             ranks=others, layer=call.layer, phase=phase,
         )  # fmt: skip
 

@@ -15,31 +15,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import not_in_graphs, once_differentiable
-from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
+from trimtab.dispatch.exchange import Direction, Exchange
+from trimtab.dispatch.handshake import announce
 from trimtab.dispatch.plan import RankPlan
-from trimtab.dispatch.transport import SplitSizes, Transport
+from trimtab.dispatch.transport import SplitSizes
 from trimtab.errors import InputError
 from trimtab.kernels.rows import Csr, combine_rows, csr_of, gather_rows
-
-if TYPE_CHECKING:
-    from trimtab.guard.guard import Guard
-
-Direction = Literal["forward", "backward"]
-
-_AFTER = {
-    ("dispatch", "forward"): ("experts", "forward", "in"),
-    ("combine", "forward"): ("combine", "forward", "past"),
-    ("combine", "backward"): ("experts", "backward", "in"),
-    ("dispatch", "backward"): ("route", "backward", "in"),
-}
-"""Where a rank is once a movement is done."""
 
 
 class LocalRoute:
@@ -62,69 +50,45 @@ class LocalRoute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRoute:
+class RankRoute(Exchange):
     """One layer call on one rank, each of whose methods is a collective of the group: tokens to rows by `plan`, and an
     exchange over `transport`. `direction` says whose turn it is: the transpose of the one is the other's backward.
-
-    run: `layer_frame` of the layer. call: which every rank must be in. announced: whether guarded ranks tell each other
-    what comes before rows move on the CPU.
     """
 
-    transport: Transport
-    guard: Guard | None
-    run: Callable[..., Any]
     plan: RankPlan
     rows: SplitSizes
     slots: SplitSizes
     tokens: tuple[int, ...]
-    call: CallId
-    announced: bool = True
 
     @not_in_graphs
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P: tensors [T, *] -> [M', *], rows grouped by source rank, in token order within one."""
         phase = "dispatch" if direction == "forward" else "combine"
         send = partial(self.transport.dispatch, tensors, self.plan.row_token_M, self.rows, self.tokens)
-        return self._move(phase, direction, self.rows, tensors[0], send)
+        return self.move(phase, direction, self.rows, tensors[:1], send)
 
     @not_in_graphs
     def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
         phase, splits = "combine" if direction == "forward" else "dispatch", self.rows.reversed()
         send = partial(self.transport.combine, tensors, splits, self.tokens)
-        return combine_parts(self._move(phase, direction, splits, tensors[0], send), self.plan.token_csr)
+        return combine_parts(self.move(phase, direction, splits, tensors[:1], send), self.plan.token_csr)
 
     def combine_slots(self, rows_RD: Tensor) -> Tensor:
         """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
         splits, csr = self.slots.reversed(), self.plan.slot_csr
         assert csr is not None
         send = partial(self.transport.combine, [rows_RD], splits, self.tokens)
-        (received,) = self._move("combine", "forward", splits, rows_RD, send)
+        (received,) = self.move("combine", "forward", splits, [rows_RD], send)
         return combine_rows(received, csr)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
         """Raise `error` in place of a combine, on every rank that would wait for this one."""
         if self.guard is not None and like.device.type == "cpu":
             with suppress(InputError), self.guard.alone(self.call.layer, "combine"):
-                announce(self.transport, self.guard, self.rows.reversed(), self.call, "combine", "forward", None)
+                splits = self.rows.reversed()
+                announce(self.transport, self.guard, splits, self.call, "combine", "forward", None, like.device)
         raise error
-
-    def _move(
-        self, phase: str, direction: Direction, splits: SplitSizes, rows: Tensor, send: Callable[[], list[Tensor]]
-    ) -> list[Tensor]:
-        """Move rows. Under a guard: say where this rank is and, where the host waits anyway, see that all are there
-        before rows move."""
-        call, run = self.call, self.run
-        if self.guard is None:
-            return cast(list[Tensor], run(send))
-        with self.guard.alone(call.layer, phase):
-            self.guard.at(call.layer, phase, direction, call.number)
-            if self.announced and rows.device.type == "cpu" and (phase, direction) in MOVEMENTS:
-                run(announce, self.transport, self.guard, splits, call, phase, direction, rows)
-            received: list[Tensor] = run(send)
-        after, turn, state = _AFTER[phase, direction]
-        self.guard.at(call.layer, after, turn, call.number, state)
-        return received
 
 
 Route = LocalRoute | RankRoute

@@ -1,0 +1,97 @@
+"""The way of copies, for one layer call: hot experts' weights to the ranks that help with them, and the copies'
+gradients home. It is a route like that of the tokens, whose tokens are a rank's experts.
+
+Legend: P ranks, E experts, m experts at home on each rank, n copies on this rank, M copies that leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trimtab.backward import not_in_graphs
+from trimtab.dispatch.balance import BalancePlan
+from trimtab.dispatch.exchange import Exchange
+from trimtab.dispatch.transport import SplitSizes
+from trimtab.kernels.memory import row_major
+from trimtab.kernels.rows import compact
+
+
+@dataclass(kw_only=True)
+class BalanceReport:
+    """What balancing did in one call of a layer, equal on every rank of the group; reading a tensor is a host sync.
+
+    loads_before_P, loads_after_P: [P] int64 slots of each rank's own experts, and slots that it computes.
+    copies_P: [P] int64 experts of other ranks that it was sent.
+    copy_bytes: of one copy, 0 before the first has been sent.
+    """
+
+    loads_before_P: Tensor
+    loads_after_P: Tensor
+    copies_P: Tensor
+    copy_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRoute(Exchange):
+    """Each method is a collective of the group, which every rank calls, with copies or without. On every rank the
+    tensors have the same widths and dtypes, in the same order.
+
+    home: m. num_slots, home_slots: how many slots of this rank's rows are for its copies, and for its own experts.
+    expert_M: [M] which of this rank's experts leave, by destination and then by expert. splits: how many.
+    """
+
+    home: int
+    num_slots: int
+    home_slots: int
+    expert_M: Tensor
+    splits: SplitSizes
+    report: BalanceReport
+
+    @property
+    def number(self) -> int:
+        """n."""
+        return sum(self.splits.incoming)
+
+    @not_in_graphs
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What there is of each of this rank's experts, [m, *] of any dtype, to where copies are wanted: [n, *] of the
+        copies here, contiguous, in the order of experts."""
+        rows = [_rows(t) for t in tensors]
+        self.report.copy_bytes = sum(row.shape[1] * row.element_size() for row in rows)
+        tokens = (self.home,) * self.transport.size
+        send = partial(self.transport.dispatch, [row.view(torch.uint8) for row in rows], self.expert_M)
+        received = self.move("experts", "forward", self.splits, rows, partial(send, self.splits, tokens))
+        return [
+            part.contiguous().view(like.dtype).view(part.shape[0], *like.shape[1:])
+            for part, like in zip(received, tensors, strict=True)
+        ]
+
+    @not_in_graphs
+    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Gradients [n, *] of copies, added in place into [m, *] of the experts at home, in the order of ranks. Both in
+        the same dtype."""
+        rows, splits, tokens = [_rows(t) for t in copies], self.splits.reversed(), (self.home,) * self.transport.size
+        send = partial(self.transport.combine, rows, splits, tokens)
+        received = self.move("experts", "backward", splits, rows, send)
+        for part, home in zip(received, into, strict=True):
+            sizes = list(splits.incoming)
+            # An expert is in one rank's at most once: no order is left to chance.
+            for experts, grads in zip(self.expert_M.split(sizes), part.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+                home.index_add_(0, experts, grads.view(-1, *home.shape[1:]))
+
+
+def leaving(plan: BalancePlan, rank: int, home: int, copies: int) -> Tensor:
+    """Which of a rank's `home` experts are copied, by destination and then by expert: [copies] int64."""
+    place_Pm = plan.place_EP[rank * home : (rank + 1) * home].T
+    expert_Pm = torch.arange(home, device=place_Pm.device).expand(place_Pm.shape)
+    return compact(expert_Pm.reshape(-1), (place_Pm >= home).reshape(-1), copies)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[m, *] as [m, all the rest]."""
+    return row_major(t.detach().reshape(t.shape[0], t.shape[1:].numel()))

@@ -1,0 +1,61 @@
+"""What a rank's experts run on, of one layer call.
+
+Legend: K experts per token, M' rows received, R kept slots received, D model dim.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.copies import CopyRoute
+from trimtab.dispatch.route import DispatchSlots, Route, slots_of
+
+_OLD_FIELDS = {"x": "x_MD", "ids": "ids_MK", "weights": "weights_MK"}
+
+
+@dataclass(kw_only=True)
+class Dispatched:
+    """What a rank's experts run on, itself a small MoE layer's input, and the way home, of one layer call: any function
+    that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
+
+    x_MD: [M', D] in the tokens' dtype.
+    ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
+    weights_MK: [M', K] float32 (float64 for float64 tokens).
+    num_slots: how many ids are not -1, or how many at most, where the host knows it.
+    copies: with balanced experts, where copies of other ranks' come from; ids of them follow those of the rank's own.
+    """
+
+    x_MD: Tensor
+    ids_MK: Tensor
+    weights_MK: Tensor
+    num_slots: int | None
+    route: Route
+    sent: Tensor
+    slot_row_R: Tensor | None = None
+    copies: CopyRoute | None = None
+
+    def __getattr__(self, name: str) -> Tensor:
+        """The names of release 0.1."""
+        if name not in _OLD_FIELDS:
+            raise AttributeError(f"Dispatched has no attribute {name!r}")
+        warnings.warn(f"Dispatched.{name} is now {_OLD_FIELDS[name]}", DeprecationWarning, stacklevel=2)
+        value: Tensor = getattr(self, _OLD_FIELDS[name])
+        return value
+
+
+def by_slot(rows: Dispatched) -> Dispatched:
+    """One row per kept slot, which all come home."""
+    slots, csr = slots_of(rows.ids_MK, rows.num_slots)
+    row_R = slots.div(rows.ids_MK.shape[1], rounding_mode="floor")
+    beyond = torch.arange(slots.shape[0], device=slots.device) >= csr.indptr[-1]
+    return replace(
+        rows,
+        x_MD=DispatchSlots.apply(rows.x_MD, row_R, csr),  # type: ignore[no-untyped-call]
+        ids_MK=rows.ids_MK.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
+        weights_MK=rows.weights_MK.reshape(-1).index_select(0, slots)[:, None],
+        slot_row_R=row_R,
+    )

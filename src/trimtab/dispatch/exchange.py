@@ -1,0 +1,72 @@
+"""One movement of a layer call over one transport: under a guard it says where this rank is and, where the host waits
+anyway, sees that all are there before rows move.
+
+Legend: n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
+from trimtab.dispatch.transport import SplitSizes, Transport
+
+if TYPE_CHECKING:
+    from trimtab.guard.guard import Guard
+
+Direction = Literal["forward", "backward"]
+
+_AFTER = {
+    ("route", "forward"): ("route", "forward", "in"),
+    ("dispatch", "forward"): ("experts", "forward", "in"),
+    ("experts", "forward"): ("experts", "forward", "in"),
+    ("combine", "forward"): ("combine", "forward", "past"),
+    ("combine", "backward"): ("experts", "backward", "in"),
+    ("experts", "backward"): ("experts", "backward", "past"),
+    ("dispatch", "backward"): ("route", "backward", "in"),
+}
+"""Where a rank is once a movement is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What the movements of one layer call over one transport have in common.
+
+    run: `layer_frame` of the layer. call: which every rank must be in. announced: whether ranks tell each other what
+    comes before it moves; None for where they are guarded and move rows on the CPU.
+    """
+
+    transport: Transport
+    guard: Guard | None
+    run: Callable[..., Any]
+    call: CallId
+    announced: bool | None = None
+
+    def announces(self, device: torch.device) -> bool:
+        """Whether ranks tell each other what comes before rows on this device move."""
+        return (self.guard is not None and device.type == "cpu") if self.announced is None else self.announced
+
+    def move(
+        self, phase: str, direction: Direction, splits: SplitSizes, rows: Sequence[Tensor],
+        send: Callable[[], list[Tensor]], *, usable: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        """What `send` brings. rows: [n, *] those whose widths and dtypes the call does not say. usable: whether this
+        rank has something to send; where not, and it is announced, every rank raises InputError."""
+        call, guard, device = self.call, self.guard, rows[0].device
+        with nullcontext() if guard is None else guard.alone(call.layer, phase):
+            if guard is not None:
+                guard.at(call.layer, phase, direction, call.number)
+            if self.announces(device) and (phase, direction) in MOVEMENTS:
+                said = rows if usable else None
+                self.run(announce, self.transport, guard, splits, call, phase, direction, said, device)
+            received = cast(list[Tensor], self.run(send))
+        if guard is not None:
+            after, turn, state = _AFTER[phase, direction]
+            guard.at(call.layer, after, turn, call.number, state)
+        return received
