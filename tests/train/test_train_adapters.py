@@ -93,15 +93,33 @@ def test_two_and_two_steps_are_four_on_two_ranks(config: TrainConfig, pair: Path
     assert_same_bits(pair, out)
 
 
-def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
-    for one, two in zip(numbers(alone), numbers(pair), strict=True):
+def assert_same_run(two_ranks: Path, alone: Path) -> None:
+    for one, two in zip(numbers(alone), numbers(two_ranks), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert two["layers"] == one["layers"]
-    ours, theirs = (load_file(out / "final" / "adapter_model.safetensors") for out in (pair, alone))
+    ours, theirs = (load_file(out / "final" / "adapter_model.safetensors") for out in (two_ranks, alone))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.nn.functional.cosine_similarity(ours[name].flatten(), value.flatten(), dim=0) > 0.9999, name
+
+
+def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
+    assert_same_run(pair, alone)
+
+
+def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="mixtral", data=(str(text),), seq_len=16, batch_size=2, max_steps=2, lr=0.01, lora=2, quantize="nf4",
+        lora_targets="experts", out=str(tmp_path / "alone"),
+    )  # fmt: skip
+    run_forked(config, 1)
+    for way in ({"ep": 2, "batch_size": 1}, {"ep": 2, "tp": 2}):
+        given = replace(config, out=str(tmp_path / "-".join(way)), **way)
+        run_forked(given, 2)
+        assert_same_run(Path(given.out), Path(config.out))
+        (row,) = (line.split() for line in log(Path(given.out)).splitlines() if line.startswith("routed experts"))
+        assert row[-3] == f"{3 * 3 * 8 * 128 * 192:,}", "codes, on all ranks"
 
 
 def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
@@ -145,7 +163,8 @@ def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None
         ({"quantize": "keep"}, ["--quantize keep", "no codes"]),
         ({"quantize": "nf4"}, ["--quantize nf4", "blocks of 64 inputs", "down_proj has 96"]),
         ({"quantize": "fp8"}, ["--quantize fp8", "nf4, int8, keep"]),
-        ({"tp": 2}, ["--lora with --tp 2"]),
+        ({"tp": 2}, ["--lora with --tp 2", "--lora-targets experts"]),
+        ({"tp": 2, "ep": 1, "lora_targets": "experts"}, ["--quantize with --tp 2 and --ep 1"]),
         ({"replicate": 2}, ["--lora with --replicate 2", "--lora-targets experts"]),
     ],
     ids=lambda value: "-".join(value),

@@ -35,13 +35,14 @@ def configured(model: nn.Module, config: TrainConfig) -> LoraConfig:
 
 def check_adapters(config: TrainConfig, facts: Facts, mesh: Mesh) -> None:
     """Raise ConfigError for targets that the model lacks, and for what peft or the checkpoint cannot do."""
-    if mesh.tp > 1:
-        raise ConfigError(f"--lora with --tp {mesh.tp}: not tested; give those ranks to --ep and --fsdp")
-    if mesh.replicate > 1 and config.lora_targets != "experts":
-        raise ConfigError(
-            f"--lora with --replicate {mesh.replicate}: peft sizes adapters of linear layers by one rank's shard then; "
-            "use --lora-targets experts, or --replicate 1"
-        )
+    for name, size in (("--tp", mesh.tp), ("--replicate", mesh.replicate)):
+        if size > 1 and config.lora_targets != "experts":
+            raise ConfigError(
+                f"--lora with {name} {size}: peft sizes adapters of linear layers by one rank's shard then; use "
+                f"--lora-targets experts, or {name} 1"
+            )
+    if config.quantize and mesh.ep == 1 and mesh.tp > 1:
+        raise ConfigError(f"--quantize with --tp {mesh.tp} and --ep 1: codes are sharded by expert alone; give --ep 2")
     try:
         _held_as_codes(facts.skeleton, config)
     except ConfigError as error:
