@@ -49,6 +49,7 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 	cp runs/verify/ledger.md docs/ledger.md
 	PYTHONPATH=tests $(BIN)/python -m faults
 	PYTHONPATH=tests $(BIN)/python -m fuzz 100000
+	PYTHONPATH=tests $(BIN)/python -m fuzz.balance 10000
 	PYTHONPATH=tests $(BIN)/python -m mutants
 
 megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every test; MEGATRON=0.18.2 for another release

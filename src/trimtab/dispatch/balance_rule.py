@@ -63,12 +63,13 @@ def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int
 
     surplus_BP = (load_P - cap_B1).clamp(min=0)
     room_BP = (cap_B1 - load_P).clamp(min=0).flip(1)  # receivers in their order
-    surplus_end_BP, room_end_BP = surplus_BP.cumsum(1), room_BP.cumsum(1)
-    surplus_start_BP, room_start_BP = surplus_end_BP - surplus_BP, room_end_BP - room_BP
+    surplus_end_BP = surplus_BP.cumsum(1)
+    surplus_start_BP, total_B1 = surplus_end_BP - surplus_BP, surplus_end_BP[:, -1:]
+    room_end_BP = room_BP.cumsum(1)
+    room_start_BP, room_end_BP = (torch.minimum(t, total_B1) for t in (room_end_BP - room_BP, room_end_BP))
     # What a donor lacks in the alias table: the rest of the receiver in which its surplus ends.
     last_BP = torch.searchsorted(room_end_BP, surplus_end_BP)
     lack_BP = room_end_BP.gather(1, last_BP) - surplus_end_BP
-    lack_BP = lack_BP.where(surplus_end_BP < surplus_end_BP[:, -1:], 0)
     lack_WBP = torch.stack((torch.zeros_like(lack_BP), lack_BP))
     given_WBP = surplus_BP + lack_WBP
     back_WBP = lack_WBP.roll(1, -1)  # to the donor before; the last one lacks nothing
