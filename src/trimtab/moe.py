@@ -189,10 +189,11 @@ class MoE(nn.Module):
         with unseen():
             route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch)
             rows = self.dispatcher.dispatch(
-                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, shared=self._shared(x)
-            )
+                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, shared=self._shared(x),
+                trained=self._trained(),
+            )  # fmt: skip
             losses = self.router.losses(route)
-            out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
+            out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
             combined = self.dispatcher.combine(out, rows)
         y_TD = combined if self.from_latent is None else self.from_latent(combined)
         if self.shared is not None:
@@ -225,6 +226,10 @@ class MoE(nn.Module):
     def _shared(self, x: Tensor) -> Shared:
         """What of the input the ranks of the expert group must have as much of."""
         return NOTHING
+
+    def _trained(self) -> str:
+        """Which of the experts' weights have gradients, where ranks must know it of each other."""
+        return ""
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):

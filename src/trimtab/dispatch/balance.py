@@ -15,6 +15,7 @@ N = T * K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from trimtab.errors import ConfigError
 from trimtab.kernels.rows import narrow
 from trimtab.validation import check_sizes, is_finite
 
+Balance = Literal["off", "auto"] | float
+COPY_COST = 1000
+"""Slots: between ranks of one host; links between hosts take ten times as many."""
 LOOSEST = 1024
 """The largest tolerance: so many times the mean above it."""
 
@@ -55,6 +59,20 @@ class BalanceConfig:
     def parts(self) -> int | None:
         """The tolerance in PARTS of the mean."""
         return None if self.tolerance is None else int(self.tolerance * PARTS)
+
+
+def balance_config(balance: Balance, copy_cost: int = COPY_COST) -> BalanceConfig | None:
+    """What a user's words mean; None for "off".
+
+    Raises:
+        ConfigError: a balance that is neither "off", "auto" nor a number; what `BalanceConfig` does not take.
+    """
+    if isinstance(balance, str):
+        if balance not in ("off", "auto"):
+            raise ConfigError(f"balance={balance!r} is neither 'off', 'auto' nor a tolerance such as 0.1")
+        config = BalanceConfig(copy_cost=copy_cost)
+        return None if balance == "off" else config
+    return BalanceConfig(tolerance=balance, copy_cost=copy_cost)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class Dispatched:
     sent: Tensor
     slot_row_R: Tensor | None = None
     copies: CopyRoute | None = None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What `ExpertMLP.forward` takes beside the rows; `copies` where there are such, which other experts lack."""
+        return {"num_slots": self.num_slots} | ({} if self.copies is None else {"copies": self.copies})
 
     def __getattr__(self, name: str) -> Tensor:
         """The names of release 0.1."""

@@ -68,6 +68,7 @@ class Dispatcher:
             slots go to their expert's own rank. The experts must run copies (`Dispatched.copies`).
         etp: the ranks that share each expert's F and so compute each other's slots, for the plan; if balanced.
 
+    balance: the rule by which experts are copied, None where none are.
     balanced: what balancing did in the last call; None where nothing is balanced.
 
     Raises:
@@ -105,9 +106,9 @@ class Dispatcher:
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
         self.balanced: BalanceReport | None = None
-        self._balancer = None
+        self.balance, self._balancer = None, None
         if balance is not None and transport is not None:
-            self._balancer = Balancer(balance, num_experts, transport, etp, self._run)
+            self.balance, self._balancer = balance, Balancer(balance, num_experts, transport, etp, self._run)
         self._places = self.experts_per_rank * (1 if self._balancer is None else 2)
 
     def begin(self) -> None:

@@ -181,7 +181,7 @@ class _Call:
 
     def send(self) -> list[Tensor]:
         """The copies of what is trained."""
-        made = self.copies.send([self.parts[i].detach().contiguous() for i in self.moved])
+        made = self.copies.send([self.parts[i].detach() for i in self.moved])
         by_place = dict(zip(self.moved, made, strict=True))
         trained = [by_place.pop(i) for i in self.trained]
         self.frozen = by_place

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
@@ -50,6 +51,10 @@ class ExpertParallel(ParallelStyle):
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows go to
             all of the group before the experts, and the parts of their outputs come back to be summed.
         combine: as in `Dispatcher`; the layer's own if not given.
+        balance: whether hot experts are copied, for one call, to ranks that have room, so that no rank computes much
+            more than the mean: "off"; "auto", where that is worth `copy_cost`; or how far above the mean the busiest
+            rank may be, 0.1 for 10 %. Copies' gradients come home: parameters and all that sees them are as without.
+        copy_cost: how many slots a copy must take off the busiest rank to be worth its way there and back.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
 
@@ -70,6 +75,8 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: DeviceMesh | None = None,
         etp: str | None = None,
         combine: CombineMode | None = None,
+        balance: Balance = "off",
+        copy_cost: int = COPY_COST,
     ) -> None:
         super().__init__()
         check_transport(transport)
@@ -85,6 +92,7 @@ class ExpertParallel(ParallelStyle):
         if combine is not None:
             check_combine(combine)
         self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
+        self.balance = balance_config(balance, copy_cost)
         self.meshes = TokenMeshes(tp=tp_mesh, cp=cp_mesh)
         self._transports: Transports = {}
 
@@ -113,7 +121,7 @@ class ExpertParallel(ParallelStyle):
         split = None if self.etp is None else over(1 - place.ep_dim)
         moe.dispatcher = Dispatcher(
             old.num_experts, over(place.ep_dim), combine=self.combine or old.combine_mode, layer=name,
-            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}",
+            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", balance=self.balance, etp=split,
         )  # fmt: skip
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)
@@ -141,8 +149,21 @@ class ExpertParallel(ParallelStyle):
             )
         if type(module.experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(module.experts).__name__}, expected an ExpertMLP", layer=layer)
+        if self.balance is not None:
+            check_copied(module.experts, layer)
         check_split(module.experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
+
+
+def check_copied(experts: ExpertMLP, layer: str) -> None:
+    """Raises ConfigError where experts have what copies for one call cannot have."""
+    for name, has in (("delay_wgrad", experts.delay_wgrad), ("a recipe", experts.recipe is not None)):
+        if has:
+            raise ConfigError(
+                f"experts with {name} are not balanced: a copy is there for one call, and could not keep what that "
+                "keeps. Leave one of the two out",
+                layer=layer,
+            )
 
 
 Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]

@@ -81,6 +81,11 @@ class ParallelMoE(MoE):
             positions=x.shape[-2] if whole else -1,
         )  # fmt: skip
 
+    def _trained(self) -> str:
+        if self.dispatcher.balance is None:
+            return ""
+        return ", ".join(name for name, param in self.experts.named_parameters() if param.requires_grad)
+
     def _replicated(self) -> list[Place]:
         """Where the trained parameters other than the experts' are, in a fixed order."""
         return [
