@@ -91,8 +91,7 @@ def sums_on_rank(transport: str) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= 1e-12}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
+@pytest.mark.parametrize(("transport", "ranks"), [("alltoall", 4), ("allgather", 2), ("shared_memory", 4), ("auto", 2)])
 def test_sums_and_gradients_are_those_of_experts_at_home(transport: str, ranks: int) -> None:
     assert run_ranks(sums_on_rank, ranks, transport) == [{}] * ranks
 

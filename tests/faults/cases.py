@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal[
     "kill", "freeze", "raise", "stall", "delay",
@@ -18,6 +18,8 @@ PLACES = (
     ("route", "forward"), ("count", "forward"), ("dispatch", "forward"), ("experts", "forward"), ("combine", "forward"),
     ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"), ("route", "backward"),
 )  # fmt: skip
+MOVED = (("route", "forward"), ("experts", "forward"), ("experts", "backward"))
+"""What balanced experts move besides."""
 _ERRORS: dict[str, str] = {
     "kill": "PeerLost", "freeze": "PeerLost", "raise": "PeerLost", "stall": "PhaseTimeout", "delay": "",
     "combine_rows": "InputError", "bad_shape": "InputError", **dict.fromkeys(DESYNCS, "DesyncError"),
@@ -30,7 +32,8 @@ class Fault:
 
     kind: kill (SIGKILL), freeze (SIGSTOP), raise (an error of the user's), stall (longer than the deadline), delay
         (shorter: nothing may be raised); the rest are mistakes in what the rank calls.
-    store: a file, or served by rank 0.
+    store: a file, or served by rank 0. balanced: hot experts are copied; route and experts are the movements of counts
+        and of weights then, and not what lies before.
     """
 
     kind: Kind
@@ -43,10 +46,11 @@ class Fault:
     transport: Literal["alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
     store: Literal["file", "tcp"] = "file"
+    balanced: bool = False
 
     def __str__(self) -> str:
         where = f" in {self.phase} {self.direction}" if self.kind in _PLACED else ""
-        how = f"{self.transport}, {self.combine}, {self.store} store"
+        how = f"{self.transport}, {self.combine}, {self.store} store{', balanced' * self.balanced}"
         return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({how})"
 
 
@@ -113,6 +117,16 @@ def fault_cases() -> list[Fault]:
         cases += [Fault(kind=kind, phase=p, direction=d, ranks=4, rank=2) for p, d in places]
         cases += [Fault(kind=kind, phase="experts", rank=0, ranks=2, store="tcp")]
         cases += [Fault(kind=kind, phase="experts", rank=rank, store="tcp") for rank in (0, 1)]
+    for transport in ("alltoall", "allgather", "shared_memory"):
+        own: dict[str, Any] = {"transport": transport, "balanced": True}
+        cases += [
+            Fault(kind=k, phase=p, direction=d, **own)
+            for k in ("kill", "freeze", "raise", "stall", "delay", "wrong_splits")
+            for p, d in MOVED
+        ]
+        cases += [
+            Fault(kind=k, **own) for k in ("skip_layer", "extra_call", "fingerprint", "bad_shape", "skip_combine")
+        ]
     return cases
 
 

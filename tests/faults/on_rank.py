@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from faults.cases import Fault
+from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.handshake import MOVEMENT, MOVEMENTS, ROWS
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
@@ -123,7 +124,8 @@ class Layer:
         saboteur.layer = index
         fingerprint = "hidden 24" if saboteur.wants("fingerprint", step=-1) else "hidden 16"
         name = f"layers.{index}"
-        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint)
+        rule = BalanceConfig(tolerance=0.0, copy_cost=0) if f.balanced else None
+        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, balance=rule)
         self.experts = ExpertMLP(self.dispatcher.experts_per_rank, D, F)
         self.wide = ExpertMLP(self.dispatcher.experts_per_rank, D + 8, F)
 
@@ -133,17 +135,18 @@ class Layer:
         if s.wants("skip_layer"):
             return x_TD
         self.dispatcher.begin()
-        s.at("route", "forward")
+        self._at("route", "forward")
         ids_TK = torch.rand(x_TD.shape[0], E).argsort(1)[:, : K - 1 if s.wants("top_k") else K]
         w_TK = torch.rand(ids_TK.shape)
         experts = self.experts
         if s.wants("width"):
             x_TD, experts = torch.cat((x_TD, x_TD[:, :8]), 1), self.wide
-        x_TD = _Mark.apply(x_TD, lambda: self._back("route"))  # type: ignore[no-untyped-call]
+        x_TD = _Mark.apply(x_TD, lambda: self._at("route", "backward"))  # type: ignore[no-untyped-call]
         rows = self.dispatcher.dispatch(x_TD, ids_TK, w_TK[:, :1] if s.wants("bad_shape") else w_TK)
-        s.at("experts", "forward")
-        y = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, num_slots=rows.num_slots)
-        y = _Mark.apply(y, lambda: self._back("experts"))  # type: ignore[no-untyped-call]
+        own = {"num_slots": rows.num_slots, "copies": rows.copies}
+        self._at("experts", "forward")
+        y = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own)
+        y = _Mark.apply(y, lambda: self._at("experts", "backward"))  # type: ignore[no-untyped-call]
         if s.wants("skip_combine"):
             return x_TD
         if s.wants("combine_rows"):
@@ -152,9 +155,11 @@ class Layer:
             y = y.bfloat16()
         return self.dispatcher.combine(y, rows)[:, :D].to(x_TD.dtype)
 
-    def _back(self, phase: str) -> None:
+    def _at(self, phase: str, direction: str) -> None:
+        """Between movements, but where a movement is meant."""
         self.saboteur.layer = self.index
-        self.saboteur.at(phase, "backward")
+        if not self.saboteur.fault.balanced:
+            self.saboteur.at(phase, direction)
 
 
 def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
