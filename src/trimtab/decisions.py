@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.integrations.transformers.replay import Forward, Session, live_where_none, spread
+from trimtab.integrations.transformers.replay import Session, live_where_none, spread
 from trimtab.integrations.transformers.routers import RouterPlace, find_routers
+from trimtab.integrations.transformers.watch import Forward, Look, Seen, Watch
 from trimtab.routing.balance import routers
 from trimtab.routing.replay import Decisions, Recording, base_of, check_fits, record_routers, replay_routers
 from trimtab.routing.rollouts import Layers, lay_out
@@ -53,19 +54,25 @@ def record(model: nn.Module) -> Iterator[Recording]:
     sizes = {name: router.config.num_experts for name, router in own.items()}
     recording = Recording(sizes | {place.name: place.num_experts for place in theirs})
 
-    def see(place: RouterPlace, name: str, ids_TK: Tensor | None, forward: Forward) -> None:
+    def keep(name: str, ids_TK: Tensor, forward: Forward) -> None:
+        batch = (forward.shape or (1, 0))[0]
+        recording.keep(name, ids_TK.view(batch, ids_TK.shape[0] // max(batch, 1), ids_TK.shape[1]))
+
+    def see(seen: Seen) -> None:
+        if seen.forward is not None and not seen.again:
+            keep(seen.name, spread(seen.ids_TK, seen.forward.rows(seen.name)), seen.forward)
+
+    def ends(forward: Forward) -> None:
         batch, length = forward.shape or (1, 0)
-        if ids_TK is None:
-            whole = torch.full((batch * length, place.top_k), -1)
-        else:
-            whole = spread(ids_TK, forward.rows(name))
-        recording.keep(name, whole.view(batch, whole.shape[0] // max(batch, 1), whole.shape[1]))
+        for place in theirs:
+            if place.name not in forward.turns:  # a forward that did not come to it
+                keep(place.name, torch.full((batch * length, place.top_k), -1), forward)
 
     with ExitStack() as stack:
         if own:
             stack.enter_context(record_routers(own, recording))
         if theirs:
-            stack.enter_context(Session(model, theirs, see=see).opened())
+            stack.callback(Watch.of(model, theirs).add(Look(see, ends, traced=True)))
         yield recording
 
 
@@ -91,7 +98,7 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
         if own:
             stack.enter_context(replay_routers(own, decisions))
         if theirs:
-            stack.enter_context(Session(model, theirs, decide=_Given(decisions, theirs)).opened())
+            stack.enter_context(Session(model, theirs, _Given(decisions, theirs)).opened())
         yield
 
 

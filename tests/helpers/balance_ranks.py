@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.families import build_model
 from trimtab.integrations.transformers import Balance
 from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers.watch import Look, Watch
 
 STEPS, MICRO, SEQUENCES, LENGTH = 5, 2, 4, 12
 
@@ -45,9 +46,8 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     places = find_routers(model)
     kept: dict[str, list[Any]] = {"ids": [], "loads": [], "biases": [], "losses": []}
-    for place in places:
-        place.watch(lambda seen, place=place: seen_now.__setitem__(place.name, seen.ids_TK))
     seen_now: dict[str, Tensor] = {}
+    Watch.of(model, places).add(Look(lambda seen: seen_now.__setitem__(seen.place.name, seen.ids_TK)))
     share = SEQUENCES // size
     for step in batches():
         optimizer.zero_grad()

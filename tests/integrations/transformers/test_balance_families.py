@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from helpers.families import build_model, forward, sample_batch
 from helpers.ranks import preload, run_ranks
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import Balance, BalanceCallback
-from trimtab.integrations.transformers.routers import Seen, find_routers
+from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers.watch import Look, Seen, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 preload("transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.nn.parallel")
@@ -30,8 +30,7 @@ KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_
 
 def watched(model: Any) -> dict[str, Seen]:
     seen: dict[str, Seen] = {}
-    for place in find_routers(model):
-        place.watch(partial(seen.__setitem__, place.name))
+    Watch.of(model, find_routers(model)).add(Look(lambda one: seen.__setitem__(one.place.name, one)))
     return seen
 
 
@@ -82,7 +81,7 @@ def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None
     seen = watched(model)
     biased = forward(model, batch)[0]
     for n, place in enumerate(places):
-        scores, ids, weights = seen[place.name]
+        scores, ids, weights = (getattr(seen[place.name], name) for name in ("scores_TE", "ids_TK", "weights_TK"))
         assert torch.equal(
             ids.sort(-1).values, (scores + place.module.selection_bias).topk(place.top_k).indices.sort(-1).values
         )

@@ -126,7 +126,7 @@ def test_file_picture_and_history(trained: tuple[Path, Any, Truth]) -> None:
     mine = [entry for entry in trainer.state.log_history if "mean_token_accuracy" in entry]
     assert [entry["step"] for entry in mine] == [3], "TRL's own means are of its own logging steps"
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
-    assert "RouterLoads" not in str(hooks)
+    assert "Watch" not in str(hooks)
 
 
 def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:

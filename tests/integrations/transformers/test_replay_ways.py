@@ -22,6 +22,7 @@ from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers import find_routers
 from trimtab.integrations.transformers.selection_bias import ADDED, add_selection_bias
+from trimtab.integrations.transformers.watch import Look, Watch
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 
@@ -153,7 +154,7 @@ def test_an_added_selection_bias_is_skipped() -> None:
     model, batch, decisions = case("mixtral")
     places = find_routers(model)
     seen: list[Any] = []
-    watching = places[1].watch(lambda found: seen.append(found.ids_TK))
+    leave = Watch.of(model, places[1:]).add(Look(lambda found: seen.append(found.ids_TK)))
     add_selection_bias(places, None)
     for place in places:
         getattr(place.module, ADDED).copy_(torch.arange(8.0))
@@ -164,7 +165,7 @@ def test_an_added_selection_bias_is_skipped() -> None:
         forward(model, batch)
     assert torch.equal(recording.decisions().ids, decisions.ids)
     assert torch.equal(seen[-1], decisions.ids[:, :, 1].flatten(0, 1))
-    watching.remove()
+    leave()
 
 
 def test_a_router_that_decides_again_needs_decisions_for_that() -> None:

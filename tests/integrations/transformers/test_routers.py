@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import Llama4TextConfig, LongcatFlashConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
@@ -18,7 +18,8 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from helpers.families import build_model, experts_modules, family_names, forward, sample_batch
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.router_rules import RULES, UNREACHABLE
-from trimtab.integrations.transformers.routers import RouterPlace, Seen, Wrapped, find_routers
+from trimtab.integrations.transformers.routers import RouterPlace, Wrapped, find_routers
+from trimtab.integrations.transformers.watch import Look, Seen, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,14 +76,13 @@ def test_every_family(name: str) -> None:
     seen: dict[str, Seen] = {}
     for place in places:
         Wrapped(place.module, "forward", partial(compare, place, differing))
-        place.watch(partial(seen.__setitem__, place.name))
+    Watch.of(model, places).add(Look(lambda one: seen.__setitem__(one.place.name, one)))
     forward(model, sample_batch(model, 2, 12))
     assert not differing
     assert len(seen) == len(places)
     for place in places:
-        scores, ids, weights = seen[place.name]
-        assert scores.shape[-1] == place.num_experts
-        assert ids.shape == weights.shape
+        assert seen[place.name].scores_TE.shape[-1] == place.num_experts
+        assert seen[place.name].ids_TK.shape == seen[place.name].weights_TK.shape
         if place.bias:
             assert getattr(place.bias_in, place.bias).numel() == place.num_experts
     assert all(place.bias for place in places) == (name in BIASED)
@@ -118,16 +118,17 @@ def test_families_that_run_experts_by_themselves(kind: str) -> None:
 
 def test_wrappers_go_again_in_any_order() -> None:
     model = build_model("mixtral")
-    (place, _) = find_routers(model)
-    calls: list[Tensor] = []
-    first, second = (place.watch(lambda seen: calls.append(seen.ids_TK)) for _ in range(2))
+    places = find_routers(model)
+    calls: list[Seen] = []
+    first, second = (Watch.of(model, places).add(Look(calls.append)) for _ in range(2))
     forward(model, sample_batch(model, 1, 4))
-    first.remove()
+    assert calls[0] is calls[1], "one watcher for both"
+    first()
     forward(model, sample_batch(model, 1, 4))
-    second.remove()
+    second()
     forward(model, sample_batch(model, 1, 4))
-    assert len(calls) == 3
-    assert "forward" not in vars(place.module)
+    assert len(calls) == 3 * len(places)
+    assert not [place for place in places if "forward" in vars(place.module)]
 
 
 def test_routers_that_nobody_knows_or_can_tell_are_named() -> None:

@@ -5,7 +5,8 @@ Legend: T tokens, E experts, K experts per token, H bins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from trimtab.backward import not_in_graphs
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.router_loads import FirstRuns, RealTokens
 from trimtab.integrations.transformers.routers import RouterPlace, find_routers
 from trimtab.integrations.transformers.selection_bias import ADDED, SelectionBias, add_selection_bias, check_quantile
+from trimtab.integrations.transformers.watch import Look, Seen, Watch
 from trimtab.routing.balance import stepped_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Basis, Routing
-from trimtab.routing.losses import Groups, LossGroups, all_sum, balance_losses
+from trimtab.routing.losses import Groups, LossGroups, StepTotals, all_sum, balance_losses
 from trimtab.routing.quantile import BINS, add_required, quantile_bias
-from trimtab.routing.scores import count_ids
 from trimtab.validation import check_flags
 
 RULES = ("sign", "quantile")
@@ -65,8 +64,9 @@ class Balance:
             transformers alone does not read it: who loads such a model hands the folder in here, with bias=None to
             run it as it is. Without it, routers that have none are left as they are.
         aux_loss: coefficient of the families' own balance loss, E * sum of f * p per layer with f the share of tokens
-            (it is K where even), averaged over layers. f are the global batch's: of all ranks, and of the micro-batches
-            so far; transformers takes one rank's micro-batch, and pools layers. Its own is turned off.
+            (it is K where even), averaged over layers. f are the global batch's: of all ranks, and of the step's
+            micro-batches so far, or of all of them behind a `first_pass`; transformers takes one rank's micro-batch,
+            and pools layers. Its own is turned off.
         z_loss: coefficient of the mean square of logsumexp(logits) (arXiv 2202.08906), averaged over layers.
         group: the ranks that share the global batch, over which gradients are averaged; all if not given.
 
@@ -100,6 +100,7 @@ class Balance:
             raise ConfigError(f"no router in {type(model).__name__}: there is nothing to balance")
         self.rule, self.rate, self.micro_batches = bias, rate, 1
         self.losses: dict[str, Tensor] = {}
+        self.first_passing = False
         self._given = group
         self._off = _own_losses_off(model) if aux_loss else (lambda: None)
         if isinstance(add_bias, bool):
@@ -111,7 +112,8 @@ class Balance:
                 f"the routers of {type(model).__name__} have no selection bias: add_bias=True gives them one, which is "
                 "saved with the model; or balance by aux_loss= with bias=None"
             )
-        self.tokens = RealTokens(model)
+        see = {layer.place.name: layer.see for layer in self._layers}
+        self._leave = Watch.of(model, places).add(Look(lambda seen: see[seen.place.name](seen)))
 
     @property
     def group(self) -> Groups:
@@ -120,12 +122,32 @@ class Balance:
             return dist.group.WORLD
         return self._given
 
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Within, run the model on every micro-batch of the coming step: loads of the whole step are then known before
+        its first backward, and the step's losses are those of one batch, however it is cut, also into micro-batches of
+        different sizes. It costs a forward for each, without gradients, and is exact where the model draws nothing (no
+        dropout or jitter) in front of a router. Every rank comes here; one all-reduce. `step` forgets them.
+        """
+        self.first_passing = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.first_passing = False
+        for layer, loads_E in zip(self._layers, self._global_loads(), strict=True):
+            layer.totals = StepTotals(tokens=loads_E.sum() / layer.place.top_k, counts_E=loads_E)
+            layer.counts_E.zero_()
+
+    def _global_loads(self) -> tuple[Tensor, ...]:
+        counts = all_sum(torch.cat([layer.counts_E for layer in self._layers]), self.group)
+        return torch.split(counts, [layer.place.num_experts for layer in self._layers])
+
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
         """End an optimizer step: move the biases, forget the step's counts, and return them: slots per expert on all
         ranks, [E] int64 by router. Every rank calls; one all-reduce, with "quantile" two."""
-        counts = all_sum(torch.cat([layer.counts_E for layer in self._layers]), self.group)
-        loads = torch.split(counts, [layer.place.num_experts for layer in self._layers])
+        loads = self._global_loads()
         histograms = [layer.histogram_EH for layer in self._layers if layer.histogram_EH is not None]
         sums: Any = iter(())
         if histograms:
@@ -147,9 +169,7 @@ class Balance:
 
     def remove(self) -> None:
         """The model routes, and computes its losses, as before; biases stay where they are."""
-        self.tokens.remove()
-        for layer in self._layers:
-            layer.hook.remove()
+        self._leave()
         for wrapped in self._selecting:
             wrapped.remove()
         self._off()
@@ -177,10 +197,7 @@ class _Layer:
         if self.bias is not None and balance.rule == "quantile":
             check_quantile(place)
             self.histogram_EH = torch.zeros(E, BINS, dtype=torch.int64, device=device)
-        self._first = FirstRuns()
         self.reset()
-        # First among the hooks: transformers' own for expert parallelism makes ids local.
-        self.hook = place.module.register_forward_hook(partial(self._see), prepend=True)
 
     def reset(self) -> None:
         """A step begins."""
@@ -188,45 +205,45 @@ class _Layer:
         if self.histogram_EH is not None:
             self.histogram_EH.zero_()
         self.values: dict[str, Tensor] = {}
+        self.totals: StepTotals | None = None
         self._before_E: Tensor | None = None
         self._so_far_E: Tensor | None = None
 
-    @not_in_graphs
-    def _see(self, module: nn.Module, _args: Any, outputs: Any) -> Any:
-        if not module.training or not torch.is_grad_enabled():
-            return None
-        first = self._first.here(module)
-        logits_TE, weights_TK, ids_TK = self.place.rule.read(module, outputs)
-        real_T = self.balance.tokens.among(ids_TK.shape[0])
-        chosen_TK = ids_TK.detach().long()
-        if real_T is not None:
-            chosen_TK = chosen_TK.masked_fill(~real_T[:, None], -1)
-        chosen_E = count_ids(chosen_TK, self.place.num_experts)
-        if first:
-            self.counts_E += chosen_E
-            if self.histogram_EH is not None and self.bias is not None:
-                scores_TE = self.place.rule.scores(module, logits_TE.detach())
-                add_required(self.histogram_EH, scores_TE, self.bias.read(), self.place.top_k, real_T)
-        if not (self.config.global_aux_loss or self.config.z_loss) or not logits_TE.requires_grad:
-            return None
-        if first:
+    def see(self, seen: Seen) -> None:
+        """Count one run of the router, and let its losses join the backward."""
+        if self.balance.first_passing:
+            self.counts_E += seen.chosen_E
+            return
+        if not self.place.module.training or not torch.is_grad_enabled():
+            return
+        if seen.first:
+            self.counts_E += seen.chosen_E
             self._before_E = self._so_far_E
-        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = self.place.rule.scores(module, logits_TE).to(wide_TE.dtype)
-        basis = Basis(chosen_TK, chosen_TK, chosen_E, scores_TE, real_T, 1, None)
+            if self.histogram_EH is not None and self.bias is not None:
+                # Detached: a checkpoint's second run, which saves the same tensors as the first, does not come here.
+                scores_TE = self.place.rule.scores(self.place.module, seen.logits_TE.detach())
+                add_required(self.histogram_EH, scores_TE, self.bias.read(), self.place.top_k, seen.real_T)
+        if (self.config.global_aux_loss or self.config.z_loss) and seen.logits_TE.requires_grad:
+            self._join_losses(seen)
+
+    def _join_losses(self, seen: Seen) -> None:
+        logits_TE = seen.logits_TE.to(torch.promote_types(seen.logits_TE.dtype, torch.float32))
+        chosen_TK, chosen_E = seen.chosen_TK, seen.chosen_E
+        basis = Basis(chosen_TK, chosen_TK, chosen_E, seen.scores_TE.to(logits_TE.dtype), seen.real_T, 1, None)
         found, counts_E = balance_losses(
-            Routing(chosen_TK, weights_TK, chosen_E, wide_TE, basis),
-            config=self.config, groups=LossGroups(batch=self.balance.group), totals=None,
+            Routing(chosen_TK, seen.weights_TK, chosen_E, logits_TE, basis),
+            config=self.config, groups=LossGroups(batch=self.balance.group), totals=self.totals,
             counts_before_E=self._before_E,
         )  # fmt: skip
-        found = {name: loss / self.balance.micro_batches for name, loss in found.items()}
-        if first and counts_E is not None:
+        if self.totals is None:
+            found = {name: loss / self.balance.micro_batches for name, loss in found.items()}
+        if seen.first and counts_E is not None:
             self._so_far_E = counts_E if self._before_E is None else self._before_E + counts_E
             for name, loss in found.items():
                 self.values[name] = self.values.get(name, 0) + loss.detach()
-        carrier = next((i for i, output in enumerate(outputs) if output is weights_TK), 0)
-        loss = sum(found.values(), wide_TE.new_zeros(()))
-        return tuple(_WithLoss.apply(o, loss) if i == carrier else o for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
+        loss, outputs = sum(found.values(), logits_TE.new_zeros(())), seen.outputs
+        carrier = next((i for i, output in enumerate(outputs) if output is seen.weights_TK), 0)
+        seen.outputs = tuple(_WithLoss.apply(o, loss) if i == carrier else o for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
 
 
 def _own_losses_off(model: nn.Module) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Loads of whatever routers a model has, those of transformers and trimtab's own, counted while it trains.
 
-Legend: T tokens, B sequences, L positions, E experts, K experts per token.
+Legend: E experts.
 """
 
 from __future__ import annotations
@@ -11,56 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import in_backward, not_in_graphs
+from trimtab.backward import not_in_graphs
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers import RouterPlace, find_routers, plain
+from trimtab.integrations.transformers.routers import find_routers, plain
+from trimtab.integrations.transformers.watch import FirstRuns, Look, Seen, Watch
 from trimtab.routing.decision import Routing
 from trimtab.routing.loads import LoadCounts
-from trimtab.routing.recompute import replaying
 from trimtab.routing.router import Router
-
-
-class FirstRuns:
-    """Which runs of one module are to be counted: those that train, with gradients, and each once under recompute. Of a
-    reentrant checkpoint that is the second run, for the first one has no gradients."""
-
-    def __init__(self) -> None:
-        self._had_forward = False
-
-    def here(self, module: nn.Module) -> bool:
-        """Whether the run that is under way is one."""
-        if not module.training or not torch.is_grad_enabled() or replaying():
-            return False
-        if in_backward():
-            return not self._had_forward
-        self._had_forward = True
-        return True
-
-
-class RealTokens:
-    """Which tokens of a model's forward are no padding, as its 2-d `attention_mask` says."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._mask_T: Tensor | None = None
-        self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
-
-    def _see(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        self._mask_T = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-    def among(self, tokens: int) -> Tensor | None:
-        """Bool [T]; None where all are real, or a router sees others than those of the mask (of an image, say)."""
-        return None if self._mask_T is None or self._mask_T.numel() != tokens else self._mask_T
-
-    def remove(self) -> None:
-        """Look no longer."""
-        self._hook.remove()
 
 
 class RouterLoads(LoadCounts):
     """Counts what a model's routers decide in training: slots per expert, and slots that were dropped.
 
-    Behind each router a hook sees what it gives, whoever decided it (a replay, a selection bias).
+    It sees what each router gives, whoever decided it (a replay, a selection bias).
 
     Raises:
         ConfigError: the model has no router, or one whose decisions cannot be seen.
@@ -75,18 +38,13 @@ class RouterLoads(LoadCounts):
             raise ConfigError(f"no router in {type(model).__name__}: there are no loads to count")
         super().__init__(sizes, next(model.parameters()).device)
         self._dropped = torch.zeros(len(sizes), dtype=torch.int64, device=self._batch.device)
-        self._first = {name: FirstRuns() for name in sizes}
-        self._tokens = RealTokens(model)
-        # First among the hooks: transformers' own for expert parallelism makes ids local.
-        self._hooks = [place.module.register_forward_hook(partial(self._see, place), prepend=True) for place in places]
-        self._hooks += [router.register_forward_hook(partial(self._see_own, name)) for name, router in own.items()]
+        self._first = {name: FirstRuns() for name in own}
+        self._leave = [Watch.of(model, places).add(Look(self._see))] if places else []
+        self._leave += [r.register_forward_hook(partial(self._see_own, name)).remove for name, r in own.items()]
 
-    @not_in_graphs
-    def _see(self, place: RouterPlace, module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> None:
-        if self._first[place.name].here(module):
-            ids_TK = place.rule.read(module, outputs)[2]
-            self.real = self._tokens.among(ids_TK.shape[0])
-            self.count(place.name, ids_TK)
+    def _see(self, seen: Seen) -> None:
+        if seen.first:
+            self._of[seen.place.name].add_(seen.chosen_E.to(self._batch.device))
 
     @not_in_graphs
     def _see_own(self, name: str, module: nn.Module, _args: tuple[Any, ...], routing: Routing) -> None:
@@ -103,6 +61,5 @@ class RouterLoads(LoadCounts):
 
     def remove(self) -> None:
         """Count no longer."""
-        self._tokens.remove()
-        for hook in self._hooks:
-            hook.remove()
+        for leave in self._leave:
+            leave()

@@ -3,16 +3,16 @@
 Nothing of transformers is imported: a router is known by its class (`router_rules`), and watched or told by a wrapper
 around the `forward` of that one module, which goes again.
 
-Legend: T tokens, E experts, K experts per token.
+Legend: E experts, K experts per token.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,15 +25,6 @@ _BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 _WRAPPERS = re.compile(r"^(module\.|base_model\.model\.)+|\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
-class Seen(NamedTuple):
-    """One call of a router. scores_TE: of all experts, without bias and group limits, differentiable; ids_TK: int64;
-    weights_TK: as the experts take them."""
-
-    scores_TE: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
-
-
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -41,10 +32,13 @@ class Wrapped:
     """What stands in front of one module's method until `remove`: around(method, args, kwargs) is called instead.
 
     tells: it changes what the method gives, and so goes beneath all that only look, whichever came first.
+    owner: for whom.
     """
 
-    def __init__(self, module: nn.Module, name: str, around: Around, *, tells: bool = False) -> None:
-        self._module, self._name, self._around, self._tells = module, name, around, tells
+    def __init__(
+        self, module: nn.Module, name: str, around: Around, *, tells: bool = False, owner: object = None
+    ) -> None:
+        self._module, self._name, self._around, self._tells, self.owner = module, name, around, tells, owner
         self._on, self._held = True, name in vars(module)
         self._before: Callable[..., Any] = getattr(module, name)
         over = self._top() if tells else None
@@ -70,6 +64,15 @@ class Wrapped:
                 setattr(self._module, self._name, top._before)
             else:
                 delattr(self._module, self._name)
+
+
+def wrappers(module: nn.Module, name: str) -> Iterator[Wrapped]:
+    """What stands in front of a method, from the outermost on."""
+    one = _wrapper(vars(module).get(name))
+    while one is not None:
+        if one._on:
+            yield one
+        one = _wrapper(one._before)
 
 
 def _wrapper(method: Any) -> Wrapped | None:
@@ -101,17 +104,6 @@ class RouterPlace:
     rule: Rule
     bias_in: nn.Module
     bias: str
-
-    def watch(self, see: Callable[[Seen], None]) -> Wrapped:
-        """Call `see` whenever the router has decided, in recomputes too, until `.remove()` of what is returned."""
-
-        def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            outputs = forward(*args, **kwargs)
-            logits, weights, ids = self.rule.read(self.module, outputs)
-            see(Seen(self.rule.scores(self.module, logits), ids, weights))
-            return outputs
-
-        return Wrapped(self.module, "forward", around)
 
 
 def find_routers(model: nn.Module) -> list[RouterPlace]:
