@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.__main__ import build_parser as benchmarks_parser
+from helpers.commands import torchrun
 from trimtab.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
@@ -131,13 +130,3 @@ def test_the_example_runs_as_written(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=8, **sizes)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     assert len(re.findall(r"step 9  loss \d+\.\d+", torchrun("examples/finetune.py", tmp_path))) == 2
-
-
-def torchrun(*command: object) -> str:
-    """What two ranks print; they must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout

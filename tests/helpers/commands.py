@@ -63,6 +63,18 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=DEADLINE, check=False)
 
 
+def torchrun(*command: object) -> str:
+    """What two ranks print that run from the repository's root; they must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*launcher, *map(str, command)], cwd=root, capture_output=True, text=True, timeout=180, check=False,
+        env=_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     """Wait for a started command; one that passes the deadline is killed and fails the test."""
     try:
