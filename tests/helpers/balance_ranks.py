@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.families import build_model
-from trimtab.integrations.transformers import Balance
+from helpers import ep_case, ep_ranks
+from helpers.ep_case import Case
+from helpers.families import build_model, forward
+from trimtab.integrations.transformers import Balance, register
+from trimtab.integrations.transformers.router_loads import RouterLoads
 from trimtab.integrations.transformers.routers import find_routers
 from trimtab.integrations.transformers.watch import Look, Watch
 
@@ -64,3 +67,48 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
         kept["losses"].append({name: float(value) for name, value in balance.losses.items()})
         kept["biases"].append({n: b.clone() for n, b in model.named_buffers() if n.endswith("bias")})
     return kept | {"parameters": dict(model.named_parameters())}
+
+
+def trained(model: Any, options: dict[str, Any], micro_batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Two steps over the same micro-batches: the second one's gradients and all that both left to be seen."""
+    balance, loads = Balance(model, **options), RouterLoads(model)
+    balance.micro_batches = len(micro_batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    kept: dict[str, Any] = {"loads": [], "losses": [], "counted": [], "biases": []}
+    for _ in range(2):
+        model.zero_grad()
+        for batch in micro_batches:
+            (forward(model, batch)[1] / len(micro_batches)).backward()
+        kept["grads"] = {name: ep_ranks.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        kept["loads"].append(balance.step())
+        kept["losses"].append({name: float(value) for name, value in balance.losses.items()})
+        kept["counted"].append(loads.take_all())
+        kept["biases"].append({name: b.clone() for name, b in model.named_buffers() if name.endswith("bias")})
+    return kept
+
+
+def run_sharded(cases: list[Case], options: dict[str, dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """Each case on this rank, its micro-batches a share of the global ones."""
+    ep_ranks.quiet()
+    ep_ranks.reduce_float64_like_float32()
+    ep_ranks.shard_float64_whole()
+    register()
+    answers = []
+    for case in cases:
+        model = ep_ranks.load(case, folder)
+        ep_ranks.prepare(case, model.train())
+        if case.recompute == "reentrant":
+            model.enable_input_require_grads()
+        own = ep_case.batches(case, model, "natural", case.mesh.data_rank(dist.get_rank()))
+        answers.append(trained(model, options[case.family], own))
+    return answers
+
+
+def alone(case: Case, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same in one process, with the micro-batches of all ranks as one."""
+    model = build_model(case.family, case.seed, torch.float64).train()
+    model.set_experts_implementation("eager")
+    by_rank = [ep_case.batches(case, model, "natural", rank) for rank in range(case.mesh.data_ranks)]
+    whole = [{key: torch.cat([one[key] for one in micro]) for key in micro[0]} for micro in zip(*by_rank, strict=True)]
+    return trained(model, options[case.family], whole)
