@@ -1,4 +1,4 @@
-"""Each part from end to end on a tiny case, in real processes."""
+"""Each part from end to end on a tiny case. Contestants are forked; of another checkout they are started, as ever."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import contestant
 from benchmarks.__main__ import main
+from helpers.forked_race import PROCESSES
 
 BACKEND = "torch"
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
 TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
 MODES = {"forward", "forward+backward"}
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestant, "subprocess", PROCESSES)
 
 
 def bench(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -45,7 +52,9 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_layer_of_another_checkout_over_ranks(tmp_path: Path) -> None:
     source = str(Path(__file__).parents[2] / "src")
-    code, found = bench(tmp_path, "layer", *TINY, "--ranks", "2", "--transports", "alltoall", "--against", source)
+    code, found = bench(
+        tmp_path, "layer", *TINY, "--dtype", "fp32", "--ranks", "2", "--transports", "alltoall", "--against", source
+    )
     assert code == 0
     assert {name for name, modes in timed(found).items() if modes == MODES} >= {
         "trimtab auto alltoall",
