@@ -4,6 +4,10 @@
     random             every expert as likely as any other
     zipf               the i-th most popular expert 1/i as often as the first
     hot                one expert in every token's choice, the others alike
+    hot_rank           the first rank's experts in every token's choice, as many as it takes
+    spread             one expert of every rank in every token's choice, as many as it takes
+    rotating           the experts of the next rank in every token's choice: all ranks alike, all tokens leave
+    burst              hot_rank for half of the tokens, random for the others
     zero_expert_rank   the last rank's experts get nothing (of one rank: the last quarter of its experts)
     source_ragged      balanced, but rank r holds r + 1 shares of the tokens
 
@@ -18,7 +22,11 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 
-WORKLOADS = ("balanced", "random", "zipf", "hot", "zero_expert_rank", "source_ragged")
+WORKLOADS = (
+    "balanced", "random", "zipf", "hot", "hot_rank", "spread", "rotating", "burst", "zero_expert_rank", "source_ragged",
+)  # fmt: skip
+WANTED = 1e6
+"""Odds of an expert that is chosen before others."""
 
 
 def token_counts(workload: str, tokens: int, ranks: int) -> tuple[int, ...]:
@@ -39,7 +47,7 @@ def draw(workload: str, tokens: int, top_k: int, num_experts: int, *, rank: int 
     if workload not in WORKLOADS:
         raise ConfigError(f"workload {workload!r} is not one of {', '.join(WORKLOADS)}")
     g = torch.Generator().manual_seed(1000 + rank)
-    count = token_counts(workload, tokens, ranks)[rank]
+    count, e = token_counts(workload, tokens, ranks)[rank], experts_per_rank(num_experts, ranks)
     odds_E = torch.ones(num_experts)
     if workload in ("balanced", "source_ragged"):
         return _balanced(count, top_k, num_experts, g)
@@ -48,13 +56,23 @@ def draw(workload: str, tokens: int, top_k: int, num_experts: int, *, rank: int 
         odds_E[popular_E] = 1.0 / torch.arange(1, num_experts + 1)
     elif workload == "hot":
         odds_E[0] = torch.inf
+    elif workload in ("hot_rank", "burst"):
+        odds_E[:e] = WANTED
+    elif workload == "spread":
+        odds_E[::e] = WANTED
+    elif workload == "rotating":
+        odds_E[(rank + 1) % ranks * e :][:e] = WANTED
     elif workload == "zero_expert_rank":
-        idle = experts_per_rank(num_experts, ranks) if ranks > 1 else num_experts // 4
+        idle = e if ranks > 1 else num_experts // 4
         odds_E[num_experts - idle :] = 0.0
     if int((odds_E > 0).sum()) < top_k:
         raise ConfigError(f"workload {workload!r} leaves fewer than {top_k} of {num_experts} experts")
     # The K first arrivals of E exponential clocks: a draw without replacement with these odds.
-    arrival_TE = torch.empty(count, num_experts).exponential_(generator=g).clamp_min_(1e-30) / odds_E
+    arrival_TE = torch.empty(count, num_experts).exponential_(generator=g).clamp_min_(1e-30)
+    if workload == "burst":
+        arrival_TE[::2] /= odds_E
+    else:
+        arrival_TE /= odds_E
     return arrival_TE.topk(top_k, largest=False).indices
 
 

@@ -52,6 +52,17 @@ def test_workloads_are_what_they_are_called(workload: str, experts: int, top_k: 
         assert loads.max() > 1.3 * mean
     if workload == "hot":
         assert loads[0] == tokens * ranks
+    e = experts // ranks
+    if workload == "hot_rank":
+        assert loads[:e].sum() == tokens * ranks * min(top_k, e)
+    if workload == "spread":
+        assert loads[::e].sum() == tokens * ranks * min(top_k, ranks)
+    if workload == "rotating":
+        owners = [torch.bincount((ids // e).flatten(), minlength=ranks).argmax() for ids in drawn]
+        assert owners == [(rank + 1) % ranks for rank in range(ranks)]
+    if workload == "burst" and ranks > 1:
+        assert loads[:e].sum() > 1.2 * tokens * top_k
+        assert loads[e:].sum() > 0.4 * tokens * top_k
     if workload == "zero_expert_rank":
         idle = experts // ranks if ranks > 1 else experts // 4
         assert loads[experts - idle :].sum() == 0
