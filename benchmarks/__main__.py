@@ -10,13 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, gpu, loading, megatron, overhead, quantized, replay, step
+from benchmarks import adapters, balance_model, balance_plan, gpu, loading, megatron, overhead, quantized, replay, step
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
 from benchmarks.layer import BACKENDS, layer_task
 from benchmarks.layer_case import AUTOCAST, DTYPES, parse_shape
 from benchmarks.machine import cores
-from benchmarks.page import campaign_page, record_page
+from benchmarks.page import campaign_page, record_page, report_page
 from benchmarks.race import Pace
 from benchmarks.result import Record
 from benchmarks.subject import BOTH, FORWARD
@@ -39,6 +39,8 @@ Run it from the root of the repository.
   python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
+  python -m benchmarks balance_plan              planning the copies of balanced experts, in ms
+  python -m benchmarks balance_model             what copies save, by a cost model over links and models
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   python -m benchmarks layer --ranks 2 --peers all_to_all --transports alltoall shared_memory
   python -m benchmarks layer --workloads balanced zipf hot
@@ -97,6 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
     device("--tokens", type=_positive, default=16384, metavar="N")
     device("--backends", nargs="+", default=["grouped_mm", "triton"], metavar="NAME")
     device("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
+    for name, module in (("balance_plan", balance_plan), ("balance_model", balance_model)):
+        part = parts.add_parser(name, help=f"writes results/{name}.md")
+        part.add_argument("--out", type=Path, default=RESULTS / f"{name}.md", metavar="FILE.md")
+        part.set_defaults(report=module.report)
     every = _part(parts, "all", "the page of layers and exchanges", None, RESULTS / "layers.md", seconds=4.0, turns=3)
     every(
         "--results", type=Path, default=Path("runs/bench"), metavar="DIR", help="a file per case (default runs/bench)"
@@ -216,6 +222,8 @@ ABOUT = {
         ("adapters", adapters),
         ("replay", replay),
         ("gpu", gpu),
+        ("balance_plan", balance_plan),
+        ("balance_model", balance_model),
     )
 }
 
@@ -224,6 +232,11 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the page; returns 0 where every contestant of ours ran, else 1."""
     if getattr(options, "loading", False):
         print(loading.report())
+        return 0
+    if "report" in options:
+        text = report_page(options.part, _about(ABOUT[options.part]), options.report())
+        print(text)
+        write(options.out, text)
         return 0
     records: list[Record] = []
     for task in options.tasks(options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.machine import machine_words
+from benchmarks.machine import describe, machine_words
 from benchmarks.result import Entry, Race, Record, largest, smallest
 from benchmarks.table import as_markdown, case_words, contestants_table, duration, memory_table, ratio
 
@@ -44,6 +44,8 @@ TITLES = {
     "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
+    "balance_plan": "Planning the copies of balanced experts",
+    "balance_model": "What copying experts saves, by a cost model",
 }
 
 
@@ -74,6 +76,13 @@ def record_page(records: Sequence[Record], about: str) -> str:
         "state included."
     )
     return "\n\n".join([*parts, _commands(records)]) + "\n"
+
+
+def report_page(part: str, about: str, found: str) -> str:
+    """Markdown: what a part found that races nobody."""
+    machine = describe()
+    where = [f"Machine: {machine_words(machine)}.", f"Revision: `{machine['revision']}`."]
+    return "\n\n".join([f"# {TITLES[part]}", about, *where, found, f"Command: `python -m benchmarks {part}`."]) + "\n"
 
 
 def _where(records: Sequence[Record]) -> list[str]:
