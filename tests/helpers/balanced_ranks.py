@@ -21,6 +21,7 @@ import trimtab
 from helpers import cases
 from helpers.comparing import gradients, relative_error
 from helpers.layer_case import D, slope, truth
+from helpers.ranks import packed, unpacked
 from trimtab.dispatch.dispatcher import COMBINE_MODES
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
@@ -65,7 +66,8 @@ def build(layer: str, **more: Any) -> MoE:
     return MoEConfig(**config).build(layer)
 
 
-def solve(patterns: Sequence[str], ranks: int, **more: Any) -> dict[str, Solved]:
+def solve(patterns: Sequence[str], ranks: int, **more: Any) -> bytes:
+    """By pattern, for `too_far_on_rank`."""
     moe, found = build("truth", **more), {}
     for pattern in patterns:
         p = {name: param.detach().double().requires_grad_() for name, param in moe.named_parameters()}
@@ -85,7 +87,7 @@ def solve(patterns: Sequence[str], ranks: int, **more: Any) -> dict[str, Solved]
             y=[y.detach() for y in ys], dx=[next(grads) for _ in xs], router=[next(grads) for _ in routers],
             experts=dict(zip(names, grads, strict=True)),
         )  # fmt: skip
-    return found
+    return packed(found)
 
 
 def run(way: str, moe: MoE, x: Tensor, **more: Any) -> Tensor:
@@ -122,10 +124,11 @@ def compare(found: dict[str, Tensor], true: Solved) -> dict[str, float]:
 
 
 def too_far_on_rank(
-    truths: dict[str, Solved], transports: Sequence[str], ways: Sequence[str], tolerances: Sequence[Any]
+    solved: bytes, transports: Sequence[str], ways: Sequence[str], tolerances: Sequence[Any]
 ) -> tuple[dict[str, float], int]:
     """What is off by more than 1e-12, and how many copies this rank was sent in all."""
     mesh, bad, copies = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
+    truths: dict[str, Solved] = unpacked(solved)
     for transport, combine, tolerance in itertools.product(transports, COMBINE_MODES, tolerances):
         moe = build("moe")
         style = trimtab.ExpertParallel(transport=transport, combine=combine, balance=tolerance, copy_cost=0)

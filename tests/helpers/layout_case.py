@@ -11,7 +11,6 @@ Legend: B batch, L positions, D model dim.
 from __future__ import annotations
 
 import contextlib
-import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
+from helpers.ranks import packed, unpacked
 from trimtab.layout import SequenceLayout, shard_cuts
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -240,15 +240,13 @@ def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:
             key = (case, dp, layout.bias, layout.activation)
             if key not in solved:
                 solved[key] = solve(case, dp, **layout.truth)
-    buffer = io.BytesIO()
-    torch.save(solved, buffer)
-    return buffer.getvalue()
+    return packed(solved)
 
 
 def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layout, dict[str, float]]:
     """Errors by layout, case and what; a model that serves several cases starts each with the same parameters."""
     errors: dict[Layout, dict[str, float]] = {}
-    meshes, solved = Meshes(), torch.load(io.BytesIO(truths), weights_only=False)
+    meshes, solved = Meshes(), unpacked(truths)
     for layout, cases in plan:
         ranks = Ranks(layout, meshes)
         for case in cases:

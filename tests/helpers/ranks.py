@@ -22,6 +22,17 @@ LEAVES = 5.0
 """Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
 
 
+def packed(value: Any) -> bytes:
+    """Tensors that go to ranks in one piece: each by itself would take a file descriptor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value), weights_only=False)
+
+
 def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 60.0) -> list[Any]:
     """`fn(*args)` on each of `ranks` ranks of a Gloo group; what each returned, by rank.
 
@@ -50,7 +61,7 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
             except EOFError:
                 good, answer = False, "process died"
             if good:
-                answers.append(torch.load(io.BytesIO(answer), weights_only=False))
+                answers.append(unpacked(answer))
             else:
                 problems.append(f"rank {rank}: {answer}")
         for pipe in pipes:
@@ -77,9 +88,7 @@ def _rank_main(
     where, timeout = f"file://{store}", timedelta(seconds=deadline)
     try:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timeout)
-        buffer = io.BytesIO()
-        torch.save(fn(*args), buffer)
-        pipe.send((True, buffer.getvalue()))
+        pipe.send((True, packed(fn(*args))))
         pipe.poll(deadline)  # nobody leaves while a peer may still talk to it; a barrier may wait for one given up
         dist.destroy_process_group()
     except BaseException:

@@ -135,7 +135,7 @@ def _rebuilt(weights: ExpertWeights, parts: Sequence[Any], owners: Sequence[Tens
 
 def _outline(copy: Tensor | None, trained: bool) -> Tensor | None:
     """A tensor like `copy` with memory for one value: what a gradient must know of it, and may keep."""
-    return None if copy is None else copy.new_empty(()).expand(copy.shape).requires_grad_(trained)
+    return None if copy is None else copy.new_zeros(()).expand(copy.shape).requires_grad_(trained)
 
 
 @dataclass(eq=False)

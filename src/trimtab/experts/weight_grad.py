@@ -76,6 +76,8 @@ class WeightGradient:
         if not self.fused:
             return self.buffer
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if not any(self.param.stride()):  # an outline of copies, see `copied`: nobody hooks on them
+            return self.param.detach()
         zeros = getattr(self.param, "zero_out_wgrad", False) or torch.is_anomaly_enabled()  # which looks for NaN
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 
