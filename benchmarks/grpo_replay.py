@@ -1,7 +1,7 @@
 """GRPO with rollouts in bfloat16 and training in float32, with replay and without: how far their log-probabilities are.
 
 A Qwen3-MoE of 8 layers (32 experts, 4 per token) learns the source of Python's standard library; then
-examples/grpo_replay.py trains it on two ranks, from each seed with replay and without. Two cores, a quarter of an hour:
+examples/grpo_replay.py trains it on two ranks, from each seed with replay and without. Two cores, ten minutes:
 
     python -m benchmarks.grpo_replay [--plot replay.png]
 """

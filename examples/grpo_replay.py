@@ -1,14 +1,15 @@
 """torchrun --nproc-per-node 2 examples/grpo_replay.py CHECKPOINT_FOLDER OUT [--no-replay] [--steps N] [--seed N]
 
-GRPO in float32 on two ranks that share the experts. A process of its own samples in bfloat16 (rollout_worker.py, which
-stands where vLLM would) and picks other experts for some tokens; the trainer takes its picks. It learns to answer in
-vowels. The log, and OUT/trainer_state.json, say how far the trainer's log-probabilities are from those of the rollout:
-those that it trains on (rollout/…), and those of its own picks (rollout/live/…).
+GRPO in float32 on ranks that share the experts, one or several. A process of its own samples in bfloat16
+(rollout_worker.py, which stands where vLLM would) and picks other experts for some tokens; the trainer takes its picks.
+It learns to answer in vowels. The log, and OUT/trainer_state.json, say how far the trainer's log-probabilities are from
+those of the rollout: those that it trains on (rollout/…), and those of its own picks (rollout/live/…).
 
 Legend: B sequences, L positions, T tokens of completions, N tokens times layers, K experts per token.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from itertools import islice
@@ -125,12 +126,13 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 
+ranks = int(os.environ["WORLD_SIZE"])
 trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(
     options.checkpoint,
     dtype=torch.float32,
     experts_implementation="trimtab",
-    distributed_config=DistributedConfig(ep_size=2, fsdp_size=2, ep_implementation="trimtab"),
+    distributed_config=DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="trimtab"),
 )
 trainer = ReplayTrainer(
     model=model,
@@ -139,7 +141,7 @@ trainer = ReplayTrainer(
     args=GRPOConfig(
         output_dir=options.out,
         max_steps=options.steps,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=16 // ranks,
         gradient_accumulation_steps=2,
         num_generations=8,
         num_iterations=2,  # two steps on each rollout: the second needs the old log-probabilities

@@ -63,9 +63,9 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=DEADLINE, check=False)
 
 
-def torchrun(*command: object) -> str:
-    """What two ranks print that run from the repository's root; they must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*command: object, ranks: int = 2) -> str:
+    """What ranks print that run from the repository's root; they must end well."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [*launcher, *map(str, command)], cwd=root, capture_output=True, text=True, timeout=180, check=False,

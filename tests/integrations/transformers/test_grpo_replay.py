@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,19 @@ def write_near_ties(folder: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
+def run(folder: Path, ranks: int, steps: int) -> list[dict[str, Any]]:
+    """What the example logs of its steps."""
+    out = folder / f"on-{ranks}"
+    torchrun("examples/grpo_replay.py", folder / "model", out, "--steps", steps, ranks=ranks)
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in log if "loss" in entry]
+
+
 @pytest.mark.xdist_group("ranks2")
 def test_replay_takes_the_distance_between_rollout_and_trainer(tmp_path: Path) -> None:
     """Two rollouts, the second from weights that the ranks have trained, each with completions of several lengths."""
     write_near_ties(tmp_path / "model")
-    torchrun("examples/grpo_replay.py", tmp_path / "model", tmp_path / "out", "--steps", "3")
-    log = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-    steps = [entry for entry in log if "loss" in entry]
+    steps = run(tmp_path, ranks=2, steps=3)
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) and 0 < step["grad_norm"] < math.inf for step in steps)
     rollouts = [step for step in steps if "rollout/kl" in step]
@@ -52,9 +59,12 @@ def test_replay_takes_the_distance_between_rollout_and_trainer(tmp_path: Path) -
         assert step["rollout/live/kl"] > 30 * step["rollout/kl"]
         assert step["rollout/live/clipped"] > 0.05 > 50 * step["rollout/clipped"]
         assert step["clip_ratio/region_mean"] == 0, "the loss has other experts than the old log-probabilities"
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "on-2"))
     assert before.keys() == after.keys()
     routers = [name for name in before if name.endswith("mlp.gate.weight")]
     assert len(routers) == LAYERS
     assert all(bool((before[name] != after[name]).any(-1).all()) for name in routers), "every expert's row"
     assert not [name for name in before if torch.equal(before[name], after[name])]
+    for one, two in zip(run(tmp_path, ranks=1, steps=2), steps, strict=False):  # on the same samples
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
