@@ -2,7 +2,7 @@
 
 A byte-level language model of one MoE layer learns the source of Python's argparse. Two of its eight experts start
 with router weights that win nearly every token. The same model is trained without balancing, with the expert bias
-(aux-loss-free) and with the auxiliary loss. One thread, a few seconds:
+(aux-loss-free, by its sign and by quantiles) and with the auxiliary loss. One thread, a few seconds:
 
     python -m benchmarks.balance [--plot balance.png]
 
@@ -28,6 +28,7 @@ DIM, HIDDEN, EXPERTS, TOP_K, CONTEXT, TOKENS = 32, 32, 8, 2, 4, 512
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "bias": {"bias": True, "bias_rate": 0.01},
+    "quantile": {"bias": True, "bias_rule": "quantile"},
     "aux": {"aux_loss": 0.01},
 }
 

@@ -55,8 +55,11 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
     for step in batches():
         optimizer.zero_grad()
         targets = sum(int(mask[:, 1:].sum()) for _, mask in step)
-        for whole_ids, whole_mask in step:
-            ids, mask = (t[rank * share : (rank + 1) * share] for t in (whole_ids, whole_mask))
+        shares = [[t[rank * share : (rank + 1) * share] for t in micro] for micro in step]
+        with balance.first_pass():
+            for ids, mask in shares:
+                wrapped(input_ids=ids, attention_mask=mask)
+        for ids, mask in shares:
             logits = wrapped(input_ids=ids, attention_mask=mask).logits[:, :-1]
             kept["ids"].append({name: t.view(*ids.shape, -1)[mask.bool()] for name, t in seen_now.items()})
             labels = ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)

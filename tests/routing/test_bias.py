@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers.ranks import run_ranks
+from trimtab.checkpoint.ranks import put_rank_state, rank_state
 from trimtab.errors import ConfigError, InputError
 from trimtab.moe import MoEConfig
 from trimtab.routing.balance import max_vio, routers, set_totals, stepped_bias, update_bias
-from trimtab.routing.config import RouterConfig
+from trimtab.routing.config import BIAS_RULES, RouterConfig
+from trimtab.routing.quantile import BINS, add_required, quantile_bias
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.router import Router
+from trimtab.routing.scores import SCORES
 
 D, E, K = 8, 4, 2
 
@@ -26,9 +33,9 @@ class Stack(nn.Sequential):
         return x
 
 
-def model(bias: bool = True) -> Stack:
+def model(bias: bool = True, rule: Any = "sign") -> Stack:
     torch.manual_seed(0)
-    c = RouterConfig(num_experts=E, top_k=K, score="sigmoid", bias=bias, bias_rate=0.25)
+    c = RouterConfig(num_experts=E, top_k=K, score="sigmoid", bias=bias, bias_rule=rule, bias_rate=0.25)
     return Stack(*(MoEConfig(dim=D, hidden=4, router=c).build(f"{i}") for i in range(2)))
 
 
@@ -111,10 +118,72 @@ def test_a_bias_of_another_dtype_is_loaded_into_float32(assign: bool) -> None:
         assert (router.expert_bias != 0.75).any()
 
 
-def on_ranks() -> tuple[list[list[float]], list[list[int]]]:
+def skewed(tokens: int, seed: int = 0) -> Tensor:
+    """Tokens that two experts of `router_of` like."""
+    return torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def router_of(**options: Any) -> Router:
+    router = Router(RouterConfig(num_experts=8, top_k=K, bias=True, **options), D)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(8, D, generator=torch.Generator().manual_seed(1)) / 2)
+        router.weight[:2] += 0.4
+    return router
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_the_quantile_rule_balances_skewed_tokens(score: str) -> None:
+    """In a few steps, of two micro-batches with masks; recomputed tokens require nothing a second time."""
+    router, mask = router_of(score=score, bias_rule="quantile"), torch.arange(3000) % 5 > 0
+    vio = []
+    for step in range(6):
+        before = router.expert_bias.clone()
+        wanted = torch.zeros(8, BINS, dtype=torch.int64)
+        for micro in range(2):
+            x = skewed(3000, 2 * step + micro)
+            checkpoint(
+                lambda x: sum(router.losses(router(x, token_mask_T=mask)).values(), x.sum()),
+                x.requires_grad_(), use_reentrant=False, context_fn=replay_in_recompute,
+            ).backward()  # fmt: skip
+            add_required(wanted, SCORES[score].of(x.detach() @ router.weight.T), before, K, mask)
+        (loads,) = update_bias(router).values()
+        assert loads.sum() == 2 * K * mask.sum()
+        assert torch.equal(router.expert_bias, quantile_bias(wanted, before, K))
+        vio.append(max_vio(loads))
+    assert vio[0] > 1.5
+    assert max(vio[2:]) < 0.5, vio
+    bias = router.expert_bias.clone()
+    update_bias(router.eval())
+    assert torch.equal(router.expert_bias, bias), "no tokens, no change"
+
+
+def test_what_tokens_require_is_counted_in_graphs_and_saved_in_the_middle_of_a_step() -> None:
+    torch.compiler.reset()
+    plain, compiled, other = (router_of(bias_rule="quantile") for _ in range(3))
+    run = torch.compile(lambda x: compiled.losses(compiled(x)), backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        plain.losses(plain(skewed(300, seed)))
+        run(skewed(300, seed))
+    other.losses(other(skewed(7)))
+    put_rank_state(other, rank_state(compiled))
+    for router in (plain, compiled, other):
+        update_bias(router)
+        assert torch.equal(router.expert_bias, plain.expert_bias)
+    assert plain.expert_bias.any()
+
+
+def test_what_the_quantile_rule_cannot_balance_is_refused() -> None:
+    for wrong in ({"bias": False}, {"score": "sqrtsoftplus"}, {"top_k": E}, {"groups": 2}):
+        with pytest.raises(ConfigError, match="bias_rule='quantile'"):
+            RouterConfig(**{"num_experts": E, "top_k": 1, "bias": True, "bias_rule": "quantile"} | wrong)
+    with pytest.raises(ConfigError, match="bias_rule='signs' is not one of"):
+        RouterConfig(num_experts=E, top_k=K, bias=True, bias_rule="signs")  # type: ignore[arg-type]
+
+
+def on_ranks(rule: str) -> tuple[list[list[float]], list[list[int]]]:
     """Uneven tokens, none on the last rank; under DDP, which hands rank 0's buffers to the others."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    m = model()
+    m = model(rule=rule)
     wrapped = nn.parallel.DistributedDataParallel(m)
     for step in range(2):
         for micro in range(2):
@@ -125,8 +194,8 @@ def on_ranks() -> tuple[list[list[float]], list[list[int]]]:
     return [r.expert_bias.tolist() for r in routers(m).values()], [load.tolist() for load in loads.values()]
 
 
-def in_one_process(ranks: int) -> tuple[list[list[float]], list[list[int]]]:
-    m = model()
+def in_one_process(ranks: int, rule: str) -> tuple[list[list[float]], list[list[int]]]:
+    m = model(rule=rule)
     for step in range(2):
         for micro in range(2):
             for rank in range(ranks):
@@ -137,8 +206,9 @@ def in_one_process(ranks: int) -> tuple[list[list[float]], list[list[int]]]:
     return [r.expert_bias.tolist() for r in routers(m).values()], [load.tolist() for load in loads.values()]
 
 
-def test_loads_are_those_of_the_global_batch() -> None:
-    assert run_ranks(on_ranks, 3) == [in_one_process(3)] * 3
+@pytest.mark.parametrize("rule", BIAS_RULES)
+def test_loads_are_those_of_the_global_batch(rule: str) -> None:
+    assert run_ranks(on_ranks, 3, rule) == [in_one_process(3, rule)] * 3
 
 
 def test_max_vio() -> None:

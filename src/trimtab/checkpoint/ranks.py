@@ -32,7 +32,7 @@ def rank_state(model: nn.Module, extra: Any = None) -> State:
     return {
         "random": _get_random(),
         "generators": {n: r.generator.get_state() for n, r in found.items() if r.generator is not None},
-        "loads": {name: (router._loads.cpu(), router._counts.cpu()) for name, router in found.items()},
+        "loads": {n: (r._loads.cpu(), r._counts.cpu(), r._required.cpu()) for n, r in found.items()},
         "recipes": {name: (where, state.state_dict()) for name, (where, state) in _recipes(model).items()},
         "extra": extra,
     }
@@ -80,9 +80,12 @@ def put_loads(model: nn.Module, states: Sequence[State], rank: int, ranks: int) 
     for name, router in routers(unwrapped(model)).items():
         saved = [state["loads"][plain_name(name)] for state in states if plain_name(name) in state["loads"]]
         router.take_loads()  # of the step that was being counted
-        for loads_E, _ in saved[rank::ranks]:
+        for loads_E, _, *required_EH in saved[rank::ranks]:
             router._loads += loads_E.to(router._loads.device)
-        for _, counts_E in saved[:1]:
+            for one in required_EH:  # none in checkpoints of before
+                if one.shape == router._required.shape:  # the same rule
+                    router._required += one.to(router._required.device)
+        for _, counts_E, *_ in saved[:1]:
             router._counts.copy_(counts_E)
 
 

@@ -1,4 +1,4 @@
-"""The expert bias of aux-loss-free balancing (arXiv 2408.15664), and loads over a whole model.
+"""The expert bias of aux-loss-free balancing (arXiv 2408.15664), or by quantiles, and loads over a whole model.
 
 Legend: E experts.
 """
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.losses import Groups, StepTotals, all_sum
+from trimtab.routing.quantile import quantile_bias
 from trimtab.routing.router import Router
 from trimtab.validation import is_finite
 
@@ -51,13 +52,18 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
         group, *others = {router.groups.everyone for router in found.values()}
         if others:
             raise ConfigError("the routers' losses are summed over different ranks: hand in the `group` of the loads")
-    taken = [router.take_loads() for router in found.values()]
-    sizes = [loads.shape[0] for loads in taken]
-    summed = torch.split(all_sum(torch.cat(taken), group), sizes)
-    for router, loads_E in zip(found.values(), summed, strict=True):
-        if router.expert_bias is not None:
-            router.expert_bias.copy_(stepped_bias(router.expert_bias, loads_E, router.config.bias_rate))
-    return dict(zip(found, summed, strict=True))
+    # One row for each expert: its load, and for the quantile rule what tokens require.
+    parts = [torch.cat([r.required(), r.take_loads()[:, None]], 1) for r in found.values()]
+    summed = torch.split(all_sum(torch.cat([part.flatten() for part in parts]), group), [p.numel() for p in parts])
+    loads = {}
+    for (name, router), part, sum_N in zip(found.items(), parts, summed, strict=True):
+        bias_E, c = router.expert_bias, router.config
+        required_EH, loads[name] = sum_N.view_as(part)[:, :-1], sum_N.view_as(part)[:, -1].contiguous()
+        if bias_E is not None and c.bias_rule == "quantile":
+            bias_E.copy_(quantile_bias(required_EH, bias_E, c.top_k))
+        elif bias_E is not None:
+            bias_E.copy_(stepped_bias(bias_E, loads[name], c.bias_rate))
+    return loads
 
 
 def set_totals(model: nn.Module, tokens: float | Tensor, counts: dict[str, Tensor] | None = None) -> None:

@@ -19,6 +19,7 @@ from trimtab.validation import check_flags, check_sizes, is_finite, is_whole
 
 GROUP_SCORES = ("top2", "max")
 DROPS = ("probability", "position")
+BIAS_RULES = ("sign", "quantile")
 COEFFICIENTS = ("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss")
 
 
@@ -35,7 +36,10 @@ class RouterConfig:
             picked from (DeepSeek-V3, arXiv 2412.19437).
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
-        bias_rate: its step, once per optimizer step, see `trimtab.update_bias`.
+        bias_rule: how it moves, once per optimizer step, see `trimtab.update_bias`: "sign" by `bias_rate` towards the
+            mean load; "quantile" to what would have balanced the step, without a rate (see `trimtab.routing.quantile`;
+            of scores up to 1, without groups).
+        bias_rate: of "sign".
         select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance
             the tokens of a call on this rank; a single token has nothing to be balanced with.
         sinkhorn_iterations: how many.
@@ -64,6 +68,7 @@ class RouterConfig:
     top_groups: int = 1
     group_score: Literal["top2", "max"] = "top2"
     bias: bool = False
+    bias_rule: Literal["sign", "quantile"] = "sign"
     bias_rate: float = 1e-3
     select: str = "topk"
     sinkhorn_iterations: int = 8
@@ -81,7 +86,7 @@ class RouterConfig:
         if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k={self.top_k!r} is not in 1..{self.num_experts}, the number of experts")
         named = (("score", tuple(SCORES)), ("select", tuple(SELECTS)), ("group_score", GROUP_SCORES), ("drop", DROPS))
-        for name, known in named:
+        for name, known in (*named, ("bias_rule", BIAS_RULES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
         check_flags(normalize=self.normalize, bias=self.bias, pad=self.pad)
@@ -133,6 +138,12 @@ class RouterConfig:
             ),
             f"groups and bias work with select='topk', not with {self.select!r}": (
                 self.select != "topk" and (self.groups > 1 or self.bias)
+            ),
+            "bias_rule='quantile' moves a bias: set bias=True": self.bias_rule == "quantile" and not self.bias,
+            f"bias_rule='quantile' is for scores up to 1 of more experts than a token takes, without groups; "
+            f"score={self.score!r}, groups={self.groups}, top_k={self.top_k} of {self.num_experts}": (
+                self.bias_rule == "quantile"
+                and not (SCORES[self.score].to_one and self.groups == 1 and self.top_k < self.num_experts)
             ),
             f"capacity_factor={factor!r} must be a finite number above 0, or None for no limit": (
                 factor is not None and not (is_finite(factor) and factor > 0)

@@ -34,7 +34,7 @@ def add_required(histogram_EH: Tensor, scores_TE: Tensor, bias_E: Tensor, top_k:
 
     scores_TE: in 0..1, without the bias. top_k: K < E. real_T: tokens to count, bool; all if None.
     """
-    scores_TE, bias_E = scores_TE.float(), bias_E.float()
+    scores_TE, bias_E = scores_TE.detach().float(), bias_E.float()
     biased_TE = scores_TE + bias_E
     cutoff_T1 = biased_TE.gather(1, top(biased_TE, top_k + 1)[:, -1:])
     low, high = _ends(bias_E)

@@ -18,6 +18,7 @@ from trimtab.kernels.memory import dense, described
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Basis, Decision, Routing
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
 from trimtab.routing.select import Choosing, drop_over, most_slots, padding, select
@@ -70,6 +71,8 @@ class Router(nn.Module):
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
+        bins = BINS if config.bias_rule == "quantile" else 0
+        self._required = torch.zeros(config.num_experts, bins, dtype=torch.int64, device=device)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -86,7 +89,13 @@ class Router(nn.Module):
         taken = self._loads.clone()
         self._loads.zero_()
         self._counts.zero_()
+        self._required.zero_()
         return taken
+
+    def required(self) -> Tensor:
+        """What the tokens since then require of the bias, for "quantile": [E, bins] int64, else [E, 0]."""
+        self._bring(self.weight.device)
+        return self._required.clone()
 
     def forward(
         self,
@@ -147,6 +156,9 @@ class Router(nn.Module):
         if routing.basis is not None and self.training and torch.is_grad_enabled():
             once = 0 if replaying() else 1
             self._loads.add_(routing.basis.chosen_E, alpha=once)
+            if self._required.shape[1] and self.expert_bias is not None and once:
+                basis = routing.basis
+                add_required(self._required, basis.scores_TE, self.expert_bias, self.config.top_k, basis.real_T)
             if so_far and counts_E is not None:
                 self._counts.add_(counts_E, alpha=once)
         return found
@@ -206,9 +218,9 @@ class Router(nn.Module):
         """The step's counts follow the parameters; what was on the meta device begins at zero."""
         if self._loads.device != device:
             with torch.inference_mode(False):  # training goes on with them
-                self._loads, self._counts = (
+                self._loads, self._counts, self._required = (
                     torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
-                    for t in (self._loads, self._counts)
+                    for t in (self._loads, self._counts, self._required)
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:

@@ -27,13 +27,15 @@ class Score:
     """A way from logits to scores.
 
     of: logits [T, E] to scores [T, E] >= 0 in the same dtype, differentiable; NaN for a token with a logit of NaN.
-    distribution: a token's scores sum to 1. of_picked: normalized weights are the scores of the picked logits alone.
+    distribution: a token's scores sum to 1. to_one: each is 1 at most.
+    of_picked: normalized weights are the scores of the picked logits alone.
     says: one line of help.
     """
 
     of: Callable[[Tensor], Tensor]
     says: str
     distribution: bool = False
+    to_one: bool = False
     of_picked: bool = False
 
 
@@ -46,8 +48,8 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
 
 
 SCORES: dict[str, Score] = {
-    "softmax": Score(of=_softmax, says="softmax over all experts", distribution=True, of_picked=True),
-    "sigmoid": Score(of=torch.sigmoid, says="sigmoid of each logit"),
+    "softmax": Score(of=_softmax, says="softmax over all experts", distribution=True, to_one=True, of_picked=True),
+    "sigmoid": Score(of=torch.sigmoid, to_one=True, says="sigmoid of each logit"),
     "sqrtsoftplus": Score(of=_sqrt_softplus, says="sqrt(softplus) of each logit"),
 }
 """`RouterConfig(score=...)`. Another is a row of this table, which programs may add to before they build a router."""

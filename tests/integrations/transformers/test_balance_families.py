@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,36 @@ def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> Non
     assert not balance.step()[find_routers(model)[0].name].any()
     balance.remove()
     assert model.router_aux_loss_coef == coefficient
+
+
+def test_behind_a_first_pass_micro_batches_are_one_batch() -> None:
+    """Without it, f of the micro-batches so far: another gradient. Micro-batches differ in size, and padding."""
+    model = build_model("mixtral", dtype=torch.float64).train()
+    model.set_experts_implementation("eager")
+    micro = [(ids[:n], mask[:n]) for n, (ids, mask) in zip((4, 1, 3), chain(*batches()), strict=False)]
+    balance = Balance(model, bias=None, aux_loss=0.3, z_loss=0.02)
+
+    def losses_alone(parts: list[tuple[Tensor, Tensor]], first: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        balance.micro_batches = len(parts)
+        if first:
+            with balance.first_pass():
+                for ids, mask in parts:
+                    model.eval()(input_ids=ids, attention_mask=mask)
+        for ids, mask in parts:
+            (model.train()(input_ids=ids, attention_mask=mask).logits.sum() * 0).backward()
+        loads = balance.step()
+        tokens = sum(int(mask.sum()) for _, mask in parts)
+        assert all(int(load.sum()) == 2 * tokens for load in loads.values()), "the first pass is not counted"
+        return balance.losses | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    whole = (torch.cat([ids for ids, _ in micro]), torch.cat([mask for _, mask in micro]))
+    wanted, found, so_far = losses_alone([whole], False), losses_alone(micro, True), losses_alone(micro, False)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    for place in find_routers(model):
+        grad = wanted[f"{place.name}.weight"]
+        assert (so_far[f"{place.name}.weight"] - grad).norm() > 0.05 * grad.norm()
 
 
 CASES = {

@@ -21,13 +21,11 @@ from trimtab.integrations.transformers.routers import RouterPlace, find_routers
 from trimtab.integrations.transformers.selection_bias import ADDED, SelectionBias, add_selection_bias, check_quantile
 from trimtab.integrations.transformers.watch import Look, Seen, Watch
 from trimtab.routing.balance import stepped_bias
-from trimtab.routing.config import RouterConfig
+from trimtab.routing.config import BIAS_RULES, RouterConfig
 from trimtab.routing.decision import Basis, Routing
 from trimtab.routing.losses import Groups, LossGroups, StepTotals, all_sum, balance_losses
 from trimtab.routing.quantile import BINS, add_required, quantile_bias
 from trimtab.validation import check_flags
-
-RULES = ("sign", "quantile")
 
 
 class _WithLoss(Function):
@@ -93,8 +91,8 @@ class Balance:
         z_loss: float = 0.0,
         group: Groups = None,
     ) -> None:
-        if bias is not None and bias not in RULES:
-            raise ConfigError(f"bias={bias!r} is not one of {RULES}, or None")
+        if bias is not None and bias not in BIAS_RULES:
+            raise ConfigError(f"bias={bias!r} is not one of {BIAS_RULES}, or None")
         places = find_routers(model)
         if not places:
             raise ConfigError(f"no router in {type(model).__name__}: there is nothing to balance")
