@@ -19,6 +19,7 @@ from torch import Tensor
 from helpers.balance_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
 from trimtab.dispatch.balance import BalanceConfig, BalancePlan, balance_plan, home, own_cells, physical_ids
+from trimtab.dispatch.balance_bounds import balance_bounds
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -189,6 +190,13 @@ def _broken_promises(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor, c
         "copies are those with slots": torch.equal(plan.copies_PP, is_copy_EP.view(ranks, e, ranks).sum(1)),
         "own experts first, then copies by expert": torch.equal(plan.place_EP, place_EP),
     }
+    if config.tolerance is not None:
+        bounds = balance_bounds(config, tokens=int(loads_E.sum()), top_k=1, num_experts=experts, ranks=ranks)
+        promises["bounds that are known before"] = (
+            most <= bounds.expert_rows
+            and int(into_P.max()) <= bounds.copies
+            and int(plan.copies_PP.sum(1).max()) <= bounds.copies_sent
+        )
     if config.tolerance is None:
         promises["never dearer than moving nothing"] = cost <= before
     else:

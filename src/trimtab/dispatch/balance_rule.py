@@ -15,6 +15,7 @@ Legend: P ranks, E experts, e = E / P local ones, B caps, W = 2 ways (surplus to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ class Pieces:
     cap: Tensor
 
 
+Count = TypeVar("Count", int, Tensor)
+
+
+def cap_of(mean: Count, tolerance: int) -> Count:
+    """The most slots of a rank, so many PARTS of the mean above it."""
+    return mean + mean * tolerance // PARTS
+
+
 def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int) -> Pieces:
     """Move slots so that no rank computes more than a cap, with at most E / P copies on a rank.
 
@@ -58,7 +67,7 @@ def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int
         above = (mean << torch.arange(POWERS, device=device)) >> 6
         cap_B = torch.cat((mean[None], mean + above, load_P[:1]))
     else:
-        cap_B = mean[None] + (mean * tolerance).div(PARTS, rounding_mode="floor")
+        cap_B = cap_of(mean[None], tolerance)
     cap_B1 = torch.minimum(cap_B, load_P[:1])[:, None]
 
     surplus_BP = (load_P - cap_B1).clamp(min=0)
