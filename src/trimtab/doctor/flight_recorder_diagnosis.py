@@ -7,7 +7,8 @@ What a collective is in MoE words is read off its stack: phase, direction, layer
 
     count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
     combine    rows home; backward: out to the experts        shard      sequence shards put together
-    check before dispatch or combine: the guard's own exchange, so that no rank moves rows unless all are there
+    route      balanced experts: slots of each expert         experts    their copies; backward: gradients home
+    check before one of them: the guard's own exchange, so that no rank moves rows unless all are there
 """
 
 from __future__ import annotations
@@ -214,8 +215,13 @@ def place_of(entry: Entry) -> Place:
     layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
     phase = "dispatch" if out != backward else "combine"
+    copies = {name for file, name in inside if file == "dispatch/copies.py"} & {"send", "add_home"}
     if names & {"join_shards", "unshard", "take_shard"}:
         what, phase = "sequence shards put together", "shard"
+    elif copies:
+        what, phase, backward = "copies of experts", "experts", "add_home" in copies
+    elif ("dispatch/balancer.py", "gather") in inside:
+        what, phase, backward = "slots of each expert", "route", False
     elif "handshake" in names and out == home:
         what, phase, backward = "exchange of counts", "count", False
     elif "handshake" in names:
@@ -224,8 +230,11 @@ def place_of(entry: Entry) -> Place:
         what = phase
     else:
         what, phase, backward = _other(entry), "", False
-    at = _users(entry.frames)
-    return Place(what=what, phase=phase, rows=what == phase, backward=backward, layer=layer, at=at)
+    checked = phase in ("experts", "route") and "handshake" in names
+    return Place(
+        what=f"check before {what}" if checked else what, phase=phase, backward=backward, layer=layer,
+        rows=what == phase or (phase == "experts" and not checked), at=_users(entry.frames),
+    )  # fmt: skip
 
 
 def _other(entry: Entry) -> str:
