@@ -103,7 +103,7 @@ class ReplayTrainer(GRPOTrainer):
             live_BL, *_ = super()._get_per_token_logps_and_entropies(self.model, ids_BL, mask_BL, length)
         told_ids = trimtab.rollout_decisions(self.model, self.records, attention_mask=mask_BL).ids
         recorded = told_ids[..., 0] >= 0
-        told_NK, live_NK = told_ids[recorded], recording.decisions().ids[recorded]
+        told_NK, live_NK = told_ids[recorded], recording.decisions().ids.cpu()[recorded]
         moved_NK = (told_NK[:, :, None] != live_NK[:, None, :]).all(-1)
         logged = {"other_experts": moved_NK.flatten()}
         mask = batch["completion_mask"].bool()
@@ -114,7 +114,8 @@ class ReplayTrainer(GRPOTrainer):
             logged[f"{kind}kl"] = ratio_T - 1 - log_ratio_T
             logged[f"{kind}clipped"] = (ratio_T < 1 - self.epsilon_low) | (ratio_T > 1 + self.epsilon_high)
         for name, values in logged.items():
-            total, count = self.accelerator.reduce(torch.stack([values.double().sum(), torch.tensor(len(values))]))
+            here = torch.tensor([values.double().sum(), len(values)], device=self.accelerator.device)
+            total, count = self.accelerator.reduce(here)
             self._metrics["train"][f"rollout/{name}"].append(float(total / count))
 
 

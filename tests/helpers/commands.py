@@ -68,7 +68,7 @@ def torchrun(*command: object, ranks: int = 2) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [*launcher, *map(str, command)], cwd=root, capture_output=True, text=True, timeout=180, check=False,
+        [*launcher, *map(str, command)], cwd=root, capture_output=True, text=True, timeout=DEADLINE, check=False,
         env=_environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.grpo_replay import read, table
 from helpers.commands import torchrun
 from trimtab.train.tokens import byte_tokenizer
 
@@ -59,6 +60,9 @@ def test_replay_takes_the_distance_between_rollout_and_trainer(tmp_path: Path) -
         assert step["rollout/live/kl"] > 30 * step["rollout/kl"]
         assert step["rollout/live/clipped"] > 0.05 > 50 * step["rollout/clipped"]
         assert step["clip_ratio/region_mean"] == 0, "the loss has other experts than the old log-probabilities"
+    logged = read(tmp_path / "on-2")
+    assert logged["kl"] == [step["rollout/kl"] for step in rollouts]
+    assert f"| {sum(logged['logp_diff']) / 2:.4f} |" in table({(0, True): logged}).splitlines()[-1]
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "on-2"))
     assert before.keys() == after.keys()
     routers = [name for name in before if name.endswith("mlp.gate.weight")]
