@@ -16,6 +16,7 @@ from helpers.comparing import assert_close
 from helpers.copied_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
 from trimtab.experts.adapting import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.quantized import FORMATS, scales_of
 
 ROWS = (13, 7, 0)
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -38,6 +39,21 @@ def drawn(mlp: ExpertMLP) -> None:
         for name, param in mlp.named_parameters():
             if name.endswith("_b"):
                 param.normal_(0, 0.1)
+
+
+def coded(name: str) -> Callable[[ExpertMLP], None]:
+    """Codes that somebody else has made."""
+
+    def change(mlp: ExpertMLP) -> None:
+        mlp.codes = name, mlp.down.dtype
+        for own in mlp.parameter_names[:2]:
+            codes = torch.randint(0, 120, mlp.get_parameter(own).shape)[..., :: FORMATS[name].per_byte].to(torch.uint8)
+            few = torch.randint(117, 120, scales_of(codes, name))
+            scales = few.to(torch.uint8) if name == "mxfp4" else few / 120000
+            setattr(mlp, own, torch.nn.Parameter(codes, requires_grad=False))
+            setattr(mlp, f"{own}_scales", torch.nn.Parameter(scales, requires_grad=False))
+
+    return change
 
 
 def freeze(*names: str) -> Callable[[ExpertMLP], None]:
@@ -121,6 +137,8 @@ MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
     "two adapters": ({}, two_adapters),
     "int8": ({}, lambda mlp: mlp.quantize_("int8")),
     "nf4, biased": ({"bias": True}, lambda mlp: mlp.quantize_("nf4")),
+    "fp8": ({"activation": "gelu", "bias": True}, coded("fp8")),
+    "mxfp4": ({}, coded("mxfp4")),
     "nf4, adapter": ({}, lambda mlp: one_adapter(mlp.quantize_("nf4"))),
 }
 
@@ -142,6 +160,30 @@ def test_everything_is_as_in_one_module(options: dict[str, Any], change: Callabl
 def test_compiled_kernels_likewise(which: str, dtype: torch.dtype) -> None:
     options, change = MODULES[which]
     compare(whole({"dtype": dtype} | options, change))
+
+
+@pytest.mark.parametrize("mode", ["off", "accumulate"])
+def test_under_autocast_and_in_two_backwards(mode: str) -> None:
+    """Of one graph: gradients add up, and nothing of the first is left for the second."""
+    mlp = whole({"bias": True, "main_grad": mode}, freeze())
+    meeting, parts = Meeting(), [part_of(mlp, rank) for rank in range(P)]
+
+    def on(part: ExpertMLP, rows: Rows, lent: Lent | None, ids: Tensor) -> None:
+        if mode != "off":
+            for param in (part.gate_up, part.down):
+                param.main_grad = torch.zeros_like(param) if not hasattr(param, "main_grad") else param.main_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            y = part(rows.x, ids, rows.w, copies=lent)
+        y.backward(rows.dy, retain_graph=True)
+        y.backward(rows.dy)
+
+    given = [rows_of(rank, n, torch.float32) for rank, n in enumerate(ROWS)]
+    in_threads(lambda rank: on(parts[rank], given[rank], Lent(meeting=meeting, rank=rank), given[rank].ids))
+    for rows in given:
+        on(mlp, rows, None, rows.true_ids)
+    got = joined([gradients(part) for part in parts], mlp)
+    for name, value in gradients(mlp).items():
+        assert_close(got[name], value, BOUNDS[torch.bfloat16], name)
 
 
 @pytest.mark.parametrize("rows", [(0, 0, 0), (0, 0, 5), (1, 0, 0)])

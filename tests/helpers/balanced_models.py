@@ -193,7 +193,7 @@ def on_two_ranks(truths: bytes, ways: Sequence[str]) -> dict[str, float]:
                 dist.all_reduce(param.grad)
             bad |= off(gradients(model), whole, f"{name} {way}")
             model.way = ""
-            with torch.no_grad():
+            with torch.inference_mode() if way else torch.no_grad():
                 y = {f"y{i}": model(rows(rank, i)) for i in range(2)}
             bad |= off(y, {n: t for n, t in own[rank].items() if n in y}, f"{name} {way}, no gradients")
     return bad
