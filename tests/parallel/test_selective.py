@@ -53,12 +53,14 @@ def gradients(model: Model, kept: Sequence[str] | None) -> list[Tensor]:
     return [x.grad.clone(), *(getattr(g, "_local_tensor", g).clone() for g in found)]  # type: ignore[union-attr]
 
 
-def selective_on_rank() -> dict[str, float]:
+def selective_on_rank(balance: Any) -> dict[str, float]:
     gaps = {}
     for etp in (False, True):
         model = build(torch.float32)
         mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
-        parallelize(model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None)})
+        parallelize(
+            model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None, balance=balance, copy_cost=0)}
+        )
         for layer in model.layers:
             layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
         truth = gradients(model, None)
@@ -70,8 +72,9 @@ def selective_on_rank() -> dict[str, float]:
     return gaps
 
 
-def test_what_a_policy_keeps_is_what_was_brought() -> None:
-    for gaps in run_ranks(selective_on_rank, 2):
+@pytest.mark.parametrize("balance", ["off", 0.0])
+def test_what_a_policy_keeps_is_what_was_brought(balance: Any) -> None:
+    for gaps in run_ranks(selective_on_rank, 2, balance):
         assert len(gaps) == 2 * len(KEPT)
         assert max(gaps.values()) < 1e-6, gaps
 
