@@ -80,9 +80,17 @@ class CopyRoute(Exchange):
         received = self.move("experts", "backward", splits, rows, send)
         for part, home in zip(received, into, strict=True):
             sizes = list(splits.incoming)
-            # An expert is in one rank's at most once: no order is left to chance.
             for experts, grads in zip(self.expert_M.split(sizes), part.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-                home.index_add_(0, experts, grads.view(-1, *home.shape[1:]))
+                _add_rows(home, experts, grads.view(-1, *home.shape[1:]))
+
+
+def _add_rows(home: Tensor, experts_n: Tensor, grads: Tensor) -> None:
+    """home[experts_n] += grads, of experts that differ: no order is left to chance."""
+    if home.device.type != "cpu":
+        home.index_add_(0, experts_n, grads)
+        return
+    for expert, grad in zip(experts_n.tolist(), grads, strict=True):  # on the CPU three times as fast in bfloat16
+        home[expert].add_(grad)
 
 
 def leaving(plan: BalancePlan, rank: int, home: int, copies: int) -> Tensor:
