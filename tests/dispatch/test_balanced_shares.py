@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dispatch.test_balanced_exchange import EVEN, D, E, K, factors
 from dispatch.test_balanced_schedule import Layer
@@ -16,8 +17,10 @@ from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
 
@@ -64,6 +67,41 @@ def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
 @pytest.mark.parametrize(("transport", "combine"), [(AllToAll, "sum"), (SharedMemory, "ordered")])
 def test_ranks_that_share_f_balance_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
     assert run_ranks(shares_on_rank, 4, transport, combine) == [{}] * 4
+
+
+def broken_on_rank(transport: Any, what: str) -> tuple[str, tuple[int, ...], str]:
+    """A good call, then one with a mistake on the last rank, which is in one ep group and in one etp group of two."""
+    over_ep, over_etp = groups(transport)
+    guilty, shares = dist.get_rank() == 3, ExpertTensorGroup(over_etp, "moe")
+    x, ids, w, _ = case("random", dist.get_rank(), 4, E, K, D, torch.float32)
+
+    def call(balance: BalanceConfig | None, x: Tensor, ids: Tensor) -> None:
+        own = Dispatcher(E, over_ep, balance=balance, etp=over_etp, layer="moe").dispatch(x, ids, w)
+        shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
+
+    call(EVEN, x, ids)
+    wrong: dict[str, Any] = {
+        "rule": lambda: call(BalanceConfig(copy_cost=3) if guilty else EVEN, x, ids),
+        "shape": lambda: call(EVEN, x[0] if guilty else x, ids),
+        "ids, plain": lambda: call(None, x, ids + E if guilty else ids),
+    }
+    try:
+        wrong[what]()
+    except TrimtabError as error:
+        return type(error).__name__, error.ranks, str(error)
+    return "nothing", (), ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "what", "kind"),
+    [(AllToAll, "rule", "DesyncError"), (SharedMemory, "shape", "InputError"), (AllToAll, "ids, plain", "InputError")],
+)
+def test_a_mistake_in_one_ep_group_is_told_to_those_who_share_f(transport: type, what: str, kind: str) -> None:
+    """They would wait for it until the deadline, longer than this test's."""
+    for rank, (name, ranks, message) in enumerate(run_ranks(broken_on_rank, 4, transport, what, deadline=40.0)):
+        assert name == kind, (rank, message)
+        assert "layer moe" in message
+        assert rank > 1 or ranks == (1,), (rank, message)  # of the ep group
 
 
 def compiled_on_rank() -> list[bool]:

@@ -22,6 +22,7 @@ from trimtab.dispatch.balancer import Balancer, Placed
 from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
 from trimtab.dispatch.dispatched import Dispatched as Dispatched
 from trimtab.dispatch.dispatched import by_slot
+from trimtab.dispatch.exchange import told_to
 from trimtab.dispatch.handshake import NOTHING, CallId, Shared
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import (
@@ -66,7 +67,8 @@ class Dispatcher:
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
             slots go to their expert's own rank. The experts must run copies (`Dispatched.copies`).
-        etp: the ranks that share each expert's F and so compute each other's slots, for the plan; if balanced.
+        etp: the ranks that share each expert's F. An error of this group's is told to them, who would wait; and where
+            experts are balanced they plan together, for each computes the slots of all.
 
     balance: the rule by which experts are copied, None where none are.
     balanced: what balancing did in the last call; None where nothing is balanced.
@@ -105,6 +107,7 @@ class Dispatcher:
             self.layer = layer or f"(unnamed {self.guard.layers})"
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
+        self._etp_guard: Guard | None = getattr(etp, "guard", None)
         self.balanced: BalanceReport | None = None
         self.balance, self._balancer = None, None
         if balance is not None and transport is not None:
@@ -162,7 +165,8 @@ class Dispatcher:
                 outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared, trained=trained),
             )
         else:
-            with nullcontext() if self.guard is None else self.guard.alone(self.layer, "route"):
+            alone = nullcontext() if self.guard is None else self.guard.alone(self.layer, "route")
+            with alone, told_to(self._etp_guard):
                 rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, trained)
         return rows if self.combine_mode == "sum" else by_slot(rows)
 

@@ -6,8 +6,8 @@ Legend: n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimtab.dispatch.handshake import MOVEMENTS, CallId, announce
 from trimtab.dispatch.transport import SplitSizes, Transport
+from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.guard.guard import Guard
@@ -72,3 +73,14 @@ class Exchange:
             after, turn, state = _AFTER[phase, direction]
             guard.at(call.layer, after, turn, call.number, state)
         return received
+
+
+@contextmanager
+def told_to(guard: Guard | None) -> Iterator[None]:
+    """An error in here is also one of the ranks that `guard` watches, which are to meet this one later in the call."""
+    try:
+        yield
+    except TrimtabError as error:
+        if guard is not None:
+            guard.fail(error)
+        raise
