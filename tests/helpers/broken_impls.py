@@ -56,6 +56,20 @@ class NoGradientImpl(_Broken):
         return replace(outcome, grads={**outcome.grads, "0.up": None})
 
 
+class AtHomeImpl(_Broken):
+    """All is computed at home, whatever was asked for."""
+
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        return replace(outcome, copied=[torch.zeros_like(copied) for copied in outcome.copied or []])
+
+
+class UnevenImpl(_Broken):
+    """A rank has one slot more than the mean, and another one less."""
+
+    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
+        return replace(outcome, slots=[slots + torch.tensor([1, -1]) for slots in outcome.slots or []])
+
+
 class FlakyImpl(_Broken):
     """The last bit of one output changes from run to run."""
 

@@ -58,17 +58,32 @@ class Patches:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksTest:
+    """`run(*args)`, a function of a module, on each of `ranks` ranks: raises where something is wrong."""
+
+    run: Callable[..., object]
+    ranks: int
+    args: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.__module__}.{self.run.__name__}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mutant:
     """One known bug as a patch of the code under test.
 
     says: the bug, and where it was met. look: a pattern of case names that are tried first, since it should show there.
-    hangs: whether ranks wait for each other until somebody ends it.
+    hangs: whether ranks wait for each other until somebody ends it. test: what fails with it, where it is out of the
+    ledger's sight: bits of a sum, or what the ledger's layers do not use.
     """
 
     name: str
     says: str
     patch: Callable[[Patches], None]
     look: str = "1r-local/*"
+    test: RanksTest | None = None
     hangs: bool = False
 
     @contextmanager

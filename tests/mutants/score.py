@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+from helpers.ranks import run_ranks
 from mutants import MUTANTS, Mutant, mutant_named, mutated
+from mutants.patching import RanksTest
 from trimtab.verify.cases import Case, plan_cases
 from trimtab.verify.collect import Verdict
 from trimtab.verify.run import run_local
@@ -27,9 +29,9 @@ BROKEN = re.compile(r"(TypeError|AttributeError|NameError): |<locals>")
 
 @dataclass(frozen=True, kw_only=True)
 class MutantScore:
-    """What became of one mutant. by: the case that failed; how: "mismatch", "error" or "hang", and what it said
-    first. Where it survived every case `by` is empty; where the case fails without the mutant, too, it was not caught
-    by it, and `how` says so."""
+    """What became of one mutant. by: the case or test that failed; how: "mismatch", "error", "hang" or "test", and what
+    it said first. Where it survived every case `by` is empty; where the case fails without the mutant, too, it was not
+    caught by it, and `how` says so."""
 
     name: str
     killed: bool
@@ -92,6 +94,11 @@ def _controls(scores: Sequence[MutantScore], seed: int, deadline: float) -> Iter
 
 def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
     start = time.perf_counter()
+    if mutant.test is not None:
+        found, control = (_what_fails(mutant.test, bug) for bug in (mutant.name, None))
+        how, seconds = f"fails without the mutant, too: {control}" if control else found, time.perf_counter() - start
+        killed = bool(found) and not control and BROKEN.search(found) is None
+        return MutantScore(name=mutant.name, killed=killed, by=mutant.test.name, how=how, seconds=seconds)
     deadline = deadline if mutant.hangs else SLACK * deadline
     verdicts = run_local(cases_for(mutant, seed), "trimtab", deadline=deadline, around=partial(mutated, mutant.name))
     with contextlib.closing(verdicts):  # type: ignore[type-var]
@@ -103,6 +110,20 @@ def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
     fits = BROKEN.search(how) is None
     how = how if fits else f"does not fit the code that it changes: {how}"
     return MutantScore(name=mutant.name, killed=fits, by=failed.case.name, how=how, seconds=seconds)
+
+
+def _what_fails(test: RanksTest, bug: str | None) -> str:
+    """What a test says with a bug in each rank, or without one; "" where it passes."""
+    try:
+        run_ranks(_with_bug, test.ranks, bug, test)
+    except AssertionError as error:
+        return f"test: {str(error).strip().splitlines()[-1]}"
+    return ""
+
+
+def _with_bug(bug: str | None, test: RanksTest) -> None:
+    with contextlib.nullcontext() if bug is None else mutated(bug):
+        test.run(*test.args)
 
 
 def _first_words(details: Sequence[str]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,9 +70,11 @@ def test_a_mutant_is_tried_on_every_default_case_once_likely_ones_first() -> Non
 
 @pytest.mark.xdist_group("ranks4")
 def test_the_ledger_kills() -> None:
-    """One of each way to be caught: a wrong value, bad input that goes through, a gradient, and a hang."""
+    """One of each way to be caught: a wrong value, bad input that goes through, a gradient, a hang, bits that a test
+    sees, and work that is not shared out."""
     seen: list[score.MutantScore] = []
     names = ["weights_applied_twice", "nan_weights_pass", "ddp_experts_x_ep", "empty_rank_leaves"]
+    names += ["home_gradient_last", "quota_one_slot_short"]
     scores = score_mutants(seen.append, names, deadline=5.0)
     assert not multiprocessing.active_children()
     assert scores == seen
@@ -80,6 +84,10 @@ def test_the_ledger_kills() -> None:
     assert "bad input went through" in scores[1].how
     assert scores[2].by.startswith("2r-ep2-ddp/")
     assert " d 0." in scores[2].how
+    assert (scores[4].by, scores[4].how) == (
+        "dispatch.test_balanced_exchange.weights_on_rank", "test: AssertionError"
+    )  # fmt: skip
+    assert scores[5].by.startswith("2r-ep2-balanced/")
 
 
 def test_a_survivor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +113,17 @@ def test_a_case_that_fails_anyway_kills_nothing(monkeypatch: pytest.MonkeyPatch)
     assert [s.killed for s in seen] == [True, False]
     assert taken_back == seen[1]
     assert taken_back.how == "fails without the mutant, too: rank 0: wrong with None"
+
+
+def test_a_mutant_that_a_test_does_not_see_lives_and_one_that_fails_anyway_too() -> None:
+    seen = mutant_named("home_gradient_last")
+    assert seen.test is not None
+    blind, broken = replace(seen.test, run=os.getpid, args=()), replace(seen.test, args=("no transport",))
+    (lives, fails) = (score._score(replace(seen, test=test), 0, 5.0) for test in (blind, broken))
+    assert not lives.killed
+    assert not lives.how
+    assert not fails.killed
+    assert fails.how.startswith("fails without the mutant, too: test: KeyError")
 
 
 def test_a_mutant_that_no_longer_fits_has_caught_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
-    level.add_argument("--quick", action="store_true", help="fifteen arrangements of up to 4 ranks, float32")
-    level.add_argument("--full", action="store_true", help="every arrangement in float64 as well")
+    level.add_argument("--quick", action="store_true", help="seventeen arrangements of up to 4 ranks, float32")
+    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with balanced experts")
     add(
         "--impl",
         default="trimtab",

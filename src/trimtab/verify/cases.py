@@ -14,11 +14,19 @@ import torch
 
 from trimtab.errors import ConfigError
 from trimtab.verify.patterns import PATTERNS, Pattern
-from trimtab.verify.topologies import QUICK, Topology, default_topologies, topologies_for, topology_named
+from trimtab.verify.topologies import (
+    QUICK,
+    Topology,
+    balanced_topologies,
+    default_topologies,
+    topologies_for,
+    topology_named,
+)
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES)}
-"""Dtypes of each level. "default" runs the quick topologies in float64 besides."""
+LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with balanced experts as
+"proof"; "full" runs so those with balanced experts that are no default ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +63,14 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     topologies = [topology_named(name) for name in QUICK] if quick else default_topologies()
     if world > max(t.ranks for t in topologies) and level != "quick":
         topologies += topologies_for(world)
+    dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
+    if level == "full" or exact:
+        more = LEVELS["full" if exact else "proof"]
+        dtypes |= {topology: more for topology in balanced_topologies() if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
-        for topology in topologies
-        for dtype in LEVELS["full" if exact or (level == "default" and topology.name in QUICK) else level]
+        for topology, own in dtypes.items()
+        for dtype in own
         for pattern in PATTERNS
         if topology.ranks <= world
     ]
@@ -69,3 +81,9 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
                 "TOPOLOGY/PATTERN/DTYPE, for example 2r-ep2/zipf1/float32"
             )
     return [c for c in cases if not globs or any(fnmatch.fnmatchcase(c.name, glob) for glob in globs)]
+
+
+def _dtypes(level: str, topology: Topology) -> tuple[str, ...]:
+    if level != "default":
+        return LEVELS[level]
+    return LEVELS["full" if topology.name in QUICK else "proof" if topology.balance != "none" else level]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import InputError
 from trimtab.experts.adapting import add_adapter, merge_adapter
@@ -16,6 +18,7 @@ from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import replay_in_recompute
 from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
@@ -27,6 +30,12 @@ SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "do
     for weight, short in (("gate_", "up"), ("", "down"))
     for kind in "ab"
 }
+
+
+COPIED: dict[str, dict[str, Any]] = {
+    "none": {}, "balanced": {"balance": 0.0, "copy_cost": 0}, "autobalanced": {"balance": "auto", "copy_cost": 2}
+}  # fmt: skip
+"""What `ExpertParallel` is told."""
 
 
 class Impl:
@@ -61,6 +70,7 @@ class Stack(nn.Module):
             dtype=sizes.dtype,
             device=device,
         )
+        self.recomputed = t.rerun == "recomputed"
         self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes)
 
@@ -68,10 +78,14 @@ class Stack(nn.Module):
         y, loads, losses = h, [], []
         for i, moe in enumerate(self.moes):
             h = h + y if i else h
-            y, found, load, _ = moe(h, token_mask=mask, ids=ids)
+            layer = partial(moe, token_mask=mask, ids=ids)
+            y, found, load, _ = self._again(layer, h) if self.recomputed else layer(h)
             loads.append(load)
             losses += found.values()
         return y, loads, losses
+
+    def _again(self, layer: Callable[..., Any], h: Tensor) -> Any:
+        return checkpoint(layer, h, use_reentrant=False, context_fn=replay_in_recompute)
 
 
 def _one_host_of_cpus() -> bool:
@@ -109,12 +123,14 @@ class Layers:
             tp_mesh=place.dense["tp"] if t.tp > 1 else None,
             cp_mesh=place.cp,
             etp="etp" if t.etp > 1 else None,
+            **COPIED[t.balance],
         )
         parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
         if sizes.adapter == "mergedlora":
             merge_adapter(stack, weights[0].adapters[0].name)
             for moe in stack.moes:
                 moe.experts.requires_grad_(True)
+        self.moes: list[MoE] = stack.moes
         self.model: Any = stack
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
@@ -131,4 +147,9 @@ class Layers:
         assert x.grad is not None
         grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
         grads = {name: g.flatten(1, 2) if g is not None and g.ndim == 4 else g for name, g in grads.items()}
-        return Outcome(y=y, dx=x.grad, grads=grads, loads=[over_all_ranks(load, self.place) for load in loads])
+        loads = [over_all_ranks(load, self.place) for load in loads]
+        done = [report for moe in self.moes if (report := moe.dispatcher.balanced) is not None]
+        return Outcome(
+            y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.copies_P for report in done],
+            slots=[report.loads_after_P for report in done],
+        )  # fmt: skip
