@@ -66,7 +66,7 @@ def backward_by_compiled_autograd() -> None:
                 setattr(moe.experts, name, nn.Parameter(param[rank * e : rank * e + e].detach().clone()))
             moe.experts.num_experts = e
             moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), combine=combine, layer=moe.dispatcher.layer)
-        for tokens in (TOKENS[0], TOKENS[1]):
+        for tokens in TOKENS[:2] if combine == "sum" else TOKENS[1:2]:
             x = inputs((tokens[rank],), torch.float32)[0].detach()
             found = []
             for backward in (contextlib.nullcontext(), _enable(compiler)):

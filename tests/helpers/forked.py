@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -18,14 +19,19 @@ preload(
 DEADLINE = 240.0
 
 
-def run_forked(config: TrainConfig, ranks: int) -> None:
-    """Run `trimtab train` with these options on so many ranks; fails with the ranks' words if one of them does."""
+def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
+    """Run `trimtab train` with these options on so many ranks; fails with the ranks' words if one of them does.
+
+    absent: a module that they cannot import.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
     context = forkserver()
-    processes = [context.Process(target=_rank, args=(config, rank, ranks, port, str(log))) for rank in range(ranks)]
+    processes = [
+        context.Process(target=_rank, args=(config, rank, ranks, port, str(log), absent)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     end = time.monotonic() + DEADLINE
@@ -38,7 +44,9 @@ def run_forked(config: TrainConfig, ranks: int) -> None:
     assert codes == [0] * ranks, (codes, log.read_text())
 
 
-def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str) -> None:
+def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absent: str) -> None:
+    if absent:
+        sys.modules[absent] = None  # type: ignore[assignment]
     import torch
 
     from trimtab.train.session import run_session

@@ -114,8 +114,7 @@ def two_ranks(folder: Path) -> dict[str, dict[str, Tensor]]:
         model = spread()
         model.way = "" if way == "compiled" else way
         if way == "compiled":
-            for layer in model.layers:
-                layer.compile(backend="aot_eager", dynamic=True)
+            model.layers[0].compile(backend="aot_eager", dynamic=True)
         for batch in range(2):
             backward(model, rank, batch, 1.0)
         for router in (p for name, p in model.named_parameters() if "router" in name):

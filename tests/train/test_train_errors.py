@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -36,6 +37,16 @@ def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
     assert "Traceback" not in out + err
     for part in parts:
         assert part in lines[0]
+
+
+def here(capfd: pytest.CaptureFixture[str], *arguments: object) -> SimpleNamespace:
+    """What the command does in this process."""
+    try:
+        code: object = main(list(map(str, arguments)))
+    except SystemExit as ended:
+        code = ended.code
+    said = capfd.readouterr()
+    return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
 
 
 @pytest.fixture
@@ -84,9 +95,14 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], parts: list[str]) -> None:
+def test_refused_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str],
+    parts: list[str],
+) -> None:  # fmt: skip
+    """In this process; as a user runs it one that the options tell and one that the data tells, behind all imports."""
     monkeypatch.chdir(folder)
-    assert_one_message(run_cli("train", *options), *parts)
+    alone = options in (["--max-step", "2"], ["--data", "late.jsonl"])
+    assert_one_message(run_cli("train", *options) if alone else here(capfd, "train", *options), *parts)
     assert not (folder / "runs").exists()
 
 
@@ -99,9 +115,11 @@ def test_the_folder_of_the_model_is_not_overwritten(checkpoint: Path, text: Path
     assert (checkpoint / "config.json").exists()
 
 
-def test_experts_that_do_not_divide(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_experts_that_do_not_divide(
+    checkpoint: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = ["--model", checkpoint, "--data", text, "--out", tmp_path / "run", "--nproc", 8, "--ep", 8]
-    assert_one_message(run_cli("train", *options), "--ep 8", "4 experts", "4 = 0 x 8 + 4")
+    assert_one_message(here(capfd, "train", *options), "--ep 8", "4 experts", "4 = 0 x 8 + 4")
 
 
 def test_a_model_without_experts(tmp_path: Path) -> None:

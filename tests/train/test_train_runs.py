@@ -205,11 +205,9 @@ def test_chat_in_bfloat16_without_matplotlib(checkpoint: Path, tmp_path: Path) -
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Well. " * 4}]
     chat.write_text(json.dumps({"messages": turns}) + "\n")
     out = tmp_path / "run"
-    options = ["--model", checkpoint, "--data", chat, "--seq-len", 64, "--max-steps", 2, "--out", out]
-    script = "import sys; sys.modules['matplotlib.figure'] = None; from trimtab.cli.main import main; sys.exit(main())"
-    result = run_python("-c", script, "train", *options, "--dtype", "bfloat16", "--grad-accum", 2)
-    assert result.returncode == 0, result.stderr
-    assert "matplotlib is missing" in result.stdout
+    values: dict[str, Any] = {"seq_len": 64, "max_steps": 2, "dtype": "bfloat16", "grad_accum": 2}
+    run_forked(TrainConfig(model=str(checkpoint), data=(str(chat),), out=str(out), **values), 1, "matplotlib.figure")
+    assert "matplotlib is missing" in out.with_name("run-log").read_text()
     assert not (out / "load.png").exists()
     assert len(metrics(out)) == 2
     loads = [sum(layer["tokens_per_expert"]) for record in metrics(out) for layer in record["layers"].values()]  # type: ignore[attr-defined]

@@ -57,7 +57,8 @@ def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
     patterns = PATTERNS if mesh == FOUR[0] else ("uneven", "cold", "hot")
     cases = [Case(family=name, mesh=mesh, dtype=torch.float64, patterns=patterns) for name in names]
     if mesh == FOUR[0]:
-        cases += [replace(case, dtype=torch.float32) for case in cases if case.family in PRESETS]
+        in_float32 = ("natural", "hot")  # every pattern is judged in float64
+        cases += [replace(c, dtype=torch.float32, patterns=in_float32) for c in cases if c.family in PRESETS]
     verify(cases, tmp_path)
 
 
