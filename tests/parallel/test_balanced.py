@@ -45,6 +45,8 @@ L = Layout
 GRID = [Case(batch=1, length=1), Case(batch=3, length=17)]
 COLD, STEP = Case(kind="cold", micros=2), Case(micros=2, totals=True)
 EDGES = [COLD, STEP, Case(kind="hot", length=5), Case(length=5, masked=True, replayed=True)]
+CHOSEN = Case(micros=2, length=5, totals=True, replayed=True)
+"""Ids are given: in a narrow type a token near a tie would go elsewhere."""
 Plan = list[tuple[Layout, list[Case]]]
 TWO: Plan = [
     (L(ep=2, tp=2, tokens="replicated"), GRID + EDGES), (L(ep=2, tp=2, tokens="sharded", bias=True), EDGES),
@@ -52,6 +54,7 @@ TWO: Plan = [
     (L(ep=2, data="hsdp", transport="shared_memory", combine="ordered"), [COLD]), (L(ep=2, cp=2), [COLD, STEP]),
     (L(ep=2, main_grad="accumulate", bias=True), [STEP]), (L(ep=2, main_grad="accumulate", data="ddp"), [STEP]),
     (L(ep=2, main_grad="overwrite", data="ddp"), [EDGES[2]]),
+    (L(ep=2, data="fsdp", bias=True, compute="bfloat16", reduce="float32"), [CHOSEN]),
 ]  # fmt: skip
 FOUR: Plan = [
     (L(ep=4, tp=2, tokens="replicated"), [COLD]), (L(ep=2, tp=2, tokens="sharded", data="fsdp"), [STEP]),
@@ -64,6 +67,11 @@ MORE: Plan = [
     (L(ep=2, data="hsdp2"), EDGES), (L(ep=2, tp=4, tokens="replicated", data="ddp"), EDGES),
     (L(cp=2, tp=2, tokens="sharded", ep=2, etp=2, bias=True, data="fsdp"), EDGES),
     (L(cp=2, tp=2, tokens="replicated", ep=4, zigzag=True, data="ddp"), [Case(batch=3, length=17)]),
+    *(
+        (L(ep=ep, etp=etp, data="fsdp", dtype=dtype, compute=compute, bias=True), [CHOSEN])
+        for ep, etp in ((4, 1), (2, 2))
+        for dtype, compute in (("float16", ""), ("float32", "float16"), ("bfloat16", ""))
+    ),
     *(
         (L(ep=ep, etp=etp, data=data, transport=kind, combine=combine, bias=True, dtype="float64"), EDGES)
         for ep, etp in ((2, 1), (4, 1), (2, 2)) for data in ("fsdp", "ddp", "none")
