@@ -1,13 +1,17 @@
-"""`python -m benchmarks replay`: what `trimtab.record` and `trimtab.replay` cost on a layer of transformers.
+"""`python -m benchmarks replay`: what watching and telling routers costs on a layer of transformers.
 
-A block of router and experts (Qwen3-MoE's, run by trimtab) in training, forward and backward. *recorded*: the contexts
-are opened and the decisions taken out in every step; *told*: decisions are replayed in every step.
+A block of router and experts (Qwen3-MoE's, run by trimtab) in training, forward and backward, in four ways that take
+turns in one process, on the same weights and memory, for they are apart by less than two processes are. *recorded*: a
+context of `trimtab.record` is opened and its decisions taken out in every step; *counted*: loads as `LoadCallback` has
+them, too; *told*: decisions are replayed in every step. All give the same bits.
 
 Legend: T tokens, D model dim.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import torch
@@ -16,35 +20,28 @@ from torch import Tensor, nn
 from benchmarks.contestant import Contestant
 from benchmarks.layer_builds import qwen_block, registered
 from benchmarks.layer_case import DTYPES
-from benchmarks.step import first_is_right
-from benchmarks.subject import BOTH, Subject, Where
+from benchmarks.subject import Subject, Where
 from benchmarks.task import Task
 
-WAYS = ("alone", "recorded", "told")
+ALONE, TURNS = "alone", "turns"
 
 
 def replay_task(shape: tuple[int, int, int, int], *, tokens: int, dtype: str, threads: int) -> Task:
-    """The same block in three ways."""
+    """One block in four ways."""
     args = {"shape": list(shape), "tokens": tokens, "dtype": dtype}
-    contestants = [
-        Contestant(
-            name=way, role="ours" if way != "alone" else "peer", build=f"{__name__}:build", args=args | {"way": way},
-            threads=threads,
-        )
-        for way in WAYS
-    ]  # fmt: skip
+    contestant = Contestant(name="trimtab", role="ours", build=f"{__name__}:build", args=args, threads=threads)
     return Task(
         part="replay",
-        case={"shape": list(shape), "tokens": tokens, "dtype": dtype, "threads": threads},
-        contestants=contestants,
-        modes=[BOTH],
-        make_judge=lambda: first_is_right(1e-6),
+        case={"shape": list(shape), "tokens": tokens, "dtype": dtype, "threads": threads, "against": ALONE},
+        contestants=[contestant],
+        modes=[TURNS],
     )
 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
-    """args: shape, tokens, dtype, way."""
+    """args: shape, tokens, dtype."""
     import trimtab
+    from trimtab.integrations.transformers.router_loads import RouterLoads
 
     dim, hidden, experts, top_k = args["shape"]
     block = qwen_block(dim, hidden, experts, top_k, registered())
@@ -61,27 +58,41 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         model(x_1TD)
     decisions = recording.decisions()
 
-    def alone() -> Tensor:
+    def alone() -> dict[str, Tensor]:
         for tensor in (x_1TD, *weights):
             tensor.grad = None
         y: Tensor = model(x_1TD)
         y.backward(dy_1TD)  # type: ignore[no-untyped-call]
-        return y.detach()
+        return {"y": y.detach()} | {
+            f"gradient {i}": t.grad for i, t in enumerate((x_1TD, *weights)) if t.grad is not None
+        }
 
-    def recorded() -> Tensor:
+    def recorded() -> dict[str, Tensor]:
         with trimtab.record(model) as found:
-            y = alone()
-        found.decisions()
-        return y
+            outcome = alone()
+        assert torch.equal(found.decisions().ids, decisions.ids)
+        return outcome
 
-    def told() -> Tensor:
+    def told() -> dict[str, Tensor]:
         with trimtab.replay(model, decisions):
             return alone()
 
-    step = {"alone": alone, "recorded": recorded, "told": told}[args["way"]]
+    ways = {ALONE: alone, "recorded": recorded, "recorded, counted": recorded, "told": told}
+    turn = itertools.count()
 
-    def outcome() -> dict[str, Tensor]:
-        y = step()
-        return {"y": y} | {f"gradient {i}": t.grad for i, t in enumerate((x_1TD, *weights)) if t.grad is not None}
+    def step() -> dict[str, float]:
+        seconds = {}
+        for way in list(ways)[:: 1 if next(turn) % 2 else -1]:
+            loads = RouterLoads(model) if "counted" in way else None
+            start = time.perf_counter()
+            ways[way]()
+            seconds[way] = time.perf_counter() - start
+            if loads is not None:
+                loads.remove()
+        return {way: seconds[way] for way in ways}
 
-    return Subject(modes={BOTH: step}, outcome=outcome, judged=BOTH)
+    wanted = {name: t.clone() for name, t in alone().items()}
+    for way in ways.values():
+        for name, tensor in way().items():
+            assert torch.equal(tensor, wanted[name]), name
+    return Subject(modes={TURNS: step})

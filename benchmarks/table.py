@@ -76,6 +76,7 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
         "contestant",
         *(f"{m} malloc (middle half)" for m in mallocs),
         "speed-up",
+        f"x {record.case.get('against')}",
         "x limit",
         "peak memory",
     ]
@@ -94,6 +95,7 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
                     entry.name,
                     *(_timed(e, mode) for e in each),
                     _quoted(each, ups, min) if entry.role == "ours" else "",
+                    _quoted(each, _against(record, each, mode), max),
                     _quoted(each, overs, max) if entry.role in ("ours", "peer") else "",
                     size(entry.facts.get("peak")),
                 ]
@@ -101,7 +103,7 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
     for entry in first:
         reasons = [race.entries[first.index(entry)].failed for race in record.races]
         if any(reasons):
-            rows.append(["-", entry.name, *(f"failed: {reason}" if reason else "" for reason in reasons), "", "", ""])
+            rows.append(["-", entry.name, *(f"failed: {reason}" if reason else "" for reason in reasons), *[""] * 4])
     used = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in used], [[row[i] for i in used] for row in rows]
 
@@ -113,6 +115,12 @@ def memory_table(record: Record) -> tuple[list[str], list[list[str]]]:
     rows = [[name, found.get("failed") or size(found.get(kinds[0])), *(size(found.get(kind)) for kind in kinds[1:])]
             for name, found in record.memory.items()]  # fmt: skip
     return header, rows
+
+
+def _against(record: Record, each: Sequence[Entry], mode: str) -> list[float | None]:
+    """Times of the mode that the case names, where it names one."""
+    other = record.case.get("against")
+    return [r.times(e, mode, e, other) if other else None for r, e in zip(record.races, each, strict=True)]
 
 
 def _timed(entry: Entry, mode: str) -> str:

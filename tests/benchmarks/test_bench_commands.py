@@ -106,7 +106,8 @@ def test_replay(tmp_path: Path) -> None:
     ]
     code, found = bench(tmp_path, "replay", *options)
     assert code == 0
-    assert timed(found) == {name: {"forward+backward"} for name in ("alone", "recorded", "told")}
+    assert timed(found) == {"trimtab": {"turns", "alone", "recorded", "recorded, counted", "told"}}
+    assert "| x alone |" in (tmp_path / "replay.md").read_text()
 
 
 def test_quantized(tmp_path: Path) -> None:
