@@ -10,13 +10,26 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, balance_model, balance_plan, gpu, loading, megatron, overhead, quantized, replay, step
+from benchmarks import (
+    adapters,
+    balance_model,
+    balance_plan,
+    gpu,
+    imbalance,
+    loading,
+    megatron,
+    overhead,
+    quantized,
+    replay,
+    step,
+)
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
+from benchmarks.imbalance import UNEVEN, imbalance_table, imbalance_task
 from benchmarks.layer import BACKENDS, layer_task
 from benchmarks.layer_case import AUTOCAST, DTYPES, parse_shape
 from benchmarks.machine import cores
-from benchmarks.page import campaign_page, record_page, report_page
+from benchmarks.page import Table, campaign_page, record_page, report_page
 from benchmarks.race import Pace
 from benchmarks.result import Record
 from benchmarks.subject import BOTH, FORWARD
@@ -24,6 +37,7 @@ from benchmarks.table import as_text, case_words, contestants_table, memory_tabl
 from benchmarks.task import Task, run_task, write, write_record
 from benchmarks.workloads import WORKLOADS
 from trimtab.cli.main import exit_code
+from trimtab.dispatch.balance import COPY_COST, Balance
 from trimtab.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")
@@ -39,6 +53,7 @@ Run it from the root of the repository.
   python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
+  python -m benchmarks imbalance                 balanced experts, however unevenly tokens fall, over 2 ranks
   python -m benchmarks balance_plan              planning the copies of balanced experts, in ms
   python -m benchmarks balance_model             what copies save, by a cost model over links and models
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
@@ -94,6 +109,17 @@ def build_parser() -> argparse.ArgumentParser:
         add("--tokens", nargs="+", type=_positive, default=tokens, metavar="N")
         add("--dtype", default="bf16", choices=tuple(DTYPES))
         add("--threads", type=_positive, default=1, metavar="N")
+    uneven = _part(
+        parts, "imbalance", "balanced experts under uneven tokens", _imbalance, RESULTS / "imbalance.md",
+        malloc="default", seconds=30.0, turns=7,
+    )  # fmt: skip
+    uneven("--shape", nargs="+", default=["C", "A", "B"], metavar="D,F,E,K")
+    uneven("--tokens", type=_positive, default=2048, metavar="N", help="per rank (default 2048)")
+    uneven("--dtype", nargs="+", default=["bf16"], choices=tuple(DTYPES))
+    uneven("--transports", nargs="+", default=["shared_memory", "alltoall"], choices=DIRECT)
+    uneven("--workloads", nargs="+", default=list(UNEVEN), choices=WORKLOADS)
+    uneven("--balance", nargs="+", type=_balance, default=["auto"], metavar="HOW", help="auto, or a tolerance: 0, 0.1")
+    uneven("--copy-cost", type=_positive, default=COPY_COST, metavar="SLOTS")
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")
@@ -141,6 +167,10 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
     return value
+
+
+def _balance(text: str) -> Balance:
+    return text if text == "auto" else float(text)  # type: ignore[return-value]
 
 
 def _layer(o: argparse.Namespace) -> list[Task]:
@@ -203,6 +233,16 @@ def _replay(o: argparse.Namespace) -> list[Task]:
     ]
 
 
+def _imbalance(o: argparse.Namespace) -> list[Task]:
+    return [
+        imbalance_task(
+            parse_shape(shape), tokens=o.tokens, dtype=dtype, workloads=o.workloads, transports=o.transports,
+            balances=o.balance, copy_cost=o.copy_cost,
+        )
+        for shape, dtype in product(o.shape, o.dtype)
+    ]  # fmt: skip
+
+
 def _gpu(o: argparse.Namespace) -> list[Task]:
     import torch
 
@@ -221,6 +261,7 @@ ABOUT = {
         ("quantized", quantized),
         ("adapters", adapters),
         ("replay", replay),
+        ("imbalance", imbalance),
         ("gpu", gpu),
         ("balance_plan", balance_plan),
         ("balance_model", balance_model),
@@ -246,7 +287,9 @@ def run(options: argparse.Namespace) -> int:
             write_record(records[-1], options.json / f"{task.key}.json")
         if options.out is not None:
             about = ABOUT.get(options.part)
-            write(options.out, record_page(records, _about(about)) if about else campaign_page(records))
+            write(
+                options.out, record_page(records, _about(about), _table(records)) if about else campaign_page(records)
+            )
             print(f"page: {options.out}")
     return _code(records)
 
@@ -297,9 +340,13 @@ def _say(text: str) -> None:
 
 def _print(record: Record) -> None:
     form: Callable[[Sequence[str], Any], str] = as_text
-    print(f"\n{record.part}: {case_words(record)}\n\n{form(*contestants_table(record))}", flush=True)
+    print(f"\n{record.part}: {case_words(record)}\n\n{form(*_table([record])(record))}", flush=True)
     if record.memory:
         print(f"\nbeyond parameters and inputs, peak of forward+backward\n\n{form(*memory_table(record))}", flush=True)
+
+
+def _table(records: Sequence[Record]) -> Table:
+    return imbalance_table if records[0].part == "imbalance" else contestants_table
 
 
 def _code(records: Sequence[Record]) -> int:

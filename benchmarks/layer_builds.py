@@ -52,12 +52,19 @@ def qwen_block(dim: int, hidden: int, experts: int, top_k: int, implementation: 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: the case, `implementation`, `transport` for trimtab over ranks, and `graph` for a CUDA graph."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
     case, name = LayerCase.of(args), args["implementation"]
     if name == "trimtab":
         name = registered(args.get("transport") or "alltoall")
+    layer, weights = qwen_layer(case, name, where)
+    return layer_subject(layer, case, where.rank, weights, graph=args["graph"])
+
+
+def qwen_layer(case: LayerCase, name: str, where: Where) -> tuple[Layer, list[torch.Tensor]]:
+    """Qwen3-MoE's experts with the case's weights, under an implementation of transformers' by its name; and the
+    weights. Collective with ranks."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
     gate_up, down = expert_weights(case, where.rank)
     config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=gate_up.shape[0])
     config._experts_implementation = "grouped_mm" if name == "all_to_all" else name
@@ -65,7 +72,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         experts: Any = Qwen3MoeExperts(config)
     experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(weight) for weight in (gate_up, down))
     layer: Layer = spread(experts, name, where) if where.ranks > 1 else experts
-    return layer_subject(layer, case, where.rank, [experts.gate_up_proj, experts.down_proj], graph=args["graph"])
+    return layer, [experts.gate_up_proj, experts.down_proj]
 
 
 def spread(experts: Any, name: str, where: Where) -> Layer:

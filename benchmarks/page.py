@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.machine import describe, machine_words
 from benchmarks.result import Entry, Race, Record, largest, smallest
@@ -32,6 +32,8 @@ Peak bytes beyond parameters and inputs. *resident*: growth of the process's mem
 keep; *tensors*: what PyTorch's storages add up to. Gradients of parameters and inputs, the same bytes for everyone, are
 among them."""
 
+Table = Callable[[Record], tuple[list[str], list[list[str]]]]
+
 SECTIONS = {"layer": "One experts layer", "exchange": "Dispatch and combine"}
 
 TITLES = {
@@ -44,6 +46,7 @@ TITLES = {
     "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
+    "imbalance": "Balanced experts and uneven tokens",
     "balance_plan": "Planning the copies of balanced experts",
     "balance_model": "What copying experts saves, by a cost model",
 }
@@ -65,16 +68,17 @@ def campaign_page(records: Sequence[Record]) -> str:
     return "\n\n".join([*parts, "## Commands", _commands(records)]) + "\n"
 
 
-def record_page(records: Sequence[Record], about: str) -> str:
-    """Markdown: each record with all its contestants. about: what the case is."""
+def record_page(records: Sequence[Record], about: str, table: Table = contestants_table) -> str:
+    """Markdown: each record with all its contestants. about: what the case is. table: header and rows of a record."""
     parts = [f"# {TITLES[records[0].part]}", about, METHOD, *_where(records)]
     for record in records:
-        parts += [f"## {case_words(record)}", as_markdown(*contestants_table(record))]
+        parts += [f"## {case_words(record)}", as_markdown(*table(record))]
         parts += [MEMORY, as_markdown(*memory_table(record))] if record.memory else []
-    parts.append(
-        "*peak memory* is the most that a contestant's process held in all turns, parameters, gradients and optimizer "
-        "state included."
-    )
+    if table is contestants_table:
+        parts.append(
+            "*peak memory* is the most that a contestant's process held in all turns, parameters, gradients and "
+            "optimizer state included."
+        )
     return "\n\n".join([*parts, _commands(records)]) + "\n"
 
 

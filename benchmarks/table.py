@@ -93,7 +93,7 @@ def contestants_table(record: Record) -> tuple[list[str], list[list[str]]]:
                 [
                     mode,
                     entry.name,
-                    *(_timed(e, mode) for e in each),
+                    *(timed_words(e, mode) for e in each),
                     _quoted(each, ups, min) if entry.role == "ours" else "",
                     _quoted(each, _against(record, each, mode), max),
                     _quoted(each, overs, max) if entry.role in ("ours", "peer") else "",
@@ -123,7 +123,8 @@ def _against(record: Record, each: Sequence[Entry], mode: str) -> list[float | N
     return [r.times(e, mode, e, other) if other else None for r, e in zip(record.races, each, strict=True)]
 
 
-def _timed(entry: Entry, mode: str) -> str:
+def timed_words(entry: Entry, mode: str) -> str:
+    """Median and middle half of a mode's steps; empty where it has none."""
     steps = entry.steps(mode)
     if not steps:
         return ""

@@ -69,6 +69,20 @@ def test_exchange(tmp_path: Path) -> None:
     assert timed(found) == dict.fromkeys(("trimtab alltoall", "all_to_all", "raw all-to-all + copy"), MODES)
 
 
+def test_imbalance(tmp_path: Path) -> None:
+    page = tmp_path / "imbalance.md"
+    code, found = bench(tmp_path, "imbalance", *TINY, "--workloads", "hot_rank", "balanced", "--transports",
+                        "shared_memory", "--balance", "auto", "0", "--copy-cost", "1", "--out", str(page))  # fmt: skip
+    names = ("plain shared_memory", "balanced auto shared_memory", "balanced 0.0 shared_memory", "all_to_all")
+    assert code == 0
+    assert timed(found) == {name: {"hot_rank", "balanced"} for name in names}
+    rows = [line for line in page.read_text().splitlines() if line.startswith(("| hot_rank", "| balanced"))]
+    assert [row.split("|")[3:7] for row in rows] == [
+        [" auto ", " 64 0 ", " 32 32 ", " 1 "], [" 0.0 ", " 64 0 ", " 32 32 ", " 1 "],
+        [" auto ", " 32 32 ", " 32 32 ", " 0 "], [" 0.0 ", " 32 32 ", " 32 32 ", " 0 "],
+    ]  # fmt: skip
+
+
 def test_step(tmp_path: Path) -> None:
     page = tmp_path / "step.md"
     code, found = bench(tmp_path, "step", *QUICK, "--tiny", "--threads", "1", "--out", str(page))
