@@ -33,7 +33,7 @@ class Fault:
     kind: kill (SIGKILL), freeze (SIGSTOP), raise (an error of the user's), stall (longer than the deadline), delay
         (shorter: nothing may be raised); the rest are mistakes in what the rank calls.
     store: a file, or served by rank 0. balanced: hot experts are copied; route and experts are the movements of counts
-        and of weights then, and not what lies before.
+        and of weights then, and not what lies before. amid: the others know that the rank comes, and move rows.
     """
 
     kind: Kind
@@ -47,11 +47,13 @@ class Fault:
     combine: Literal["sum", "ordered"] = "sum"
     store: Literal["file", "tcp"] = "file"
     balanced: bool = False
+    amid: bool = False
 
     def __str__(self) -> str:
         where = f" in {self.phase} {self.direction}" if self.kind in _PLACED else ""
-        how = f"{self.transport}, {self.combine}, {self.store} store{', balanced' * self.balanced}"
-        return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({how})"
+        how = [self.transport, self.combine, f"{self.store} store"]
+        how += ["balanced"] * self.balanced + ["amid"] * self.amid
+        return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({', '.join(how)})"
 
 
 _PLACED = ("kill", "freeze", "raise", "stall", "delay", "wrong_splits")
@@ -122,6 +124,11 @@ def fault_cases() -> list[Fault]:
         cases += [
             Fault(kind=k, phase=p, direction=d, **own)
             for k in ("kill", "freeze", "raise", "stall", "delay", "wrong_splits")
+            for p, d in MOVED
+        ]
+        cases += [
+            Fault(kind=k, phase=p, direction=d, amid=True, combine=combine, **own)
+            for k, combine in (("kill", "sum"), ("freeze", "ordered"), ("stall", "sum"))
             for p, d in MOVED
         ]
         cases += [

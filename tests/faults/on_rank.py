@@ -97,7 +97,8 @@ class Tampered:
         place = self.guard.place()
         assert place is not None
         self.saboteur.layer = int(place.layer.removeprefix("layers."))
-        self.saboteur.at(phase, direction)
+        if not self.saboteur.fault.amid:
+            self.saboteur.at(phase, direction)
         here = (phase, direction) == (self.saboteur.fault.phase, self.saboteur.fault.direction)
         if here and self.saboteur.wants("wrong_splits"):
             message_PC = message_PC.clone()
@@ -109,10 +110,18 @@ class Tampered:
     ) -> list[Tensor]:
         if self.guard.place() is not None and "dispatch forward" in str(self.guard.place()):
             self.saboteur.at("dispatch", "forward")
+        self._amid()
         return self.inner.dispatch(tensors, row_token_M, splits, tokens)
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
+        self._amid()
         return self.inner.combine(tensors, splits, tokens)
+
+    def _amid(self) -> None:
+        """The others know that this rank comes, and are in the movement of what it has."""
+        f = self.saboteur.fault
+        if f.amid and f"{f.phase} {f.direction}" in str(self.guard.place()):
+            self.saboteur.at(f.phase, f.direction)
 
 
 class Layer:

@@ -45,6 +45,9 @@ BALANCED = [
     Fault(kind="stall", phase="experts", balanced=True, transport="shared_memory", combine="ordered"),
     Fault(kind="delay", phase="experts", direction="backward", balanced=True),
     Fault(kind="skip_layer", balanced=True),
+    Fault(kind="kill", phase="experts", balanced=True, amid=True),
+    Fault(kind="freeze", phase="experts", direction="backward", balanced=True, amid=True, transport="shared_memory"),
+    Fault(kind="kill", phase="route", balanced=True, amid=True, transport="shared_memory"),
     Fault(kind="wrong_splits", phase="experts", balanced=True, transport="allgather"),
     Fault(kind="wrong_splits", phase="experts", direction="backward", balanced=True),
 ]
