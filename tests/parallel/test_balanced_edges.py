@@ -41,6 +41,8 @@ def test_experts_that_keep_something_between_calls() -> None:
         moe, mesh = build("moe", dtype=torch.float32, **more), cast(DeviceMesh, None)  # which is not asked
         with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
             trimtab.ExpertParallel(balance="auto").check(moe, mesh)
+        with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
+            moe.experts(torch.ones(1, D), torch.zeros(1, 1).long(), torch.ones(1, 1), copies=cast(Any, "some"))
 
 
 def frozen_apart_on_rank() -> str:

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.backward import eager_backward, needed
+from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.expert_call import ExpertWeights
+from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.quantized import Codes
 from trimtab.experts.weight_grad import MainGradMode, WeightGradient
 
@@ -53,6 +55,17 @@ class Copies(Protocol):
     def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """What is there of the copies, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
         in the order of ranks."""
+
+
+def check_copied(experts: GroupedModule, layer: str = "") -> None:
+    """Raises ConfigError where experts have what copies for one call cannot have."""
+    for name, has in (("delay_wgrad", experts.delay_wgrad), ("a recipe", experts.recipe is not None)):
+        if has:
+            raise ConfigError(
+                f"experts with {name} are not balanced: a copy is there for one call, and could not keep what that "
+                "keeps. Leave one of the two out",
+                layer=layer, phase="experts",
+            )  # fmt: skip
 
 
 def run_with_copies(

@@ -223,8 +223,9 @@ class ExpertMLP(GroupedModule):
         num_slots: int | None = None,
     ) -> Tensor:  # fmt: skip
         """`run` of the weights and of copies. num_slots: see `trimtab.experts.copied.run_with_copies`."""
-        from trimtab.experts.copied import run_with_copies
+        from trimtab.experts.copied import check_copied, run_with_copies
 
+        check_copied(self)
         empty_like = self.kernels.on(x_MD.device, weights.computed_in).empty_like
         return run_with_copies(
             self.run, weights, x_MD, ids_MK, w_MK, copies, main_grad=self.main_grad, empty_like=empty_like,

@@ -17,6 +17,7 @@ from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
+from trimtab.experts.copied import check_copied
 from trimtab.experts.module import ExpertMLP
 from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
@@ -153,17 +154,6 @@ class ExpertParallel(ParallelStyle):
             check_copied(module.experts, layer)
         check_split(module.experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
-
-
-def check_copied(experts: ExpertMLP, layer: str) -> None:
-    """Raises ConfigError where experts have what copies for one call cannot have."""
-    for name, has in (("delay_wgrad", experts.delay_wgrad), ("a recipe", experts.recipe is not None)):
-        if has:
-            raise ConfigError(
-                f"experts with {name} are not balanced: a copy is there for one call, and could not keep what that "
-                "keeps. Leave one of the two out",
-                layer=layer,
-            )
 
 
 Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
