@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
+from trimtab.integrations.transformers.copy_counts import balanced_dispatchers
 from trimtab.integrations.transformers.replicas import average_replicated
 
 from .ep_case import Case, Router, batches, freeze
@@ -129,6 +130,22 @@ def prepare(case: Case, model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})
 
 
+BALANCED = "trimtab_balanced"
+"""A name under which copies are made at once, as many as make ranks equal."""
+
+
+def check_equal_ranks(case: Case, model: nn.Module) -> None:
+    """In the last call of each layer no rank had more than its share of rows, with copies where that needs some."""
+    layers = balanced_dispatchers(model)
+    assert len(layers) == (len(experts_modules(model)) if case.exchange == BALANCED else 0)
+    for name, (_, dispatcher) in layers.items():
+        report = dispatcher.balanced
+        assert report is not None, name
+        before, after, copies = (t.tolist() for t in (report.loads_before_P, report.loads_after_P, report.copies_P))
+        assert max(after) == -(-sum(before) // len(before)), (name, before, after)
+        assert (sum(copies) > 0) == (max(before) > max(after)), (name, before, copies)
+
+
 def run_case(case: Case, folder: str) -> Answer:
     """Every pattern of a case on this rank."""
     model = load(case, folder)
@@ -150,6 +167,7 @@ def run_case(case: Case, folder: str) -> Answer:
             losses.append(loss.detach())
         values: dict[str, Tensor | None] = {"output": torch.stack(outputs), "loss": torch.stack(losses)}
         values |= {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+        check_equal_ranks(case, model)
         outcomes[pattern] = Outcome(values=values, routing=router.seen)
     if case.recompute:  # each layer ran twice, or the case shows nothing
         assert router.calls == 2 * len(case.patterns) * case.steps * len(experts_modules(model))
@@ -167,6 +185,7 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
     trimtab.integrations.transformers.register()
     trimtab.integrations.transformers.register("trimtab_ordered", combine="ordered")
     trimtab.integrations.transformers.register("trimtab_shared", transport="shared_memory")
+    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
     answers = []
     for case in cases:
         try:
@@ -221,36 +240,42 @@ class Refusal:
     seconds: float
 
 
-def run_broken(case: Case, faults: Sequence[str], folder: str) -> list[Refusal]:
-    """For each fault, a forward in which the last rank hands its experts something else than its peers do."""
+def run_broken(cases: Sequence[Case], faults: Sequence[str], folder: str) -> list[Refusal]:
+    """For each case and fault, a forward in which the last rank hands its experts something else than its peers do, or
+    has them run by another implementation."""
     quiet()
     trimtab.integrations.transformers.register()
-    model = load(case, folder)
+    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
     guilty = dist.get_rank() == dist.get_world_size() - 1
     found = []
-    for fault in faults:
+    for case in cases:
+        model = load(case, folder)
+        for fault in faults:
 
-        def spoil(_: nn.Module, args: tuple[Any, ...], fault: str = fault) -> tuple[Any, ...]:
-            hidden, ids, weights = (a.clone() for a in args)
-            if fault == "id too large":
-                ids[0, 0] = 10_000
-            elif fault == "id negative":
-                ids[-1, -1] = -2
-            elif fault == "weight not a number":
-                weights[0, 0] = torch.nan
-            elif fault == "another top-k":
-                ids, weights = ids[:, :1], weights[:, :1]
-            return hidden, ids, weights
+            def spoil(_: nn.Module, args: tuple[Any, ...], fault: str = fault) -> tuple[Any, ...]:
+                hidden, ids, weights = (a.clone() for a in args)
+                if fault == "id too large":
+                    ids[0, 0] = 10_000
+                elif fault == "id negative":
+                    ids[-1, -1] = -2
+                elif fault == "weight not a number":
+                    weights[0, 0] = torch.nan
+                elif fault == "another top-k":
+                    ids, weights = ids[:, :1], weights[:, :1]
+                return hidden, ids, weights
 
-        module = next(iter(experts_modules(model).values()))
-        hook = module.register_forward_pre_hook(spoil) if guilty else None
-        batch = batches(case, model, "natural", dist.get_rank())[0]
-        begin, refusal = time.monotonic(), Refusal(kind="", message="nothing was raised", seconds=0.0)
-        try:
-            forward(model, batch)
-        except TrimtabError as error:
-            refusal = Refusal(kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begin)
-        found.append(refusal)
-        if hook is not None:
-            hook.remove()
+            module = next(iter(experts_modules(model).values()))
+            hook = module.register_forward_pre_hook(spoil) if guilty else None
+            batch = batches(case, model, "natural", dist.get_rank())[0]
+            begin, refusal = time.monotonic(), Refusal(kind="", message="nothing was raised", seconds=0.0)
+            if fault == "all eager" or (fault == "one eager" and guilty):
+                module.config._experts_implementation = "eager"  # the model's setter passes over classes of FSDP
+            try:
+                forward(model, batch)
+            except TrimtabError as error:
+                refusal = Refusal(kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begin)
+            module.config._experts_implementation = case.experts
+            found.append(refusal)
+            if hook is not None:
+                hook.remove()
     return found

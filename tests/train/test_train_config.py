@@ -53,11 +53,27 @@ def test_refuses_with_the_arithmetic(options: dict[str, int], world: int, arithm
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_steps": 0}, {"batch_size": 0}, {"seq_len": 1}, {"lr": 0.0}, {"lr": float("nan")}, {"dtype": "float16"}],
+    [
+        {"max_steps": 0},
+        {"batch_size": 0},
+        {"seq_len": 1},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"dtype": "float16"},
+        {"balance": "on"},
+        {"balance": "-0.1"},
+        {"balance": "inf"},
+        {"copy_cost": 5},
+        {"balance": "auto", "copy_cost": -1},
+    ],
 )
 def test_refuses_senseless_options(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         TrainConfig(**options)  # type: ignore[arg-type]
+
+
+def test_balance_is_a_word_or_a_number() -> None:
+    assert [TrainConfig(balance=given).tolerance for given in ("off", "auto", "0.1")] == ["off", "auto", 0.1]
 
 
 def test_json_round_trip() -> None:

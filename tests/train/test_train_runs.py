@@ -26,6 +26,7 @@ from trimtab.train.blocks import Blocks
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.prepare import make_room, plan_run, with_steps
+from trimtab.train.resume import resumed
 
 of_the_pair = pytest.mark.xdist_group("train_pair")  # its run is the longest of all, and each worker would make it
 
@@ -92,6 +93,33 @@ def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> N
     for step in (1, 2):  # of the last one, too
         assert metrics(pair)[step]["eval_loss"] == pytest.approx(metrics(alone)[step]["eval_loss"], rel=1e-5)
         assert metrics(pair)[step]["eval_max_vio"] == metrics(alone)[step]["eval_max_vio"]
+
+
+@of_the_pair
+def test_copies_of_hot_experts_change_no_number_and_are_told(
+    alone: Path, options: list[object], tmp_path: Path
+) -> None:
+    """Recomputed; and a run that goes on keeps its rule, or takes another."""
+    out, more = tmp_path / "run", ["--nproc", 2, "--batch-size", 2, "--save-every", 3, "--gradient-checkpointing"]
+    result = run_cli(*options, *more, "--balance", 0, "--copy-cost", 0, "--out", out)
+    assert result.returncode == 0, result.stderr
+    copied = []
+    for one, two in zip(metrics(alone), metrics(out), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        for name, layer in two["layers"].items():
+            copied.append(layer.pop("balanced"))
+            loads = one["layers"][name]["tokens_per_expert"]
+            most = max(sum(loads[:2]), sum(loads[2:]))
+            assert copied[-1]["busiest_before"] == pytest.approx(most / (sum(loads) / 2))
+            assert copied[-1]["busiest_after"] == 1.0
+            assert (copied[-1]["copies"] > 0) == (copied[-1]["busiest_before"] > 1)
+            assert copied[-1]["copy_bytes"] == copied[-1]["copies"] * 4 * 32 * 16 * 3
+        assert two["layers"] == one["layers"]
+    assert sum(layer["copies"] for layer in copied) > 0
+    assert "ranks   the busiest had 1." in result.stdout
+    going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "balance": "auto"})
+    assert [(config.balance, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
 
 
 def test_trackers_get_the_loads(alone: Path) -> None:
@@ -299,15 +327,18 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
-    assert main(["train", *map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run"]) == 0
+    dry = [*map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--balance", "auto"]
+    assert main(["train", *dry]) == 0
     said = capsys.readouterr().out
     assert "model   Qwen3MoeForCausalLM: 37,856 parameters; what trains:" in said
     assert "2 layers: gate_up_proj [4, 32, 32], down_proj [4, 32, 16]" in said
-    assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2" in said
+    assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2, hot ones copied (--balance auto)" in said
     assert "of 256 tokens: 4 x 16 on each of 2 rank(s), 2 time(s)" in said
     assert "memory  of a rank: " in said
     assert "⟦File 0. The quick brown fox" in said
     assert list(tmp_path.iterdir()) == []
+    assert main(["train", *dry, "--ep", "1"]) == 2
+    assert "every rank has all experts (ep 1)" in capsys.readouterr().err
 
 
 def test_epochs_count_what_is_learnt_and_held_out_blocks_are_not(checkpoint: Path, text: Path, tmp_path: Path) -> None:

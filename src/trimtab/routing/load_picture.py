@@ -1,4 +1,5 @@
-"""Files of loads over a run, one JSON line a step, and the picture of one: load by layer and expert, imbalance by step.
+"""Files of loads over a run, one JSON line a step, and the picture of one: load by layer and expert, imbalance by step,
+and that of ranks where experts are copied.
 
 A line is {"step": …, "layers": {name: a record of `trimtab.routing.loads.load_metrics`}}, with whatever else.
 """
@@ -40,12 +41,16 @@ def _draw(metrics: Path, png: Path) -> None:
     totals: dict[str, list[int]] = {}
     steps: list[int] = []
     vio: dict[str, list[float]] = {}
+    busiest: dict[str, list[float]] = {"before": [], "after": []}
     for record in read_metrics(metrics):
         steps.append(record["step"])
         for name, layer in record["layers"].items():
             loads = layer["tokens_per_expert"]
             totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(loads)), loads, strict=True)]
             vio.setdefault(name, []).append(layer["max_vio"])
+        copied = [layer["balanced"] for layer in record["layers"].values() if "balanced" in layer]
+        for when, values in busiest.items():
+            values.append(max((layer[f"busiest_{when}"] for layer in copied), default=float("nan")))
     if not totals:
         raise ValueError("no step was taken")
     width = max(map(len, totals.values()))
@@ -53,8 +58,9 @@ def _draw(metrics: Path, png: Path) -> None:
     # Layers with fewer experts leave their last cells blank.
     cells = [[n / mean[k] for n in v] + [float("nan")] * (width - len(v)) for k, v in totals.items()]
 
-    figure = Figure(figsize=(11, 2.5 + 0.3 * len(cells)), layout="constrained")
-    heat, lines = figure.subplots(1, 2, width_ratios=[3, 2])
+    balanced = any(value == value for value in busiest["after"])
+    figure = Figure(figsize=(15 if balanced else 11, 2.5 + 0.3 * len(cells)), layout="constrained")
+    heat, lines, *of_ranks = figure.subplots(1, 3 if balanced else 2, width_ratios=[3, 2, 2] if balanced else [3, 2])
     image = heat.imshow(cells, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     figure.colorbar(image, ax=heat, label="load / mean load")
     heat.set(xlabel="expert", ylabel="layer", title=f"load over {len(steps)} steps")
@@ -65,6 +71,12 @@ def _draw(metrics: Path, png: Path) -> None:
     lines.set_ylim(bottom=0)
     if len(vio) <= 8:
         lines.legend(title="layer", fontsize="small")
+    for ranks in of_ranks:
+        for when, style in (("before", "--"), ("after", "-")):
+            ranks.plot(steps, busiest[when], style, linewidth=1, label=f"{when} copies of experts")
+        ranks.set(xlabel="step", ylabel="rows of the busiest rank / mean", title="ranks, worst layer")
+        ranks.set_ylim(bottom=1)
+        ranks.legend(fontsize="small")
     figure.savefig(png, dpi=120)
 
 

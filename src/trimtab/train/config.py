@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from trimtab.errors import ConfigError
 
@@ -129,6 +129,13 @@ class TrainConfig:
     fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
     tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
     replicate: int | None = option("ranks", "copies of the sharded model (default 1)", least=1)
+    balance: str = option(
+        "ranks", "copy hot experts, for one call, to ranks with room: auto, where that pays, or how far above the mean "
+        "the busiest rank may be, as in 0.1 (default off)", default="off", shown="off|auto|X",
+    )  # fmt: skip
+    copy_cost: int | None = option(
+        "ranks", "slots that a copy must take off the busiest rank to be worth its way (default 1000)", least=0
+    )
     out: str = option(
         "results", "where everything is written, shared by all hosts (default runs/train)", default="runs/train",
         shown="DIR", per_run=True,
@@ -174,10 +181,26 @@ class TrainConfig:
             raise ConfigError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         if self.eval_split is not None and (self.eval_data or not 0 < self.eval_split < 1):
             raise ConfigError(f"--eval-split {self.eval_split}: must be between 0 and 1, and stand without --eval-data")
+        _ = self.tolerance
+        if self.copy_cost is not None and self.balance == "off":
+            raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --balance")
         for name in ("lr", "epochs", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
                 raise ConfigError(f"{flag_of(name)} {value}: must be a positive number")
+
+    @property
+    def tolerance(self) -> Literal["off", "auto"] | float:
+        """What `balance` says. Raises ConfigError where that is nothing."""
+        if self.balance in ("off", "auto"):
+            return cast(Literal["off", "auto"], self.balance)
+        try:
+            above = float(self.balance)
+        except ValueError:
+            above = math.nan
+        if not 0 <= above < math.inf:
+            raise ConfigError(f"--balance {self.balance}: must be off, auto or a number from 0 on, 0.1 for 10 %")
+        return above
 
     def resolved(self, *, preset: bool) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""

@@ -133,7 +133,9 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    trimtab.integrations.transformers.register(IMPLEMENTATION)
+    trimtab.integrations.transformers.register(
+        IMPLEMENTATION, balance=config.tolerance, copy_cost=config.copy_cost
+    )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:
         from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig

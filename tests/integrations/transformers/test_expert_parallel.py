@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.ep_case import PATTERNS, Case, Mesh
-from helpers.ep_ranks import run_broken, run_cases, run_loading, run_shared
+from helpers.ep_ranks import BALANCED, run_broken, run_cases, run_loading, run_shared
 from helpers.ep_verify import both_precisions, verify
 from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
 from helpers.ranks import preload, run_ranks
@@ -30,8 +30,15 @@ NO_TENSOR_PARALLEL = {"muse_spark"}
 """Their tensor-parallel plans fail in transformers with any experts."""
 VARIANTS = ("muse_spark", "nemotron_h", "aria")
 GROUPS = 4
+LAYOUTS = ("gpt_oss", "muse_spark", "nemotron_h", "aria", "openai_privacy_filter")
+"""Transposed with biases and interleaved, a norm behind the experts, no gate, transposed, a gate of its own."""
 
 ranks4 = pytest.mark.xdist_group("ranks4")
+
+
+def balanced(case: Case) -> Case:
+    """With copies of hot experts on ranks that have room."""
+    return replace(case, experts=BALANCED, exchange=BALANCED)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -59,7 +66,8 @@ def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
     if mesh == FOUR[0]:
         in_float32 = ("natural", "hot")  # every pattern is judged in float64
         cases += [replace(c, dtype=torch.float32, patterns=in_float32) for c in cases if c.family in PRESETS]
-    verify(cases, tmp_path)
+    unequal = [replace(c, patterns=("cold", "hot")) for c in cases if c.family in ("qwen3_moe", "gpt_oss")]
+    verify([*cases, *(balanced(c) for c in unequal if c.dtype == torch.float64)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +97,10 @@ def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     verify(both_precisions(case), tmp_path)
 
 
-def test_ranks_that_share_memory(tmp_path: Path) -> None:
+def test_shared_memory_and_balanced_experts_of_every_layout(tmp_path: Path) -> None:
     name = "trimtab_shared"
     case = Case(family="qwen3_moe", mesh=TWO, experts=name, exchange=name, dtype=torch.float64, patterns=PATTERNS)
-    verify([case], tmp_path)
+    verify([case, *(balanced(replace(case, family=name)) for name in LAYOUTS)], tmp_path)
 
 
 def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> None:
@@ -114,7 +122,8 @@ def test_ways_to_train(family: str, tmp_path: Path) -> None:
         {"recompute": "not reentrant"},
         {"recompute": "not reentrant", "steps": 2},
     ]
-    verify([replace(case, **way) for way in ways], tmp_path)
+    cases = [replace(case, **way) for way in ways]
+    verify([*cases, *(balanced(one) for one in cases if one.frozen != "embed_tokens")], tmp_path)
 
 
 @ranks4
@@ -137,9 +146,17 @@ def test_what_one_rank_does_wrong_every_rank_refuses(tmp_path: Path) -> None:
         "id too large": ("InputError", slot), "id negative": ("InputError", slot),
         "weight not a number": ("InputError", slot), "another top-k": ("DesyncError", "top-1, "),
     }  # fmt: skip
+    stock = {"all eager": ("", ""), "one eager": ("", "")}
+    of_balanced = {
+        "all eager": ("ConfigError", "'eager' runs no copies of experts: with balance= choose"),
+        "one eager": ("DesyncError", "are in another call"),
+    }
     case = Case(family="qwen3_moe", mesh=TWO)
-    for refusals in run_ranks(run_broken, 2, case, tuple(wrong), str(tmp_path), deadline=60.0):
-        for (kind, says), refusal in zip(wrong.values(), refusals, strict=True):
+    expected = [*(wrong | stock).values(), *(wrong | of_balanced).values()]
+    for refusals in run_ranks(
+        run_broken, 2, [case, balanced(case)], tuple(wrong | stock), str(tmp_path), deadline=60.0
+    ):
+        for (kind, says), refusal in zip(expected, refusals, strict=True):
             assert refusal.kind == kind, refusal
             assert says in refusal.message, refusal
             assert refusal.seconds < 10.0, refusal

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.ep_case import Case, Mesh
+from helpers.ep_ranks import BALANCED
 from helpers.ep_verify import verify
 from helpers.families import build_model, families
 from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
@@ -26,6 +28,9 @@ KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe
 """A family of each kind: plain, transposed with biases, without a gate, a norm behind, a gate of its own, …"""
 
 
+BALANCE: dict[str, Any] = {"experts": BALANCED, "exchange": BALANCED}
+
+
 def case(family: str, mesh: Mesh = TWO, lora: str = "experts", **options: object) -> Case:
     given = {"patterns": ("uneven", "cold"), "dtype": torch.float64} | options
     return Case(family=family, mesh=mesh, lora=lora, **given)  # type: ignore[arg-type]
@@ -33,12 +38,14 @@ def case(family: str, mesh: Mesh = TWO, lora: str = "experts", **options: object
 
 def test_two_ranks_in_both_precisions(tmp_path: Path) -> None:
     cases = [case(family, patterns=("natural", "cold")) for family in KINDS]
+    cases += [case(family, patterns=("cold",), **BALANCE) for family in KINDS]
     verify([*cases, case("qwen3_moe", dtype=torch.float32), case("gpt_oss", dtype=torch.float32)], tmp_path)
 
 
 def test_attention_beside_experts_over_steps_and_recomputed(tmp_path: Path) -> None:
     """Attention's adapters are peft's, and `average_replicated` takes the mean that FSDP takes of what it shards."""
-    ways = [{"steps": 2}, {"recompute": "reentrant"}, {"recompute": "not reentrant", "steps": 2}]
+    ways: list[dict[str, Any]] = [{"steps": 2}, {"recompute": "reentrant"}, {"recompute": "not reentrant", "steps": 2}]
+    ways += [BALANCE, {"recompute": "not reentrant", "steps": 2, **BALANCE}]
     verify([case("qwen3_moe", lora="attention", **way) for way in ways], tmp_path)
 
 
@@ -54,7 +61,8 @@ def test_two_ranks_with_the_same_tokens(tmp_path: Path) -> None:
 def test_four_ranks(tmp_path: Path) -> None:
     meshes = {Mesh(ep=2, fsdp=4): "attention", Mesh(ep=4, fsdp=2, tp=2): "experts"}
     hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts", Mesh(ep=1, fsdp=2, tp=2): "experts"}
-    verify([case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()], tmp_path)
+    cases = [case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()]
+    verify([*cases, *(case("qwen3_moe", mesh, lora, **BALANCE) for mesh, lora in meshes.items())], tmp_path)
 
 
 def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_path: Path) -> None:

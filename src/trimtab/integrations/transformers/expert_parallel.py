@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.backward import forward_of, narrowed
+from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Pair
-from trimtab.integrations.transformers.experts import experts_forward
+from trimtab.integrations.transformers.experts import LENT, experts_forward
 from trimtab.integrations.transformers.replicas import OwnExperts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
@@ -46,6 +48,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     combine: CombineMode
     kernels: KernelChoice
     transport_name: str
+    balance: BalanceConfig | None
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
@@ -63,6 +66,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
             self.transport,
             combine=self.combine,
             layer=f"{type(experts).__name__} {next(self.built)}",
+            balance=self.balance if ep_mesh.size() > 1 else None,
         )
 
     def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
@@ -82,7 +86,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
             tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
-        rows = self.dispatcher.dispatch(*tensors)
+        rows = self.dispatcher.dispatch(*tensors, trained=self._trained())
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
@@ -95,14 +99,29 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
+    def _trained(self) -> str:
+        """What runs the experts, and what of them has gradients: with balanced experts the same on every rank."""
+        if self.dispatcher.balance is None:
+            return ""
+        names = [name for name, param in self.experts.named_parameters() if param.requires_grad]
+        names += [f"{name} adapter" for name, pair in getattr(self.experts, LENT, {}).items() if pair.b.requires_grad]
+        return f"{self.experts.config._experts_implementation}: {', '.join(names)}"
+
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():
             return experts_forward(
-                self.experts, rows.x_MD, rows.ids_MK, rows.weights_MK, kernels=self.kernels, num_slots=rows.num_slots,
-                part=self._part,
+                self.experts, rows.x_MD, rows.ids_MK, rows.weights_MK, kernels=self.kernels, part=self._part,
+                **rows.known,
             )  # fmt: skip
+        implementation = self.experts.config._experts_implementation
+        if rows.copies is not None:  # behind dispatch, in which all ranks have seen that they are of one mind
+            raise ConfigError(
+                f"experts_implementation={implementation!r} runs no copies of experts: with balance= choose "
+                f"experts_implementation={self.experts_name!r}, or register {self.experts_name!r} without it",
+                layer=self.dispatcher.layer,
+            )
         # Not every eager forward knows the sentinel: there an absent slot is expert 0 with weight 0 and no gradient.
-        absent, implementation = rows.ids_MK < 0, self.experts.config._experts_implementation
+        absent = rows.ids_MK < 0
         ids = rows.ids_MK.masked_fill(absent, 0 if implementation == "eager" else self.num_local_experts).long()
         if self.experts.has_post_expert_norm:  # transformers hooks its parameters when it is called, on every rank
             self.experts.post_expert_norm(rows.x_MD[:0])

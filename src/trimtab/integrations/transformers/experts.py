@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import refuse_transforms
+from trimtab.backward import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.adapters import Adapters, Pair
+from trimtab.experts.copied import Copies, run_with_copies
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.quantized import Codes, packed
@@ -36,6 +37,7 @@ def experts_forward(
     kernels: KernelChoice,
     num_slots: int | None = None,
     part: Callable[[Pair], Pair] | None = None,
+    copies: Copies | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -47,6 +49,7 @@ def experts_forward(
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
         part: of adapters of all ranks' experts, those of the module's.
+        copies: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.copied`. Collective then.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
@@ -69,9 +72,15 @@ def experts_forward(
     chosen = kernels_for(kernels, hidden_states.device, weights.computed_in)
     assert chosen is not None  # the registered choice names its kernels
     whole = "" if module._is_expert_parallel else who  # else slots of other ranks have the sentinel
-    plan = plan_for(top_k_index, weights.up.shape[0], num_slots, chosen, whole)
     norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
-    return expert_mlp(hidden_states, top_k_weights, plan, weights, gate_of(module), chosen, norm=norm)
+
+    def run(some: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, slots: int | None) -> Tensor:
+        plan = plan_for(ids, some.down.shape[0], slots, chosen, whole)
+        return expert_mlp(x, w, plan, some, gate_of(module), chosen, norm=norm)
+
+    if copies is None:
+        return run(weights, hidden_states, top_k_index, top_k_weights, num_slots)
+    return not_in_graphs(run_with_copies)(run, weights, hidden_states, top_k_index, top_k_weights, copies)
 
 
 def is_ours(module: nn.Module) -> bool:

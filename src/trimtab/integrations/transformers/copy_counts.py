@@ -1,0 +1,112 @@
+"""What copies of hot experts do for a model's layers while it trains: counted on the device, read when it is reported.
+
+Legend: L layers, P ranks of an expert group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimtab.backward import not_in_graphs
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.integrations.transformers.routers import plain
+from trimtab.integrations.transformers.watch import FirstRuns
+from trimtab.moe import MoE
+from trimtab.what_trains import own_name
+
+
+def balanced_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatcher]]:
+    """The modules whose experts are copied where that pays, with their dispatchers, by the name of the MoE block."""
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    from trimtab.integrations.transformers.expert_parallel import TrimtabEP
+
+    kinds = [kind for _, kind in EPImplementationInterface().items() if isinstance(kind, type)]
+    ours = [ep for kind in kinds if issubclass(kind, TrimtabEP) for ep in getattr(kind, "living", ())]
+    of_experts = {id(ep.experts): ep.dispatcher for ep in ours}
+    found: dict[str, tuple[nn.Module, Dispatcher]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            found[own_name(plain(name))] = module, module.dispatcher
+        elif id(module) in of_experts:
+            found[_around(name)] = module, of_experts[id(module)]
+    return {
+        name: (module, dispatcher) for name, (module, dispatcher) in found.items() if dispatcher.balance is not None
+    }
+
+
+class CopyCounts:
+    """Sums over the forwards that train, each counted once under recompute. No layer, no counts.
+
+    names: of the MoE blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = balanced_dispatchers(model)
+        self.names = list(layers)
+        device = next(model.parameters()).device
+        self._sums = torch.zeros(len(layers), 5, dtype=torch.int64, device=device)
+        self._ranks = [dispatcher.ranks for _, dispatcher in layers.values()]
+        self._hooks = [
+            module.register_forward_hook(partial(self._see, sums, dispatcher, FirstRuns()))
+            for sums, (module, dispatcher) in zip(self._sums, layers.values(), strict=True)
+        ]
+
+    @not_in_graphs
+    def _see(self, sums: Tensor, dispatcher: Dispatcher, runs: FirstRuns, module: nn.Module, *_: Any) -> None:
+        report, transport = dispatcher.balanced, dispatcher.transport
+        if report is None or transport is None or not runs.here(module):
+            return
+        before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.copies_P[transport.rank]
+        sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.copy_bytes])
+
+    def take(self) -> Tensor:
+        """This rank's sums since the last call, [5 L]; those of all ranks together go to `records`."""
+        taken = self._sums.flatten().clone()
+        self._sums.zero_()
+        return taken
+
+    def records(self, summed: Sequence[float]) -> dict[str, dict[str, Any]]:
+        """By name, of what ranks have taken: `busiest_before` and `busiest_after`, rows of the busiest rank over the
+        mean, weighted by the calls' rows; `copies` of experts; `copy_bytes`, of their weights, on their way out."""
+        found = {}
+        for i, (name, ranks) in enumerate(zip(self.names, self._ranks, strict=True)):
+            before, after, slots, copies, size = summed[5 * i : 5 * i + 5]
+            found[name] = {
+                "busiest_before": before * ranks / slots if slots else 1.0,
+                "busiest_after": after * ranks / slots if slots else 1.0,
+                "copies": round(copies),
+                "copy_bytes": round(size),
+            }
+        return found
+
+    def reported(self) -> dict[str, dict[str, Any]]:
+        """`records` of what all ranks have counted since the last call. Every rank must call; one all-reduce."""
+        taken = self.take()
+        if self.names and dist.is_initialized():
+            dist.all_reduce(taken)
+        return self.records(taken.tolist())
+
+    def remove(self) -> None:
+        """Count no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def with_copies(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Records of `load_metrics` by the names of routers or of experts, each with its block's as "balanced"."""
+    return {
+        name: record | ({"balanced": copied[_around(name)]} if _around(name) in copied else {})
+        for name, record in layers.items()
+    }
+
+
+def _around(name: str) -> str:
+    """The block that a router or experts module is in, whatever wraps them."""
+    return own_name(plain(name)).rpartition(".")[0]
