@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--threads", type=_positive, default=1, metavar="N")
     uneven = _part(
         parts, "imbalance", "balanced experts under uneven tokens", _imbalance, RESULTS / "imbalance.md",
-        malloc="default", seconds=30.0, turns=7,
+        malloc="default", seconds=45.0, turns=7,
     )  # fmt: skip
     uneven("--shape", nargs="+", default=["C", "A", "B"], metavar="D,F,E,K")
     uneven("--tokens", type=_positive, default=2048, metavar="N", help="per rank (default 2048)")
