@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import trimtab.integrations.transformers
 from trimtab.integrations.transformers.replicas import average_replicated
 
 from .ep_case import Case, freeze
-from .ep_ranks import full, load, quiet
+from .ep_ranks import BALANCED, full, load, quiet
 from .families import forward, sample_batch
 from .peft_case import fill, lora
 
@@ -90,6 +91,8 @@ def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple
     from peft import get_peft_model
     from transformers import Trainer, TrainingArguments
 
+    from trimtab.integrations.transformers import LoadCallback
+
     model = get_peft_model(base, lora(base, target_modules=["q_proj"]), autocast_adapter_dtype=False)
     fill(model)
     if average:
@@ -106,13 +109,18 @@ def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple
         ddp_backend="gloo" if dist.is_initialized() else None,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.add_callback(LoadCallback(trainer, every=1))
     trainer.train()
     return adapters_of(model), [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def train_in_trainer(cases: list[Case], folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """Each case with and without `average_replicated`: two batches a step and rank."""
+def train_in_trainer(case: Case, folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """With and without `average_replicated`, and with balanced experts, whose loads are in the last file: two batches a
+    step and rank."""
     quiet()
     trimtab.integrations.transformers.register()
+    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
-    return [run_trainer(load(case, folder), folder, 2, average) for case in cases for average in (False, True)]
+    balanced = replace(case, experts=BALANCED, exchange=BALANCED)
+    ways = (case, False), (case, True), (balanced, True)
+    return [run_trainer(load(case, folder), folder, 2, average) for case, average in ways]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.ep_verify import verify
 from helpers.families import build_model, families
 from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
 from helpers.ranks import preload, run_ranks
+from trimtab.routing.loads import load_scalars
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 preload(
@@ -72,11 +74,23 @@ def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_pat
     wanted, norms = run_trainer(base, str(tmp_path), 4, average=False)
     assert len(norms) == 2
     assert min(norms) > 0.2, "clipped"
-    for ways in run_ranks(train_in_trainer, 2, [case("qwen3_moe", lora="")], str(tmp_path)):
+    for ways in run_ranks(train_in_trainer, 2, case("qwen3_moe", lora=""), str(tmp_path)):
         for adapters, found in ways:
             assert found == pytest.approx(norms, rel=1e-10)
             for name, value in wanted.items():
                 torch.testing.assert_close(adapters[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    lines = [json.loads(line)["layers"] for line in (tmp_path / "loads.jsonl").read_text().splitlines()]
+    assert [len(layers) for layers in lines] == [2, 2], "by layer and step"
+    for layers in lines:
+        for layer in layers.values():
+            copied = layer["balanced"]
+            assert 1 <= copied["busiest_after"] < 1.05, "a row more than the mean, where that is no whole number"
+            assert (copied["copies"] > 0) == (copied["busiest_before"] > copied["busiest_after"])
+        scalars = load_scalars(layers, most_keys=9)
+        assert scalars["loads/copies"] == sum(layer["balanced"]["copies"] for layer in layers.values()) > 0
+        assert scalars["loads/copy_bytes"] == sum(layer["balanced"]["copy_bytes"] for layer in layers.values()) > 0
+        assert len(scalars) == 9
+        assert "loads/copies" not in load_scalars(layers, most_keys=8)
 
 
 def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:

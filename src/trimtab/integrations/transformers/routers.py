@@ -123,7 +123,7 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
         rule = _rule_of(module)
         if rule is None:
             continue
-        around = name.rpartition(".")[0]
+        around = _around(name)
         routed.add(around)
         layer, layers = _layer_of(name, modules)
         bias_in, bias = _bias_of(module, modules[around])
@@ -135,7 +135,7 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
             )
         )  # fmt: skip
     for name, module in modules.items():
-        if hasattr(module, "has_post_expert_norm") and (around := name.rpartition(".")[0]) not in routed:
+        if hasattr(module, "has_post_expert_norm") and (around := _around(name)) not in routed:
             inside = {key: type(child).__name__ for key, child in modules[around].named_children()}
             raise ConfigError(
                 f"{name} ({type(module).__name__}): no router that trimtab knows among {inside}; if one of them gives "
@@ -147,6 +147,11 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
 def plain(name: str) -> str:
     """A module's name without what wrappers add to it."""
     return _WRAPPERS.sub("", name)
+
+
+def _around(name: str) -> str:
+    """The block that a module is in, which peft's wrappers may have moved deeper."""
+    return re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]
 
 
 def _rule_of(module: nn.Module) -> Rule | None:
