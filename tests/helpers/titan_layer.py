@@ -16,18 +16,20 @@ import torchtitan.distributed.parallel_dims as parallel_dims
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
-from trimtab.integrations.torchtitan import TokenDispatcher
+from trimtab.integrations.torchtitan import RoutedExperts, TokenDispatcher
 
 D, F, E, K = 16, 16, 8, 3
 
 
 def config(dispatcher: str, ep: int) -> Any:
-    """A layer's configuration; ours is set where a user sets it, and nothing else differs."""
+    """A layer's configuration; ours is set where a user sets it, and nothing else differs. "balanced": hot experts are
+    copied besides, until no rank computes more than the mean."""
     router = make_router_config(
         dim=D, num_experts=E, gate_param_init={"weight": nn.init.zeros_}, top_k=K, score_func="softmax"
     )
@@ -35,7 +37,10 @@ def config(dispatcher: str, ep: int) -> Any:
         dim=D, hidden_dim=F, num_experts=E, top_k=K, param_init={}, comm_backend="standard"
     )
     if dispatcher != "theirs":
-        routed.token_dispatcher = TokenDispatcher.Config(num_experts=E, top_k=K, combine=dispatcher)
+        combine = "sum" if dispatcher == "balanced" else dispatcher
+        routed.token_dispatcher = TokenDispatcher.Config(num_experts=E, top_k=K, combine=combine)
+    if dispatcher == "balanced":
+        routed = derive(routed, RoutedExperts.Config, balance=0.0)
     cfg = make_moe_config(num_experts=E, router=router, routed_experts=routed)
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
     set_moe_sharding_config(cfg, enable_ep=ep > 1, enable_sp=True, expert_param_layout=layout)
@@ -89,4 +94,8 @@ def step(
     grads = {name: plain(p.grad) for name, p in moe.named_parameters()}
     assert x.grad is not None
     y_TD, dx_TD = plain(y.detach()).reshape(tokens, D), plain(x.grad).reshape(tokens, D)
-    return {"y": y_TD, "dx": dx_TD, "loads": plain(moe.tokens_per_expert_E)} | grads
+    found = {"y": y_TD, "dx": dx_TD, "loads": plain(moe.tokens_per_expert_E)} | grads
+    if dispatcher == "balanced":
+        report = moe.routed_experts.token_dispatcher.exchange.dispatcher.balanced
+        found |= {"computed": report.loads_after_P, "copies": report.copies_P}
+    return found

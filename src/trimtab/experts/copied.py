@@ -104,21 +104,36 @@ def with_copies(
     trained = [i for i in moved if torch.is_grad_enabled() and parts[i].requires_grad]
     fused = [i for i in trained if i < 2 and main_grad != "off"]
     call = _Call(copies=copies, parts=parts, moved=moved, trained=trained)
-    home, copied = list(parts), list(parts)
-    if trained:
-        x_MD, *tied = _Tied.apply(call, x_MD, *(parts[i] for i in trained))  # type: ignore[no-untyped-call]
-        for i, own, copy in zip(trained, tied[: len(trained)], tied[len(trained) :], strict=True):
-            home[i], copied[i] = own, copy
-    else:
-        call.send()
-    for i, copy in call.frozen.items():
-        copied[i] = copy
+    home, copied, x_MD = _tie(call, x_MD)
     owners = [_outline(copy, i in trained) for i, copy in enumerate(copied[:4])]
     for i in fused:
         main = call.fused[trained.index(i)] = _OfCopies(parts[i], owners[i], main_grad, empty_like)
         main.offer()
     call.forget()
     return _rebuilt(weights, home, parts[:4]), _rebuilt(weights, copied, owners), x_MD
+
+
+def tied(weights: Sequence[Tensor], x_MD: Tensor, copies: Copies) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """As `with_copies`, for experts of others, whose weights are any tensors [e, *]."""
+    trained = [i for i, weight in enumerate(weights) if torch.is_grad_enabled() and weight.requires_grad]
+    call = _Call(copies=copies, parts=list(weights), moved=list(range(len(weights))), trained=trained)
+    found = _tie(call, x_MD)
+    call.forget()
+    return found
+
+
+def _tie(call: _Call, x_MD: Tensor) -> tuple[list[Any], list[Any], Tensor]:
+    """The call's parts at home, those of the copies, and the rows."""
+    home, copied, trained = list(call.parts), list(call.parts), call.trained
+    if trained:
+        x_MD, *made = _Tied.apply(call, x_MD, *(call.parts[i] for i in trained))  # type: ignore[no-untyped-call]
+        for i, own, copy in zip(trained, made[: len(trained)], made[len(trained) :], strict=True):
+            home[i], copied[i] = own, copy
+    else:
+        call.send()
+    for i, copy in call.frozen.items():
+        copied[i] = copy
+    return home, copied, x_MD
 
 
 def _parts(weights: ExpertWeights) -> list[Any]:

@@ -67,7 +67,7 @@ class ParallelMoE(MoE):
         places = self._replicated()
         params = [module.get_parameter(name) for module, name in places]
         summed: tuple[Tensor, ...] = SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
-        with _standing_in(places, summed):
+        with standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
     def _shared(self, x: Tensor) -> Shared:
@@ -99,7 +99,7 @@ class ParallelMoE(MoE):
 
 
 @contextmanager
-def _standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+def standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Within, `module.name` is the tensor; after, whatever was raised, the parameter again (FSDP2's unsharded one)."""
     slots = [(module._parameters, name) for module, name in places]
     kept = [of[name] for of, name in slots]

@@ -13,6 +13,7 @@ from helpers.cases import case
 from helpers.comparing import assert_close
 from helpers.ranks import run_ranks
 from helpers.routed import D, E, K, Share, run, truth
+from trimtab.parallel.meshes import local_part
 
 pytest.importorskip(
     "torchtitan.models.common.token_dispatcher", reason="torchtitan is not a dependency and is not installed"
@@ -92,6 +93,55 @@ def in_their_layer(tp: int, ep: int) -> None:
 def test_their_layer_computes_the_same_with_ours(ranks: int, tp: int, ep: int) -> None:
     """Sequence parallel over tp, experts over ranks of both: `parallelize` wires ours, all gradients agree."""
     run_ranks(in_their_layer, ranks, tp, ep)
+
+
+def hot_experts_are_copied(tp: int, ep: int) -> None:
+    from torchtitan.models.common import moe
+
+    from helpers.titan_layer import step
+
+    def in_their_dtype(self: Any, x_RD: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        """Their own rounds to bfloat16, and a weight's gradient would be two rounded parts."""
+        up, down, gate = (local_part(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        rows = x_RD.split(counts_e.tolist())
+        assert len(rows) == up.shape[0]
+        silu = torch.nn.functional.silu
+        return torch.cat([(silu(x @ up[i].T) * (x @ gate[i].T)) @ down[i].T for i, x in enumerate(rows)])
+
+    moe.GroupedExperts.forward = in_their_dtype  # in a process of its own
+    theirs = step("theirs", tp, ep, "partial_dtensor")
+    ours = step("balanced", tp, ep, "partial_dtensor")
+    computed, copies = ours.pop("computed"), ours.pop("copies")
+    assert int(copies.sum()) > 0
+    assert int(computed.amax()) <= -(-int(computed.sum()) // ep)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert_close(value, theirs[name], BOUND, name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "ep"), [(2, 1, 2), pytest.param(4, 2, 4, marks=pytest.mark.xdist_group("ranks4"))]
+)
+def test_their_layer_computes_the_same_with_copies(ranks: int, tp: int, ep: int) -> None:
+    run_ranks(hot_experts_are_copied, ranks, tp, ep)
+
+
+def test_an_override_copies_hot_experts_everywhere() -> None:
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    from helpers.titan_layer import config
+    from trimtab.integrations.torchtitan import RoutedExperts, TokenDispatcher
+
+    named = "trimtab.integrations.torchtitan.override.balanced_experts"
+    cfg = config("theirs", 1)
+    apply_overrides(OverrideConfig(imports=[(named, {"balance": 0.1, "copy_cost": 7})]), cfg)
+    routed = cfg.routed_experts
+    assert type(routed) is RoutedExperts.Config
+    assert (routed.balance, routed.copy_cost) == (0.1, 7)
+    assert routed.token_dispatcher == TokenDispatcher.Config(num_experts=E, top_k=K)
+    built = cfg.build().routed_experts
+    assert {name for name, _ in built.inner_experts.named_parameters()} == {"w1_EFD", "w2_EDF", "w3_EFD"}
+    assert built.token_dispatcher.exchange.balance.copy_cost == 7
 
 
 def test_their_override_puts_ours_in_everywhere() -> None:

@@ -15,11 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.integrations.torchtitan.balanced import RoutedExperts as RoutedExperts
     from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
     from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
     from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
 
-_HOMES = {"TokenDispatcher": "dispatcher", "TokenExchange": "exchange", "Dispatched": "exchange"}
+_HOMES = {
+    "TokenDispatcher": "dispatcher", "TokenExchange": "exchange", "Dispatched": "exchange", "RoutedExperts": "balanced",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
@@ -52,6 +53,13 @@ class TokenDispatcher(Base):  # type: ignore[misc]
             config.num_experts, config.top_k, pad_multiple=config.pad_multiple, combine=combine
         )
         self.ep_mesh: DeviceMesh | None = None
+
+    def balanced_by(self, balance: BalanceConfig | None) -> None:
+        """Plan copies of hot experts from the next `wire_meshes` on. Raises ConfigError: there is padding."""
+        old = self.exchange
+        self.exchange = TokenExchange(
+            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, balance=balance
+        )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Over `ep_mesh` [P] from now on; None: all experts are here. Every rank of the mesh must call."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
@@ -60,18 +61,26 @@ class TokenExchange:
         top_k: K.
         pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
             8, 16, 32, 128: what low-precision grouped GEMMs ask for.
-        combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
+        combine, balance: as in `trimtab.dispatch.dispatcher.Dispatcher`. With balance, rows of copies follow those of
+            the rank's own experts; `sent.rows.copies` is where their weights come from.
+
+    trained: what of the experts has gradients, for balance; the same on every rank.
 
     Raises:
-        ConfigError: names or sizes that do not fit.
+        ConfigError: names or sizes that do not fit; balance with padding, which copies would not have.
     """
 
-    def __init__(self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: CombineMode = "sum") -> None:
+    def __init__(
+        self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: CombineMode = "sum",
+        balance: BalanceConfig | None = None,
+    ) -> None:  # fmt: skip
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
         check_combine(combine)
+        if balance is not None and pad_multiple > 1:
+            raise ConfigError(f"pad_multiple={pad_multiple}: balanced experts take no padding, so no low precision")
         self.num_experts, self.top_k = num_experts, top_k
-        self.pad_multiple, self.combine_mode = pad_multiple, combine
+        self.pad_multiple, self.combine_mode, self.balance, self.trained = pad_multiple, combine, balance, ""
         self.wire(None)
 
     def wire(self, transport: Transport | None, layer: str = "") -> None:
@@ -80,7 +89,9 @@ class TokenExchange:
         Raises:
             ConfigError: the experts do not divide over the ranks.
         """
-        self.dispatcher = Dispatcher(self.num_experts, transport, combine=self.combine_mode, layer=layer)
+        self.dispatcher = Dispatcher(
+            self.num_experts, transport, combine=self.combine_mode, layer=layer, balance=self.balance
+        )
 
     def dispatch(
         self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, counts_E: Tensor | None = None
@@ -102,10 +113,9 @@ class TokenExchange:
             InputError, DesyncError, PeerLost, PhaseTimeout: as `Dispatcher.dispatch`.
         """
         self.dispatcher.begin()
-        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK)
-        plan = plan_experts(
-            rows.ids_MK, self.dispatcher.experts_per_rank, alignment=self.pad_multiple, num_slots=rows.num_slots
-        )
+        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK, trained=self.trained)
+        experts = self.dispatcher.experts_per_rank + (0 if rows.copies is None else rows.copies.number)
+        plan = plan_experts(rows.ids_MK, experts, alignment=self.pad_multiple, num_slots=rows.num_slots)
         routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan, False)  # type: ignore[no-untyped-call]
         return routed_RD, plan.offsets_e.diff(), Dispatched(rows=rows, plan=plan, tokens=x_TD.shape[0])
 
