@@ -92,11 +92,20 @@ def test_a_failure_is_a_row_with_its_reason() -> None:
     assert sorted(said) == sorted(f"{name}: {reason}" for name, reason in expected.items())
 
 
-def test_a_contestant_that_hangs_is_given_up() -> None:
+def test_a_contestant_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone: what others take to start on this machine says nothing here."""
+    ask, patiences = Team.ask, set()
+
+    def asked(team: Team, command: tuple[Any, ...], patience: float) -> list[Any]:
+        patiences.add(patience)
+        return ask(team, command, 1.0 if team.contestant.name == "hangs" else patience)
+
+    monkeypatch.setattr(Team, "ask", asked)
     contestants = [fake("hangs", "hangs", "peer"), fake("good", "sleeper", modes={"forward": 0.01})]
-    entries = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01, patience=5))
-    assert entries[0].failed == "no answer within 5 s"
+    entries = race(contestants, ["forward"], malloc="default", pace=Pace(turns=1, seconds=0.01, patience=120))
+    assert entries[0].failed == "no answer within 1 s"
     assert entries[1].failed is None
+    assert patiences == {120}
 
 
 def test_the_slowest_rank_counts_and_one_rank_fails_for_all() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.cases import PATTERNS, case
-from helpers.ranks import _rank_main, forkserver, run_ranks
+from helpers.ranks import _rank_main, come, forkserver, run_ranks, wait_until
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
@@ -334,13 +334,14 @@ def alone_on_rank() -> tuple[str, tuple[int, ...], str, float]:
     transport.handshake(headers)
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(5.0)
+        wait_until("given up", 0)
         return "", (), "", 0.0
     start = time.monotonic()
     try:
         transport.handshake(headers)
     except (PeerLost, PhaseTimeout) as error:
         waited = time.monotonic() - start
+        come("given up")
         try:
             transport.handshake(headers)
         except BackendError as again:
@@ -388,7 +389,6 @@ def crash_on_rank(pipe: Any) -> None:
 def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
     """Its files have no name, and no process that lives has them open or mapped."""
     context = forkserver()
-    before = set(os.listdir("/dev/shm"))
     processes, inodes = [], set()
     for rank in range(2):
         ours, theirs = context.Pipe()
@@ -399,13 +399,20 @@ def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
         assert pipe.poll(60.0)
         inodes |= set(pipe.recv())
     assert len(inodes) >= 3, "two arenas and the control page"
-    mapped = Path(f"/proc/{processes[0][0].pid}/maps").read_text()
-    assert "memfd:trimtab-rows" in mapped
-    assert set(os.listdir("/dev/shm")) - before == set()
     for process, _ in processes:
+        files = _files_of(process.pid)
+        assert any("memfd:trimtab-rows" in file for file in files)
+        assert not [file for file in files if file.startswith("/dev/shm/") and not file.endswith(" (deleted)")]
         process.kill()
         process.join()
     assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if inodes & _memory_of(pid)]
+
+
+def _files_of(pid: int) -> list[str]:
+    """What a process has open or mapped."""
+    mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    names = [line.split(maxsplit=5)[5] for line in mapped if line.count("/")]
+    return names + [_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
 
 
 def _memory_of(pid: str) -> set[int]:

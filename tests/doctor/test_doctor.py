@@ -15,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import backends, machine
 from trimtab.doctor.findings import Finding, as_text
+from trimtab.guard import record
 from trimtab.guard.record import Place
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import BACKENDS
@@ -279,12 +281,13 @@ def test_the_command_says_where_the_ranks_of_a_job_stand(tmp_path: Path, capsys:
     assert re.fullmatch(r"in experts forward of layer model\.layers\.5, call 0, for \d+ s", busy)
 
 
-def test_a_stopped_process_is_broken_and_none_at_all_is_said() -> None:
+def test_a_stopped_process_is_broken_and_none_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        place = Place(layer="a", phase="count", direction="forward", call=2, since=time.monotonic() - 7.2)
+        monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: 100.0))
+        place = Place(layer="a", phase="count", direction="forward", call=2, since=92.8)
         (stopped,) = machine.judge_places([(process.pid, 3, place)])
     finally:
         process.kill()

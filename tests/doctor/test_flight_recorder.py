@@ -8,8 +8,10 @@ import json
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor.flight_recorder import read_traces
+from trimtab.doctor.flight_recorder import read_trace, read_traces
 from trimtab.doctor.flight_recorder_diagnosis import diagnose
 from trimtab.doctor.flight_recorder_dump import dump, dump_on_signal
 from trimtab.errors import BackendError, InputError
@@ -37,7 +39,7 @@ def late_on_rank(folder: str) -> None:
         where = Path(folder) / scenario
         where.mkdir(exist_ok=True)
         if rank != LATE:
-            threading.Timer(0.4, dump, (where, rank)).start()
+            when_waiting(rank, lambda: dump(where, rank))
         else:
             wait_for(where, 2)
             dump(where, rank)
@@ -60,14 +62,32 @@ def late_on_rank(folder: str) -> None:
         dist.barrier()
     where = Path(folder) / "signal"
     dump_on_signal(where, rank=rank)
-    Path(folder, f"{os.getpid()}.pid{rank}").touch()
-    if rank == LATE:
+    mine = Path(folder, f"{os.getpid()}.pid{rank}")
+    if rank != LATE:
+        when_waiting(rank, mine.touch)
+    else:
+        mine.touch()
         wait_for(Path(folder), 3, "*.pid*")
-        time.sleep(0.4)
         for file in Path(folder).glob("*.pid*"):
             os.kill(int(file.stem), signal.SIGUSR2)
         wait_for(where, 3)
     layer("none", plain)
+
+
+def when_waiting(rank: int, then: Callable[[], object]) -> None:
+    """`then`, in a thread, once this rank is in its next exchange, which the late one keeps from its end."""
+
+    def done() -> list[bool]:
+        with tempfile.TemporaryDirectory() as folder:
+            return [entry.done for entry in read_trace(dump(folder, rank)).entries if entry.desc == "experts"]
+
+    def watch() -> None:
+        while len(now := done()) == before or not all(now[:-1]):
+            time.sleep(0.02)
+        then()
+
+    before = len(done())
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def wait_for(folder: Path, files: int, pattern: str = "*rank*") -> None:

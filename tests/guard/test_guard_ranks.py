@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import run_ranks
+from helpers.ranks import come, meet, run_ranks, wait_until
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -25,10 +26,10 @@ from trimtab.guard.guard import Guard
 E, D = 4, 8
 
 
-def step(dispatcher: Dispatcher, pause: float = 0.0) -> None:
+def step(dispatcher: Dispatcher, between: Callable[[], object] = lambda: None) -> None:
     x = torch.randn(5, D, requires_grad=True)
     rows = dispatcher.dispatch(x, torch.randint(0, E, (5, 2)), torch.rand(5, 2))
-    time.sleep(pause)
+    between()
     dispatcher.combine(rows.x_MD * 2, rows).sum().backward()
     assert x.grad is not None
 
@@ -40,7 +41,7 @@ def lives_on_rank() -> None:
     second = Dispatcher(E, AllGather(group, guard=guard), layer="b")
     before = threading.active_count()
     for dispatcher in (first, second):
-        step(dispatcher, pause=0.35 * rank)
+        step(dispatcher, lambda: time.sleep(0.35 * rank))
         place = guard.place()
         assert str(place) == f"in route backward of layer {dispatcher.layer}, call 0"
     assert threading.active_count() == before
@@ -122,16 +123,28 @@ def test_each_transport_has_a_guard_or_shares_one_or_has_none() -> None:
     run_ranks(settings_on_rank, 2, deadline=40.0)
 
 
-def subgroup_on_rank() -> list[tuple[str, tuple[int, ...]]]:
+def subgroup_on_rank() -> list[tuple[str, tuple[int, ...], float]]:
+    """What a rank is told, if anything, after how many seconds. Rank 2 stays with its experts until 3 gives it up."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
-    guard = Guard(deadline=1.5)
+    guard = Guard(deadline=20.0)
     dispatcher = Dispatcher(E, AllToAll(groups[rank // 2], guard=guard), layer="a")
     step(dispatcher)
+
+    def between() -> None:
+        if rank == 2:
+            come("experts")
+            wait_until("given up", 3)
+        if rank == 3:
+            wait_until("experts", 2)
+            guard.deadline = 1.5
+
+    start = time.monotonic()
     try:
-        step(dispatcher, pause=4.0 if rank == 2 else 0.0)
+        step(dispatcher, between)
     except Exception as error:
-        return [(str(error), getattr(error, "ranks", ()))]
+        come("given up")
+        return [(str(error), getattr(error, "ranks", ()), time.monotonic() - start)]
     return []
 
 
@@ -140,17 +153,18 @@ def test_a_rank_of_a_subgroup_is_named_within_its_group_and_in_the_world() -> No
     """Ranks of a group are in the order in which torch keeps them, whatever the order they were given in."""
     healthy, also, late, asker = run_ranks(subgroup_on_rank, 4, deadline=40.0)
     assert healthy == also == []
-    ((message, ranks),) = asker
+    ((message, ranks, seconds),) = asker
     assert ranks == (1,) or ranks == (0,)
     assert f"rank {ranks[0]} (global rank 2, host " in message
-    assert "is alive and in experts forward of layer a, call 1, for 1." in message
-    assert [said for said, _ in late] != [], "the late rank is told that the others gave up"
+    told = re.search(r"is alive and in experts forward of layer a, call 1, for (\d+\.\d) s", message)
+    assert told is not None, message
+    assert 1.5 <= float(told[1]) <= seconds + 0.05
+    assert late != [], "the late rank is told that the others gave up"
 
 
 def absent_on_rank() -> str:
     group = dist.new_group([0, 1])  # its own, for the exchange that never ends
-    if dist.get_rank() == 1:  # as if it still loaded its weights
-        time.sleep(3.0)
+    if dist.get_rank() == 1:  # as if it still loaded its weights: it stays until all have answered
         return ""
     dispatcher = Dispatcher(E, AllToAll(group, guard=Guard(deadline=1.0)), layer="a")
     with pytest.raises(PhaseTimeout) as raised:
@@ -166,22 +180,39 @@ def test_a_rank_that_is_busy_before_its_first_layer_is_named() -> None:
 def late_on_rank(remote: bool) -> str:
     if remote:  # as if each rank ran on a host of its own
         peers._here = lambda: f"host {dist.get_rank()}"
-    guard = Guard(deadline=1.0)
+    guard = Guard(deadline=20.0)
     dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), layer="a")
+    early = [rank for rank in range(dist.get_world_size()) if rank != 1]
+
+    def hurry() -> None:
+        """Nobody's patience ends before all but rank 1 wait."""
+        while (place := guard.place()) is None or place.state != "waiting in":
+            time.sleep(0.02)
+        come("waiting")
+        for rank in early:
+            wait_until("waiting", rank)
+        guard.deadline = 1.0
+
     if dist.get_rank() == 1:
-        time.sleep(2.5)
+        for rank in early:
+            wait_until("given up", rank)
+        guard.deadline = 1.0
+    else:
+        threading.Thread(target=hurry).start()
     with pytest.raises(PhaseTimeout) as raised:
         step(dispatcher)
-    time.sleep(3.0)  # a rank that has ended tells the others no more
+    come("given up")
+    meet("all told")  # a rank that has ended tells the others no more
     return f"{raised.value.ranks} {raised.value}".split(" Rank ")[0]
 
 
 def other_transport_on_rank() -> str:
     kind = AllGather if dist.get_rank() else AllToAll
-    dispatcher = Dispatcher(E, kind(dist.group.WORLD, guard=Guard(deadline=2.0)), layer="a")
+    dispatcher = Dispatcher(E, kind(dist.group.WORLD, guard=Guard(deadline=1.0)), layer="a")
+    meet("built")
     with pytest.raises(DesyncError) as raised:
         step(dispatcher)
-    time.sleep(2.0)  # whoever ends first must not be all that the other hears of
+    meet("told")  # whoever ends first must not be all that the other hears of
     return str(raised.value)
 
 

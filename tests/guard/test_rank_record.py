@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,14 @@ def test_a_place_is_read_as_it_was_written() -> None:
     assert record.place() is None
     for state in range(len(STATES)):
         for phase in range(len(PHASES)):
+            before = time.monotonic()
             record.write("layers.1", PHASES[phase], DIRECTIONS[phase % 2], 2**40, STATES[state])
+            after = time.monotonic()
             place = record.place()
             assert place is not None
             assert (place.layer, place.call) == ("layers.1", 2**40)
             assert (place.phase, place.direction, place.state) == (PHASES[phase], DIRECTIONS[phase % 2], STATES[state])
-            assert 0 <= time.monotonic() - place.since < 5
+            assert before <= place.since <= after
     record.wait(True)
     waiting = record.place()
     assert waiting is not None
@@ -65,15 +68,25 @@ def test_this_process_is_seen_too() -> None:
     record.close()
 
 
+def descriptors() -> set[int]:
+    """This process's own of records."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the folder itself, closed by now
+            if link.readlink().name.startswith("memfd:trimtab-record"):
+                found.add(int(link.name))
+    return found
+
+
 def test_a_reader_keeps_no_file_open() -> None:
+    before = descriptors()
     records = [RankRecord.create(rank) for rank in range(3)]
-    before = len(os.listdir("/proc/self/fd"))
     views = [RankRecord.open(os.getpid(), record.fd, record.rank) for record in records]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == {record.fd for record in records}
     assert [view.rank for view in views] == [0, 1, 2]
     for record in records:
         record.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 3
+    assert descriptors() <= before
     records[2].write("after", "route", "forward", 0)
     assert str(views[2].place()) == "in route forward of layer after, call 0"
     with pytest.raises(OSError):
@@ -84,10 +97,10 @@ def test_writing_takes_microseconds() -> None:
     record = RankRecord.create(0)
     best = 1.0
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # not what other processes take
         for call in range(1000):
             record.write("layers.1", "dispatch", "forward", call)
-        best = min(best, (time.perf_counter() - start) / 1000)
+        best = min(best, (time.thread_time() - start) / 1000)
     record.close()
     assert best < 20e-6, f"{best * 1e6:.1f} us"
 

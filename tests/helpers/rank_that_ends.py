@@ -26,11 +26,10 @@ from trimtab.guard.guard import Guard  # noqa: E402
 def main(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     assert dist.group.WORLD is not None
-    transport, splits = (
-        AllToAll(dist.group.WORLD, guard=Guard(deadline=0.5)),
-        SplitSizes(outgoing=(1, 1), incoming=(1, 1)),
-    )
+    guard, splits = Guard(deadline=30.0), SplitSizes(outgoing=(1, 1), incoming=(1, 1))
+    transport = AllToAll(dist.group.WORLD, guard=guard)
     transport.combine([torch.ones(2, 4)], splits, (2, 2))
+    guard.deadline = 0.5  # from when both are there
     if rank == 1:
         print(sys.stdin.readline(), end="", flush=True)
         time.sleep(0.4)

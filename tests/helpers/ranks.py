@@ -74,6 +74,23 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
     return answers
 
 
+def meet(place: str) -> None:
+    """All ranks have come to `place`. No collective, which a guard would watch, or which one given up would hold up."""
+    come(place)
+    for rank in range(dist.get_world_size()):
+        wait_until(place, rank)
+
+
+def come(place: str) -> None:
+    """This rank has come to `place`."""
+    dist.group.WORLD.get_group_store().set(f"{place}/{dist.get_rank()}", "")
+
+
+def wait_until(place: str, rank: int) -> None:
+    """`rank` has come to `place`."""
+    dist.group.WORLD.get_group_store().wait([f"{place}/{rank}"], timedelta(seconds=60))
+
+
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,
