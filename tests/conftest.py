@@ -14,6 +14,15 @@ from trimtab.errors import BackendError
 from trimtab.kernels.compiled import compiled_kernels
 
 
+def pytest_configure() -> None:
+    """The same examples in each run, and none refused because this machine was slow to draw them."""
+    with suppress(ModuleNotFoundError):  # tests on GPUs need no hypothesis
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("same")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def kept_kernels() -> Iterator[None]:
     """The compiled kernels live as long as a layer that has them, and are tested once: here for all tests together."""

@@ -6,7 +6,6 @@ that a guard whose error is right but whose process never ends is found out too.
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from faults.cases import Fault, FaultResult, Outcome, problems_of
 from faults.on_rank import fault_main
+from helpers.ports import free_port
 from trimtab.verify.run import forkserver, preload
 
 LIMIT = 40.0
@@ -34,7 +34,7 @@ def run_fault(fault: Fault, deadline: float, slack: float, alone: threading.Lock
     pipes: list[Connection] = []
     processes = []
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store" if fault.store == "file" else f"tcp://127.0.0.1:{_free_port()}"
+        store = f"file://{folder}/store" if fault.store == "file" else f"tcp://127.0.0.1:{free_port()}"
         for rank in range(fault.ranks):
             ours, theirs = context.Pipe(duplex=False)
             args = (fault, rank, store, deadline, theirs)
@@ -91,13 +91,6 @@ def run_faults(
             results.append(result)
             report(result)
     return results
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _all_of(pipe: Connection) -> list[dict[str, Any]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
+from helpers.ports import free_port
 from trimtab.train.config import TrainConfig
 from trimtab.verify.run import forkserver, preload
 
@@ -24,9 +24,7 @@ def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
 
     absent: a module that they cannot import.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
     context = forkserver()
     processes = [

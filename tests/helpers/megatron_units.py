@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers.ports import free_port
 
 LAYERS = ("megatron", "trimtab-dispatcher", "trimtab")
 """Whose MoE layer runs: Megatron's; ours around its experts; ours with our experts."""
@@ -108,11 +109,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
 def run(checkout: Path, layer: str, what: str, ranks: int = 1) -> dict[str, tuple[str, str]]:
     """Outcome, and why, of each test of a file (or one test of it); on several ranks the worst, which all must give."""
     here = Path(__file__).parents[1]
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-        free.close()
-        processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        port, processes = str(free_port()), []
         for rank in range(ranks):
             path = os.pathsep.join([str(checkout), str(here.parent / "src"), str(here)])
             env = os.environ | {"PYTHONPATH": path, "MEGATRON_UNITS_LAYER": layer, "OMP_NUM_THREADS": "1"}
