@@ -32,6 +32,7 @@ from benchmarks.task import Task
 from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.experts.copied import copied_in_words
 from trimtab.experts.module import ExpertMLP
 
 RANKS = 2
@@ -124,7 +125,8 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
     experts.down = torch.nn.Parameter(down)
 
     def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        rows = dispatcher.dispatch(x_TD, ids_TK, w_TK)
+        copied = "" if dispatcher.balance is None else copied_in_words(experts.named_parameters())
+        rows = dispatcher.dispatch(x_TD, ids_TK, w_TK, copied=copied)
         out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
         return dispatcher.combine(out, rows)
 

@@ -44,7 +44,7 @@ class AsMany:
             t[: copies.shape[0]] = copies
         return sent
 
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         assert all(copy.shape[0] == self.number for copy in copies)
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dispatch.test_balanced_schedule import D as LAYER_D
+from dispatch.test_balanced_schedule import Layer
 from dispatch.test_schedule import recorded
 from helpers.cases import case
 from helpers.ranks import run_ranks
@@ -80,8 +82,8 @@ def configs_on_rank(transport: Callable[..., Transport], guard: bool) -> dict[st
     wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", balance=RULE)
     found["experts"] = said_of(lambda: wide.dispatch(x, ids, w))
     dispatcher = Dispatcher(E, made, layer="moe", balance=RULE)
-    found["good"] = said_of(lambda: dispatcher.dispatch(x, ids, w, trained="up, down"))
-    found["trained"] = said_of(lambda: dispatcher.dispatch(x, ids, w, trained="up" if rank == 1 else "up, down"))
+    found["good"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up, down"))
+    found["copied"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up" if rank == 1 else "up, down"))
     found["good again"] = said_of(lambda: dispatcher.dispatch(x, ids, w))
     for what in ("sent", "received"):
         changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", balance=RULE)
@@ -106,7 +108,7 @@ SAYS = {
     "off": r"rank 0: route forward of layer moe.*rank 1: count forward of layer moe",
     "on": r"rank 0: count forward of layer moe.*rank 1: route forward of layer moe",
     "experts": r"rank 1: route forward of layer moe, call 0 \(12 experts",
-    "trained": r"fingerprint.*trained: up",
+    "copied": r"fingerprint.*copied: up",
     "sent": r"rank\(s\) 1 have other numbers of slots for each expert than those that were gathered from them",
     "received": r"place copies of experts by another plan",
     "weights": r"phase experts\] rows of 4 float32, 5 float32, 4 float32 come from ranks 0..2 \(forward.*weights",
@@ -156,6 +158,29 @@ def test_what_one_rank_cannot_send_raises_on_every_rank(guard: bool) -> None:
             assert kind == ("nothing" if number in (2, 7) else "InputError"), (rank, number, message)
             assert number in (2, 7) or ranks == (1,), (rank, number, message)
             assert calls == everyone[0][number][3], "ranks have issued different collectives"
+
+
+def asked_on_rank() -> list[tuple[str, tuple[int, ...], str, list[str]]]:
+    """A backward that is asked for less on one rank: for no gradient of the rows, then for none of the weights."""
+    layer = Layer(AllToAll(dist.group.WORLD), "sum", RULE)
+    x, ids, w, _ = case("one_rank", dist.get_rank(), 2, layer.dispatcher.num_experts, K, LAYER_D, torch.float64)
+    x, params, found = x.requires_grad_(), list(layer.parameters()), []
+    for less in (params, [x], [x, *params]):
+        y = layer(x, ids, w, None).sum()
+        asked = less if dist.get_rank() == 1 else [x, *params]
+        found.append(said_of(lambda y=y, asked=asked: torch.autograd.grad(y, asked)))
+    return found
+
+
+def test_a_backward_that_is_asked_for_less_on_one_rank_is_named_on_every_rank() -> None:
+    everyone = run_ranks(asked_on_rank, 2, deadline=30.0)
+    for rank, (no_rows, no_weights, all_of_it) in enumerate(everyone):
+        for kind, ranks, message, calls in (no_rows, no_weights):
+            assert (kind, ranks) == ("DesyncError", (1 - rank,)), message
+            assert calls == ["all_to_all_single"] * 3, "the rows of the combine, and no others, have moved"
+        assert "or what a backward is asked for, differs between ranks" in no_rows[2]
+        assert "rank 1: dispatch backward" in no_weights[2]
+        assert all_of_it[0] == "nothing"
 
 
 def undecided_on_rank() -> list[tuple[str, tuple[int, ...], str, list[str]]]:

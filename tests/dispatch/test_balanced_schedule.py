@@ -24,6 +24,7 @@ from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.host_memory import HostMemory
 from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.experts.copied import copied_in_words
 from trimtab.experts.module import ExpertMLP
 from trimtab.routing.recompute import replay_in_recompute
 
@@ -52,7 +53,8 @@ class Layer(nn.Module):
             param.data.copy_(whole[first : first + m])
 
     def forward(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> Tensor:
-        rows = self.dispatcher.dispatch(x, ids, w, mask)
+        copied = copied_in_words(self.experts.named_parameters())
+        rows = self.dispatcher.dispatch(x, ids, w, mask, copied=copied)
         own = {"num_slots": rows.num_slots, "copies": rows.copies}
         return self.dispatcher.combine(self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own), rows)
 
@@ -107,8 +109,9 @@ def schedule_on_rank(transport: type) -> list[tuple[dict[str, Any], float]]:
     [(AllToAll, "all_to_all_single", 1), (AllGather, ALL_GATHER, 2), (SharedMemory, "meet", 1)],
 )
 def test_every_rank_issues_the_same_collectives_whatever_is_copied(transport: type, name: str, spread: int) -> None:
-    """As in `test_schedule`: a movement is announced under a guard, and all-gather sends with an index. Run again are
-    the count, the rows and the weights."""
+    """As in `test_schedule`: a movement is announced under a guard, and all-gather sends with an index. Weights go out
+    unannounced, as counts tell of them; that their gradients go home is announced together with what follows. Run again
+    are the count, the rows and the weights."""
     for every in run_ranks(schedule_on_rank, 4, transport):
         for (_, guard), (found, error) in zip(KINDS, every, strict=True):
             assert error <= 1e-12
@@ -116,7 +119,7 @@ def test_every_rank_issues_the_same_collectives_whatever_is_copied(transport: ty
             # When ranks of shared memory get to know each other, and the gather that is announced though unguarded.
             for _ in range((transport is SharedMemory) + (not guard)):
                 assert first.pop(0) == name
-            gather, weights, home = 1 + guard, spread + guard, 1 + guard
+            gather, weights, home = 1 + guard, spread, 1
             forward, backward = 2 + spread + guard, 1 + spread + 2 * guard
             again = 1 + spread + weights
             counts = (forward + gather + weights, backward + home, backward + home + again)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import trimtab
 from benchmarks.live_bytes import LiveBytes
 
-E, D, F, T = 8, 256, 512, 32
+E, D, F, T = 8, 256, 512, 8
 COPY = 3 * D * F * 4
 """Bytes of an expert."""
 

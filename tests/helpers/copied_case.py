@@ -60,7 +60,7 @@ class Lent:
             for i, t in enumerate(tensors)
         ]
 
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         everyone = self.meeting.all(self.rank, list(copies))
         self.log.append(("home", [(t.dtype, t.shape[1:]) for t in copies]))
         for r, held in enumerate(self.held):

@@ -24,15 +24,15 @@ from trimtab.routing.recompute import replaying
 
 def _times(p: Patches, factor: int) -> None:
     @p.around(CopyRoute, "add_home")
-    def add_home(original: Any, self: CopyRoute, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        original(self, [factor * grad for grad in copies], into)
+    def add_home(original: Any, self: CopyRoute, copies: Sequence[Tensor], into: Sequence[Tensor], *then: Any) -> None:
+        original(self, [factor * grad for grad in copies], into, *then)
 
 
 def _home_last(p: Patches) -> None:
     @p.around(CopyRoute, "add_home")
-    def add_home(original: Any, self: CopyRoute, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def add_home(original: Any, self: CopyRoute, copies: Sequence[Tensor], into: Sequence[Tensor], *then: Any) -> None:
         sums = [torch.zeros_like(home) for home in into]
-        original(self, copies, sums)
+        original(self, copies, sums, *then)
         for home, of_copies in zip(into, sums, strict=True):
             home.add_(of_copies)
 

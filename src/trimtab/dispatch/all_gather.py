@@ -30,7 +30,7 @@ def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: G
     padded[: rows.shape[0]] = rows
     ranks = dist.get_world_size(group)
     gathered = rows.new_empty(ranks * longest, *rows.shape[1:])
-    watched(guard, all_gather_tensor(), gathered, padded, group=group)
+    watched(guard, all_gather_tensor(), (gathered, padded), group=group)
     return gathered.view(ranks, longest, *rows.shape[1:])
 
 

@@ -46,34 +46,33 @@ class AllToAll(OverGroup):
     def handshake(self, message_PC: Tensor) -> Handshake:
         refuse_without_values(message_PC, self.rank)
         received_PC = torch.empty_like(message_PC)
-        watched(self.guard, dist.all_to_all_single, received_PC, message_PC, group=self.group)
+        watched(self.guard, dist.all_to_all_single, (received_PC, message_PC), group=self.group)
         sent, received = torch.stack((message_PC, received_PC)).tolist()
         return Handshake(sent=sent, received=received, everyone=[])
 
     def dispatch(
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        def send(part: Sequence[Tensor]) -> list[Tensor]:
-            rows_MB = self._rows(row_token_M.shape[0], part)
-            return self._send(gather_packed(part, row_token_M, out=rows_MB), part, splits)
-
-        alone = row_bytes(tensors) > PACKED_BYTES
-        return [received for part in _parts(tensors, alone) for received in send(part)]
+        parts, rows = _parts(tensors, row_bytes(tensors) > PACKED_BYTES), row_token_M.shape[0]
+        return self._send(
+            parts, [gather_packed(part, row_token_M, out=self._rows(rows, part)) for part in parts], splits
+        )
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         rows = max(tokens) if tensors[0].device.type == "cpu" else 1
-        alone = rows * row_bytes(tensors) > PACKED_BYTES
-        return [received for part in _parts(tensors, alone) for received in self._move(part, splits)]
+        parts = _parts(tensors, rows * row_bytes(tensors) > PACKED_BYTES)
+        return self._send(parts, [self._packed(part) for part in parts], splits)
 
-    def _move(self, tensors: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
-        rows_MB = None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors)
-        return self._send(pack(tensors, out=rows_MB), tensors, splits)
+    def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        return pack(tensors, None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors))
 
-    def _send(self, rows_MB: Tensor, like: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
-        received = self._rows(sum(splits.incoming), like)
+    def _send(self, parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
+        """rows: [M, B] packed, of each part."""
+        received = [self._rows(sum(splits.incoming), part) for part in parts]
         sizes = list(splits.incoming), list(splits.outgoing)
-        watched(self.guard, dist.all_to_all_single, received, rows_MB, *sizes, group=self.group)
-        return unpack(received, like)
+        moves = ((into, rows_MB, *sizes) for into, rows_MB in zip(received, rows, strict=True))
+        watched(self.guard, dist.all_to_all_single, *moves, group=self.group)
+        return [t for into, part in zip(received, parts, strict=True) for t in unpack(into, part)]
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
         """Memory for packed rows, [rows, B]; of its own also for none: `combine_parts` tells parts apart by it."""
@@ -81,7 +80,8 @@ class AllToAll(OverGroup):
         if like[0].device.type != "cpu":
             return like[0].new_empty(rows, width, dtype=torch.uint8)
         # By powers of two calls with other numbers of rows share it; pages that are not written take no room.
-        return self._pool.empty(1 << max(rows - 1, 0).bit_length(), width, dtype=torch.uint8)[:rows]
+        size = rows * width
+        return self._pool.empty(1 << max(size - 1, 0).bit_length(), dtype=torch.uint8)[:size].view(rows, width)
 
 
 def _parts(tensors: Sequence[Tensor], alone: bool) -> list[Sequence[Tensor]]:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trimtab.dispatch import handshake
 from trimtab.dispatch.balance import BalanceConfig, BalancePlan, balance_plan, own_cells, physical_ids
-from trimtab.dispatch.copies import BalanceReport
+from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
 from trimtab.dispatch.exchange import Exchange
 from trimtab.dispatch.handshake import CallId
-from trimtab.dispatch.transport import SplitSizes, Transport
+from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids
 
@@ -39,6 +39,20 @@ class Placed:
     plan: BalancePlan
     columns: dict[int, Tensor]
     report: BalanceReport
+
+    def copies(self, rows: Exchange, told: Handshake, *, known: bool) -> CopyRoute:
+        """The way of the weights. rows: the call's, over the same transport. told: what the ranks have told each other
+        with these columns. known: whether that says what the weights are, too."""
+        if known:
+            rows.told.add(("experts", "forward"))
+        splits, home = told.split_sizes(handshake.COPIES), self.plan.place_EP.shape[0] // rows.transport.size
+        of_copies = sum(said[handshake.COPY_SLOTS] for said in told.received)
+        return CopyRoute(
+            transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, told=rows.told, home=home,
+            num_slots=of_copies, home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_copies,
+            expert_M=leaving(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
+            report=self.report,
+        )  # fmt: skip
 
 
 class Balancer:

@@ -72,12 +72,14 @@ class CopyRoute(Exchange):
         ]
 
     @not_in_graphs
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """Gradients [n, *] of copies, added in place into [m, *] of the experts at home, in the order of ranks. Both in
-        the same dtype."""
+        the same dtype. then: like the rows whose gradients leave next, by `told` together with these."""
         rows, splits, tokens = [_rows(t) for t in copies], self.splits.reversed(), (self.home,) * self.transport.size
         send = partial(self.transport.combine, rows, splits, tokens)
-        received = self.move("experts", "backward", splits, rows, send)
+        received = self.move("experts", "backward", splits, [*rows, *then], send)
+        if then and self.announces(rows[0].device):
+            self.told.add(("dispatch", "backward"))
         for part, home in zip(received, into, strict=True):
             sizes = list(splits.incoming)
             for experts, grads in zip(self.expert_M.split(sizes), part.split(sizes), strict=True):  # type: ignore[no-untyped-call]

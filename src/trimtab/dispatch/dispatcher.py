@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trimtab.dispatch import checks, handshake
 from trimtab.dispatch.balance import BalanceConfig
-from trimtab.dispatch.balancer import Balancer, Placed
-from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
+from trimtab.dispatch.balancer import Balancer
+from trimtab.dispatch.copies import BalanceReport
 from trimtab.dispatch.dispatched import Dispatched as Dispatched
 from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.exchange import told_to
@@ -131,7 +131,7 @@ class Dispatcher:
         *,
         most_slots: int | None = None,
         shared: Shared = NOTHING,
-        trained: str = "",
+        copied: str = "",
     ) -> Dispatched:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
@@ -142,7 +142,8 @@ class Dispatcher:
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
-            trained: with balanced experts, which of their weights get gradients; the same on every rank.
+            copied: with balanced experts, what of them is copied and has gradients, see `copied_in_words`; the same on
+                every rank. Where it is not said, ranks under a guard tell each other of the weights before they move.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
@@ -162,23 +163,23 @@ class Dispatcher:
         elif torch.compiler.is_compiling():  # an exchange reads counts, and is in no graph
             return cast(
                 Dispatched,
-                outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared, trained=trained),
+                outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared, copied=copied),
             )
         else:
             alone = nullcontext() if self.guard is None else self.guard.alone(self.layer, "route")
             with alone, told_to(self._etp_guard):
-                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, trained)
+                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, copied)
         return rows if self.combine_mode == "sum" else by_slot(rows)
 
     def _dispatch(
         self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None, shared: Shared,
-        trained: str,
+        copied: str,
     ) -> Dispatched:  # fmt: skip
         self._at("route")
         self._refuse_shapes(x_TD, ids_TK, w_TK, mask_T)
         ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
-        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK, trained)
+        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK, copied)
         known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
         placed = None if self._balancer is None else self._balancer.place(known_TK, call)
         sent_TK = known_TK if placed is None else placed.ids_TK
@@ -194,7 +195,7 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if placed is not None:
-            rows.copies, self.balanced = self._copies(transport, placed, told, call), placed.report
+            rows.copies, self.balanced = placed.copies(route, told, known=bool(copied)), placed.report
         return rows
 
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
@@ -253,19 +254,10 @@ class Dispatcher:
             call=call,
         )  # fmt: skip
 
-    def _copies(self, transport: Transport, placed: Placed, told: Handshake, call: CallId) -> CopyRoute:
-        splits, home = told.split_sizes(handshake.COPIES), self.experts_per_rank
-        of_copies = sum(said[handshake.COPY_SLOTS] for said in told.received)
-        return CopyRoute(
-            transport=transport, guard=self.guard, run=self._run, call=call, home=home, num_slots=of_copies,
-            home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_copies, splits=splits,
-            expert_M=leaving(placed.plan, transport.rank, home, sum(splits.outgoing)), report=placed.report,
-        )  # fmt: skip
-
-    def _call_id(self, x: Tensor, ids: Tensor, trained: str = "") -> CallId:
+    def _call_id(self, x: Tensor, ids: Tensor, copied: str = "") -> CallId:
         own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
         if self._balancer is not None:
-            own += f", {self._balancer.config}, trained: {trained}"
+            own += f", {self._balancer.config}, copied: {copied}"
         return CallId(
             layer=self.layer,
             number=self.calls,

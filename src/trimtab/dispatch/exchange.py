@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -40,7 +40,8 @@ class Exchange:
     """What the movements of one layer call over one transport have in common.
 
     run: `layer_frame` of the layer. call: which every rank must be in. announced: whether ranks tell each other what
-    comes before it moves; None for where they are guarded and move rows on the CPU.
+    comes before it moves; None for where they are guarded and move rows on the CPU. told: movements of the call that
+    they have told each other of already, with another one.
     """
 
     transport: Transport
@@ -48,6 +49,7 @@ class Exchange:
     run: Callable[..., Any]
     call: CallId
     announced: bool | None = None
+    told: set[tuple[str, Direction]] = field(default_factory=set)
 
     def announces(self, device: torch.device) -> bool:
         """Whether ranks tell each other what comes before rows on this device move."""
@@ -65,7 +67,10 @@ class Exchange:
         with nullcontext() if guard is None else guard.alone(call.layer, phase):
             if guard is not None:
                 guard.at(call.layer, phase, direction, call.number)
-            if self.announces(device) and (phase, direction) in MOVEMENTS:
+            here = phase, direction
+            if here in self.told:
+                self.told.discard(here)
+            elif self.announces(device) and here in MOVEMENTS:
                 said = rows if usable else None
                 self.run(announce, self.transport, guard, splits, call, phase, direction, said, device)
             received = cast(list[Tensor], self.run(send))

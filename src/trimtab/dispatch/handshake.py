@@ -45,7 +45,7 @@ UNFIT = -1
 _HALF = 1 << 32
 """Two numbers travel in one column."""
 _UNBALANCED = (0, 0, 0)
-_WHAT = {"route": "the counts", "experts": "the experts' weights"}
+_WHAT = {"route": "the counts", "experts": "the experts' weights, or what a backward is asked for,"}
 
 
 class Shared(NamedTuple):

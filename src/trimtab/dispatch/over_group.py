@@ -54,12 +54,14 @@ class OverGroup(SharedByCopies):
         self.size = dist.get_world_size(group)
 
 
-def watched(guard: Guard | None, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Run a collective of torch.distributed whose first argument is its output. The guard waits where the host does."""
-    if guard is None or not guard.gloo or args[0].device.type != "cpu":
-        collective(*args, **kwargs)
+def watched(guard: Guard | None, collective: Callable[..., Any], *calls: tuple[Any, ...], **kwargs: Any) -> None:
+    """Run a collective of torch.distributed, once for each tuple of its arguments, of which the first is the output.
+    The guard waits where the host does: once, for all of them."""
+    if guard is None or not guard.gloo or calls[0][0].device.type != "cpu":
+        for args in calls:
+            collective(*args, **kwargs)
     else:
-        guard.wait(collective(*args, **kwargs, async_op=True))
+        guard.wait(*(collective(*args, **kwargs, async_op=True) for args in calls))
 
 
 def row_bytes(like: Sequence[Tensor]) -> int:

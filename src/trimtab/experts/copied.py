@@ -12,7 +12,7 @@ Legend: e experts at home, n copies on this rank, M rows, K slots per row, D mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -52,9 +52,14 @@ class Copies(Protocol):
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of the experts at home, [e, *] each -> of the copies here, [n, *] each, contiguous."""
 
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """What is there of the copies, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
-        in the order of ranks."""
+        in the order of ranks. then: of no rows, like those whose gradients leave next in this call."""
+
+
+def copied_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
+    """What there is of each expert, and what of it has gradients, for ranks to compare before copies are sent."""
+    return ", ".join(f"{name} {t.dtype} {[*t.shape]}{' trained' * t.requires_grad}" for name, t in named)
 
 
 def check_copied(experts: GroupedModule, layer: str = "") -> None:
@@ -229,7 +234,7 @@ class _Tied(Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *home: Tensor) -> tuple[Tensor, ...]:
         inputs = range(2, 2 + len(home))
-        ctx.call, ctx.behind = call, (1, *inputs, *inputs)
+        ctx.call, ctx.behind, ctx.rows = call, (1, *inputs, *inputs), x.new_empty(0, *x.shape[1:])
         ctx.set_materialize_grads(False)
         return x.view_as(x), *(weight.view_as(weight) for weight in home), *call.send()
 
@@ -237,7 +242,7 @@ class _Tied(Function):
     @eager_backward
     def backward(ctx: Any, dx: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        _, _, *wanted = needed(ctx)
+        _, want_rows, *wanted = needed(ctx)
         d_home, d_copies = grads[: len(wanted)], grads[len(wanted) :]
         copies: list[Tensor] = []
         into: list[Tensor] = []
@@ -250,5 +255,5 @@ class _Tied(Function):
                 copies.append(d_own.new_empty(0, *d_own.shape[1:]) if d_copy is None else d_copy)
                 into.append(d_own)
         if into:
-            call.copies.add_home(copies, into)
+            call.copies.add_home(copies, into, [ctx.rows] * want_rows)
         return None, dx, *(d if want else None for want, d in zip(wanted, d_home, strict=True))

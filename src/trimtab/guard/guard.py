@@ -100,8 +100,8 @@ class Guard(SharedByCopies):
         """Where this rank is, by its own record."""
         return self._record.place()
 
-    def wait(self, work: Waiting) -> None:
-        """Wait for a collective over Gloo, or through shared memory, in slices, so that this thread stays in charge.
+    def wait(self, *works: Waiting) -> None:
+        """Wait for collectives over Gloo, or through shared memory, in slices, so that this thread stays in charge.
 
         Raises:
             PeerLost, PhaseTimeout: the first cause, the same on every rank of this host.
@@ -110,15 +110,17 @@ class Guard(SharedByCopies):
         start = time.monotonic()
         self._record.wait(True)
         try:
-            while not self._done(work, start):
-                if (known := self._known()) is not None:
-                    raise known.error(self._waited(start))
-                if time.monotonic() - start >= self.deadline:
-                    raise self._judged(start, "")
+            for work in works:
+                while not self._done(work, start):
+                    if (known := self._known()) is not None:
+                        raise known.error(self._waited(start))
+                    if time.monotonic() - start >= self.deadline:
+                        raise self._judged(start, "")
         except BaseException:
-            if isinstance(work, dist.Work):  # what waits in shared memory has no thread behind it
-                _outlive(work)
-            if not work.is_completed():
+            for work in works:
+                if isinstance(work, dist.Work):  # what waits in shared memory has no thread behind it
+                    _outlive(work)
+            if not all(work.is_completed() for work in works):
                 _outlive(self._group)
             raise
         self._record.wait(False)

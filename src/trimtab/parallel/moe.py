@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from trimtab.backward import not_a_view, refuse_transforms
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
+from trimtab.experts.copied import copied_in_words
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.adapters import SumGradients
@@ -81,10 +83,10 @@ class ParallelMoE(MoE):
             positions=x.shape[-2] if whole else -1,
         )  # fmt: skip
 
-    def _trained(self) -> str:
+    def _copied(self) -> str:
         if self.dispatcher.balance is None:
             return ""
-        return ", ".join(name for name, param in self.experts.named_parameters() if param.requires_grad)
+        return copied_in_words(chain(self.experts.named_parameters(), self.experts.named_buffers()))
 
     def _replicated(self) -> list[Place]:
         """Where the trained parameters other than the experts' are, in a fixed order."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
 from trimtab.errors import ConfigError
-from trimtab.experts.copied import Copies, tied
+from trimtab.experts.copied import Copies, copied_in_words, tied
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.parallel.meshes import local_part
 from trimtab.parallel.moe import standing_in
@@ -61,9 +61,7 @@ class RoutedExperts(Base):  # type: ignore[misc]
         """As torchtitan's. Every rank of the expert group must call."""
         (batch, _, dim), top_k = x_BLD.shape, topk_scores_BLK.shape[-1]
         x_TD = x_BLD.view(-1, dim)
-        self.token_dispatcher.exchange.trained = ", ".join(
-            name for name, param in self.inner_experts.named_parameters() if param.requires_grad
-        )
+        self.token_dispatcher.exchange.copied = copied_in_words(self.inner_experts.named_parameters())
         rows_RD, counts_e, sent = self.token_dispatcher.dispatch(
             x_TD, topk_scores_BLK.view(-1, top_k), topk_expert_ids_BLK.view(-1, top_k), num_local_tokens_per_expert_E
         )

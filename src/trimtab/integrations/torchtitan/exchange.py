@@ -64,7 +64,7 @@ class TokenExchange:
         combine, balance: as in `trimtab.dispatch.dispatcher.Dispatcher`. With balance, rows of copies follow those of
             the rank's own experts; `sent.rows.copies` is where their weights come from.
 
-    trained: what of the experts has gradients, for balance; the same on every rank.
+    copied: for balance, as in `Dispatcher.dispatch`.
 
     Raises:
         ConfigError: names or sizes that do not fit; balance with padding, which copies would not have.
@@ -80,7 +80,7 @@ class TokenExchange:
         if balance is not None and pad_multiple > 1:
             raise ConfigError(f"pad_multiple={pad_multiple}: balanced experts take no padding, so no low precision")
         self.num_experts, self.top_k = num_experts, top_k
-        self.pad_multiple, self.combine_mode, self.balance, self.trained = pad_multiple, combine, balance, ""
+        self.pad_multiple, self.combine_mode, self.balance, self.copied = pad_multiple, combine, balance, ""
         self.wire(None)
 
     def wire(self, transport: Transport | None, layer: str = "") -> None:
@@ -113,7 +113,7 @@ class TokenExchange:
             InputError, DesyncError, PeerLost, PhaseTimeout: as `Dispatcher.dispatch`.
         """
         self.dispatcher.begin()
-        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK, trained=self.trained)
+        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK, copied=self.copied)
         experts = self.dispatcher.experts_per_rank + (0 if rows.copies is None else rows.copies.number)
         plan = plan_experts(rows.ids_MK, experts, alignment=self.pad_multiple, num_slots=rows.num_slots)
         routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan, False)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Pair
+from trimtab.experts.copied import copied_in_words
 from trimtab.integrations.transformers.experts import LENT, experts_forward
 from trimtab.integrations.transformers.replicas import OwnExperts
 from trimtab.kernels.choose import KernelChoice
@@ -86,7 +88,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
             tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
-        rows = self.dispatcher.dispatch(*tensors, trained=self._trained())
+        rows = self.dispatcher.dispatch(*tensors, copied=self._copied())
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
@@ -99,13 +101,14 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
-    def _trained(self) -> str:
-        """What runs the experts, and what of them has gradients: with balanced experts the same on every rank."""
+    def _copied(self) -> str:
+        """What runs the experts, and what of them is copied: with balanced experts the same on every rank."""
         if self.dispatcher.balance is None:
             return ""
-        names = [name for name, param in self.experts.named_parameters() if param.requires_grad]
-        names += [f"{name} adapter" for name, pair in getattr(self.experts, LENT, {}).items() if pair.b.requires_grad]
-        return f"{self.experts.config._experts_implementation}: {', '.join(names)}"
+        lent = getattr(self.experts, LENT, {}).items()
+        pairs = ((f"{name}.{part}", getattr(pair, part)) for name, pair in lent for part in ("a", "b"))
+        named = chain(self.experts.named_parameters(), self.experts.named_buffers(), pairs)
+        return f"{self.experts.config._experts_implementation}: {copied_in_words(named)}"
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():
