@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Transport
-from trimtab.errors import ConfigError, DesyncError, PhaseTimeout
+from trimtab.errors import ConfigError, DesyncError, PeerLost, PhaseTimeout
 from trimtab.guard import peers
 from trimtab.guard.guard import Guard
 
@@ -237,6 +238,27 @@ def test_ranks_of_other_hosts_are_said_to_be_unseen() -> None:
     for rank, said in enumerate(run_ranks(late_on_rank, 2, True, deadline=40.0)):
         assert said.startswith(f"({1 - rank},) [layer a, rank {1 - rank}, phase ")
         assert "nothing moved for 1 s, and all ranks of this host live: look at those of other hosts" in said
+
+
+def unanswered_on_rank() -> tuple[str, float, int]:
+    guard, asked, group = Guard(deadline=0.5), threading.Event(), dist.new_group([0, 1])
+    dispatcher = Dispatcher(E, AllToAll(group, guard=guard), layer="a")
+    if dist.get_rank() == 1:
+        return "", 0.0, 0
+    guard._introductions._store = SimpleNamespace(check=lambda keys: asked.wait(20.0))  # type: ignore[assignment]
+    before, start = threading.active_count(), time.monotonic()
+    with pytest.raises(PeerLost) as raised:
+        step(dispatcher)
+    seconds, threads = time.monotonic() - start, threading.active_count() - before
+    asked.set()
+    return str(raised.value), seconds, threads
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up_in_a_first_exchange() -> None:
+    (said, seconds, threads), _ = run_ranks(unanswered_on_rank, 2, deadline=40.0)
+    assert "the store of the group does not answer, so nothing is known of the other ranks" in said
+    assert seconds < 4.0, "the deadline, and patience with the store"
+    assert threads <= 2, "one that asks while the rank waits, one behind the deadline"
 
 
 def test_a_deadline_must_be_positive() -> None:

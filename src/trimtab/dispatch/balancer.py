@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.dispatch import handshake
 from trimtab.dispatch.balance import BalanceConfig, BalancePlan, balance_plan, own_cells, physical_ids
 from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
-from trimtab.dispatch.exchange import Exchange
+from trimtab.dispatch.exchange import Exchange, told_to
 from trimtab.dispatch.handshake import CallId
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
@@ -98,7 +98,8 @@ class Balancer:
         else:
             counts = self._from_every_rank(self.transport, own_E, call, usable)
             if self.etp is not None:
-                counts = self._from_every_rank(self.etp, counts.reshape(-1), call, usable)
+                with told_to(getattr(self.transport, "guard", None), getattr(self.etp, "guard", None)):
+                    counts = self._from_every_rank(self.etp, counts.reshape(-1), call, usable)
         counts_HPE = counts.reshape(height, self.transport.size, self.num_experts)
         return replayed([counts_HPE], "slots of each rank")[0]
 

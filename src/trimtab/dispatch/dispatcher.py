@@ -67,8 +67,8 @@ class Dispatcher:
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
             slots go to their expert's own rank. The experts must run copies (`Dispatched.copies`).
-        etp: the ranks that share each expert's F. An error of this group's is told to them, who would wait; and where
-            experts are balanced they plan together, for each computes the slots of all.
+        etp: the ranks that share each expert's F. Under a guard an error of this group's is told to them, who would
+            wait; and where experts are balanced they plan together, for each computes the slots of all.
 
     balance: the rule by which experts are copied, None where none are.
     balanced: what balancing did in the last call; None where nothing is balanced.
@@ -167,7 +167,7 @@ class Dispatcher:
             )
         else:
             alone = nullcontext() if self.guard is None else self.guard.alone(self.layer, "route")
-            with alone, told_to(self._etp_guard):
+            with alone, told_to(self._etp_guard, self.guard):
                 rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, copied)
         return rows if self.combine_mode == "sum" else by_slot(rows)
 

@@ -81,11 +81,14 @@ class Exchange:
 
 
 @contextmanager
-def told_to(guard: Guard | None) -> Iterator[None]:
-    """An error in here is also one of the ranks that `guard` watches, which are to meet this one later in the call."""
+def told_to(guard: Guard | None, own: Guard | None) -> Iterator[None]:
+    """An error in here is also one of the ranks that `guard` watches, which are to meet this one later in the call.
+    own: watches the group in which it counts ranks."""
     try:
         yield
     except TrimtabError as error:
-        if guard is not None:
-            guard.fail(error)
-        raise
+        if guard is None:
+            raise
+        named = error if own is None else own.in_the_world(error)
+        guard.fail(named, own)
+        raise named.with_traceback(error.__traceback__) from error.__cause__

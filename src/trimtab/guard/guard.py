@@ -1,8 +1,9 @@
 """The guard of one expert group: a hang or a death becomes a sentence that says who, where and for how long.
 
-Each rank writes its place into its own memory; nothing is sent, no thread runs. Where a collective over Gloo fails or
-outlives its deadline, this rank looks at the records and processes of the ranks of its host, judges, and leaves its
-verdict in its record, so that all raise the first cause. With a device backend the record is kept, and nothing waits.
+Each rank writes its place into its own memory; nothing is sent. Where a collective over Gloo fails or outlives its
+deadline, this rank looks at the records and processes of the ranks of its host, judges, and leaves its verdict in its
+record, so that all raise the first cause. Who waits reads the records of the others, from the first collective on. With
+a device backend the record is kept, and nothing waits. No thread runs but while the store is asked for the peers.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol, Self
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from trimtab.errors import ConfigError, DesyncError, PeerLost, PhaseTimeout, TrimtabError, first_line
+from trimtab.guard.exchange_lock import exchange_lock
 from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, timeout_of
 from trimtab.guard.record import Place, RankRecord
-from trimtab.guard.verdict import Seen, Verdict, judge
+from trimtab.guard.verdict import Seen, Verdict, in_the_world, judge
 from trimtab.launched import end_behind_gloo
 
 DEADLINE = 300.0
@@ -32,6 +34,8 @@ DEADLINE = 300.0
 _PATIENCE = 1.0
 """Seconds: a process that dies closes its connections a moment before it is seen to be gone."""
 _SLICE = timedelta(milliseconds=100)
+_SELDOM = 2.0
+"""Seconds from one question to the store to the next at most, while the peers of a first collective are not known."""
 
 
 class Waiting(Protocol):
@@ -69,6 +73,7 @@ class Guard(SharedByCopies):
         self.layers = 0
         self._group: dist.ProcessGroup | None = None
         self._peers: dict[int, tuple[PeerInfo, RankRecord | None]] | None = None
+        self._first, self._meeting = True, threading.Thread()
         self._verdict: Verdict | None = None
 
     def join(self, group: dist.ProcessGroup, transport: str = "") -> Guard:
@@ -107,14 +112,18 @@ class Guard(SharedByCopies):
             PeerLost, PhaseTimeout: the first cause, the same on every rank of this host.
             TrimtabError: what another rank of this host published with `fail`.
         """
-        start = time.monotonic()
+        start = ask = time.monotonic()
         self._record.wait(True)
         try:
             for work in works:
                 while not self._done(work, start):
+                    if self._peers is None and (now := time.monotonic()) >= ask:
+                        self._try_to_meet(_SLICE.total_seconds(), whole=True)
+                        ask = now + min(now - start, _SELDOM)
                     if (known := self._known()) is not None:
                         raise known.error(self._waited(start))
-                    if time.monotonic() - start >= self.deadline:
+                    lost = isinstance(work, Introductions) and self._lost()  # any other work fails by itself
+                    if lost or time.monotonic() - start >= self.deadline:
                         raise self._judged(start, "")
         except BaseException:
             for work in works:
@@ -124,8 +133,8 @@ class Guard(SharedByCopies):
                 _outlive(self._group)
             raise
         self._record.wait(False)
-        if self._peers is None:
-            self._peers = self._meet()
+        if self._first:
+            self._first, self._peers = False, self._peers or self._meet()
 
     @contextmanager
     def alone(self, layer: str, phase: str) -> Iterator[None]:
@@ -150,9 +159,20 @@ class Guard(SharedByCopies):
         finally:
             self._lock.release()
 
-    def fail(self, error: TrimtabError) -> None:
-        """Tell the ranks of this host of an error that only this one has seen: they raise it too instead of waiting."""
-        self._publish(Verdict.of(error))
+    def fail(self, error: TrimtabError, own: Guard | None = None) -> None:
+        """Tell the ranks of this host of an error that only this one has seen: they raise it too instead of waiting.
+
+        own: of another group, in which the error arose."""
+        verdict = Verdict.of(error)
+        for guard in (self, own):
+            if guard is not None and guard._verdict is not None:  # told on without what this rank did meanwhile
+                before, found, _ = verdict.message.partition(guard._verdict.message)
+                verdict = replace(verdict, message=before + found)
+        self._publish(verdict)
+
+    def in_the_world(self, error: TrimtabError) -> TrimtabError:
+        """`error`, which counts ranks in this group, for those who may be in others: it says who they are."""
+        return error if self._group is None else in_the_world(error, dist.get_process_group_ranks(self._group))
 
     def _done(self, work: Waiting, start: float) -> bool:
         try:
@@ -172,9 +192,18 @@ class Guard(SharedByCopies):
         """Learn who the peers are. Those that have come to a first collective have all said it before."""
         return {peer.rank: (peer, peer.open()) for peer in self._introductions.read() if peer.rank != self.rank}
 
-    def _try_to_meet(self) -> None:
-        with suppress(Exception):  # whatever the store raises
-            self._peers = self._meet()
+    def _try_to_meet(self, seconds: float, *, whole: bool) -> None:
+        """In a thread of its own, for the store may be as dead as a peer. whole: not before all have spoken."""
+
+        def meet() -> None:
+            with suppress(Exception):  # whatever the store raises
+                if not whole or self._introductions.is_completed():
+                    self._peers = self._meet()
+
+        if not whole or not self._meeting.is_alive():
+            self._meeting = threading.Thread(target=meet, daemon=True)
+            self._meeting.start()
+            self._meeting.join(seconds)
 
     def _known(self) -> Verdict | None:
         """The first cause, if some rank of this host has found it."""
@@ -185,14 +214,11 @@ class Guard(SharedByCopies):
 
     def _judged(self, start: float, failure: str) -> TrimtabError:
         """The error to raise: a cause that is known by now, or this rank's own verdict, told to the others."""
-        first = self._peers is None
-        if first:  # in a thread of its own, for the store may be as dead as the peer
-            meeting = threading.Thread(target=self._try_to_meet, daemon=True)
-            meeting.start()
-            meeting.join(_PATIENCE)
+        if self._peers is None:
+            self._try_to_meet(_PATIENCE, whole=False)
         end = time.monotonic() + (_PATIENCE if failure else 0.0)
         while self._known() is None and time.monotonic() < end:
-            if any(s.left or s.process == "gone" for s in self._seen()):
+            if self._lost():
                 break
             time.sleep(0.02)
         verdict = self._known()
@@ -202,7 +228,7 @@ class Guard(SharedByCopies):
                 message = f"the store of the group does not answer, so nothing is known of the other ranks. {failure}"
                 verdict = Verdict(kind="PeerLost", message=message.strip(), layer=here.layer, phase=here.phase)
             else:
-                kind = self._transport if first else None
+                kind = self._transport if self._first else None
                 verdict = judge(self._seen(), here, self.deadline, failure, first=kind)
             self._publish(verdict)
         return verdict.error(self._waited(start))
@@ -217,38 +243,16 @@ class Guard(SharedByCopies):
             seen.append(Seen(peer=peer, process=process, place=place, left="" if note.startswith("{") else note))
         return seen
 
+    def _lost(self) -> bool:
+        """Whether a rank of this host is gone, or has left the group."""
+        return any(s.left or s.process == "gone" for s in self._seen())
+
     def _publish(self, verdict: Verdict) -> None:
         self._record.write_note(verdict.to_note())
         self._verdict = verdict
 
     def _waited(self, start: float) -> str:
         return f"Rank {self.rank} was {self.place()} ({time.monotonic() - start:.1f} s)."
-
-
-class ExchangeLock:
-    """One thread of a rank at a time is in an exchange of a process group; it may enter again what it is in. `holder`:
-    the name of the thread that has it, or had it last."""
-
-    def __init__(self) -> None:
-        self._lock, self.holder = threading.RLock(), "another"
-
-    def acquire(self) -> bool:
-        """Whether this thread has it now. Never waits."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self.holder = threading.current_thread().name
-        return True
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-_LOCKS: WeakKeyDictionary[dist.ProcessGroup, ExchangeLock] = WeakKeyDictionary()
-
-
-def exchange_lock(group: dist.ProcessGroup) -> ExchangeLock:
-    """The one of `group`: its guards know nothing of each other, and share it."""
-    return _LOCKS.setdefault(group, ExchangeLock())
 
 
 def wait_for(work: Waiting, guard: Guard | None, timeout: float) -> None:

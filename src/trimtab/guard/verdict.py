@@ -74,6 +74,15 @@ class Verdict:
         )
 
 
+def in_the_world(error: TrimtabError, world: Sequence[int]) -> TrimtabError:
+    """`error`, saying who those are that it counts, if it does not. world: the global ranks of its group."""
+    if not error.ranks or "global rank" in error.message:
+        return error
+    who = ", ".join(f"rank {rank} is global rank {world[rank]}" for rank in error.ranks[:_NAMED])
+    message = f"in the group where {who}: {error.message}"
+    return type(error)(message, ranks=error.ranks, layer=error.layer, phase=error.phase)
+
+
 def judge(
     seen: Sequence[Seen], waited: Place, deadline: float, failure: str = "", *, first: str | None = None
 ) -> Verdict:
