@@ -13,7 +13,7 @@ from dispatch.test_balanced_exchange import weights_on_rank
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
 from mutants.patching import Mutant, Patches, RanksTest
-from trimtab.dispatch import balance, balancer, dispatcher
+from trimtab.dispatch import balance, balancer
 from trimtab.dispatch.balance_rule import Pieces
 from trimtab.dispatch.balancer import Balancer
 from trimtab.dispatch.copies import CopyRoute
@@ -75,7 +75,7 @@ def _one_slot_astray(p: Patches) -> None:
 
 
 def _wrong_expert(p: Patches) -> None:
-    @p.around(dispatcher, "leaving")
+    @p.around(balancer, "leaving")
     def leaving(original: Any, plan: Any, rank: int, home: int, copies: int) -> Tensor:
         expert_M: Tensor = original(plan, rank, home, copies)
         return home - 1 - expert_M
