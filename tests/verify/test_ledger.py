@@ -8,22 +8,24 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from helpers.router_truth import truth_losses
 from trimtab import oracle
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 from trimtab.routing.config import RouterConfig
+from trimtab.verify import collect as collected
 from trimtab.verify.adapters import get_implementation
 from trimtab.verify.cases import DTYPES, Case, plan_cases
 from trimtab.verify.collect import Verdict, collect
 from trimtab.verify.ledger import Ledger
-from trimtab.verify.on_rank import compare, has_to_copy
+from trimtab.verify.on_rank import compare, has_to_copy, key_of
 from trimtab.verify.patterns import PATTERNS, make_problem, pattern_named
 from trimtab.verify.run import run_local
 from trimtab.verify.topologies import (
@@ -272,10 +274,23 @@ def test_what_an_implementation_overwrites_is_not_what_it_is_held_against(dtype:
     assert bad.errors["dx"] > 0.1
 
 
-def test_a_hang_and_a_death_cost_one_case_each() -> None:
-    hang, good = judged("helpers.broken_impls:HangsImpl", deadline=5.0)
+def test_a_hang_and_a_death_cost_one_case_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for, waits = collected._wait_for, []
+
+    def shorter(index: int, ranks: int, store: Store, seconds: float, *more: Any) -> Any:
+        """For the rank that hangs alone: the others, and the next case, have the time that this machine takes."""
+        waits.append(seconds)
+        if len(waits) == 2:
+            store.wait([key_of(index, 0)])
+            seconds = 0.5
+        return wait_for(index, ranks, store, seconds, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collected, "_wait_for", shorter)
+        hang, good = judged("helpers.broken_impls:HangsImpl", deadline=50.0)
+    assert waits == [collected.START, 50.0] * 2
     assert (hang.status, good.status) == ("hang", "ok")
-    assert "rank(s) 1: no answer within 5 s" in hang.details[0]
+    assert "rank(s) 1: no answer within 50 s" in hang.details[0]
     dead, good = judged("helpers.broken_impls:DiesImpl")
     assert (dead.status, good.status) == ("error", "ok")
     assert "rank(s) 1 died: SIGKILL" in dead.details[0]
