@@ -246,8 +246,8 @@ def test_rows_may_differ_between_ranks_but_not_their_width_nor_their_phase(
     assert says in found.what + found.do
 
 
-@pytest.mark.parametrize("project", ["/home/me/trimtab", "/trimtab/src/trimtab", "/home/me/run"])
-@pytest.mark.parametrize("package", ["/x/src/trimtab", "/home/me/trimtab/src/trimtab", "/v/site-packages/trimtab"])
+@pytest.mark.parametrize("project", ["/u/me/trimtab", "/trimtab/src/trimtab", "/u/me/run"])
+@pytest.mark.parametrize("package", ["/x/src/trimtab", "/u/me/trimtab/src/trimtab", "/v/site-packages/trimtab"])
 def test_a_user_s_file_is_named_in_a_folder_of_any_name(tmp_path: Path, project: str, package: str) -> None:
     stack = frames(f"{package}/dispatch/all_to_all.py:handshake", f"{package}/moe.py:forward")
     stack += frames(f"{project}/model.py:block", f"{project}/pretrain.py:step")

@@ -41,8 +41,8 @@ class Placed:
     report: BalanceReport
 
     def copies(self, rows: Exchange, told: Handshake, *, known: bool) -> CopyRoute:
-        """The way of the weights. rows: the call's, over the same transport. told: what the ranks have told each other
-        with these columns. known: whether that says what the weights are, too."""
+        """The way of the weights. rows: the way of the call's rows. told: the handshake that had these columns. known:
+        whether ranks have compared in it what their weights are."""
         if known:
             rows.told.add(("experts", "forward"))
         splits, home = told.split_sizes(handshake.COPIES), self.plan.place_EP.shape[0] // rows.transport.size

@@ -74,7 +74,7 @@ class CopyRoute(Exchange):
     @not_in_graphs
     def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """Gradients [n, *] of copies, added in place into [m, *] of the experts at home, in the order of ranks. Both in
-        the same dtype. then: like the rows whose gradients leave next, by `told` together with these."""
+        the same dtype. then: outlines [0, *] of the rows whose gradients leave next: announced here, with these."""
         rows, splits, tokens = [_rows(t) for t in copies], self.splits.reversed(), (self.home,) * self.transport.size
         send = partial(self.transport.combine, rows, splits, tokens)
         received = self.move("experts", "backward", splits, [*rows, *then], send)

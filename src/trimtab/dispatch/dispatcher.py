@@ -142,8 +142,9 @@ class Dispatcher:
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
-            copied: with balanced experts, what of them is copied and has gradients, see `copied_in_words`; the same on
-                every rank. Where it is not said, ranks under a guard tell each other of the weights before they move.
+            copied: with balanced experts, what of them is copied and what of that has gradients, the same on every
+                rank; see `trimtab.experts.copied.copied_in_words`. Without it, ranks under a guard compare the weights
+                in a message of its own before they move.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids

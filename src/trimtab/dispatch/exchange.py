@@ -41,7 +41,7 @@ class Exchange:
 
     run: `layer_frame` of the layer. call: which every rank must be in. announced: whether ranks tell each other what
     comes before it moves; None for where they are guarded and move rows on the CPU. told: movements of the call that
-    they have told each other of already, with another one.
+    an earlier message has announced, and that need no other.
     """
 
     transport: Transport

@@ -54,7 +54,7 @@ class Copies(Protocol):
 
     def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """What is there of the copies, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
-        in the order of ranks. then: of no rows, like those whose gradients leave next in this call."""
+        in the order of ranks. then: outlines [0, *] of the rows whose gradients leave next in this call."""
 
 
 def copied_in_words(named: Iterable[tuple[str, Tensor]]) -> str:

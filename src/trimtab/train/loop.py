@@ -22,7 +22,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.copy_counts import CopyCounts, with_copies
+from trimtab.integrations.transformers.copy_counts import CopyCounts, with_balanced
 from trimtab.integrations.transformers.replicas import average_replicated
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.train.blocks import Blocks, RankBlocks
@@ -281,7 +281,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
         layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
-        layers = with_copies(layers, self.copies.reported())
+        layers = with_balanced(layers, self.copies.reported())
         super().log(record | load_scalars(layers), start_time)
         if self.is_world_process_zero():
             with self.metrics.open("a", encoding="utf-8") as file:

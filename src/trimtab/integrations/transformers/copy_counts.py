@@ -5,7 +5,6 @@ Legend: L layers, P ranks of an expert group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,32 +65,26 @@ class CopyCounts:
         before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.copies_P[transport.rank]
         sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.copy_bytes])
 
-    def take(self) -> Tensor:
-        """This rank's sums since the last call, [5 L]; those of all ranks together go to `records`."""
-        taken = self._sums.flatten().clone()
-        self._sums.zero_()
-        return taken
+    def reported(self) -> dict[str, dict[str, Any]]:
+        """What all ranks have counted since the last call, by name. Every rank must call; one all-reduce.
 
-    def records(self, summed: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """By name, of what ranks have taken: `busiest_before` and `busiest_after`, rows of the busiest rank over the
-        mean, weighted by the calls' rows; `copies` of experts; `copy_bytes`, of their weights, on their way out."""
+        `busiest_before` and `busiest_after` are rows of the busiest rank over the mean, weighted by the calls' rows;
+        `copies` those of experts; `copy_bytes` of their weights, on their way out.
+        """
+        taken = self._sums.clone()
+        self._sums.zero_()
+        if self.names and dist.is_initialized():
+            dist.all_reduce(taken)
         found = {}
-        for i, (name, ranks) in enumerate(zip(self.names, self._ranks, strict=True)):
-            before, after, slots, copies, size = summed[5 * i : 5 * i + 5]
+        for name, ranks, counts in zip(self.names, self._ranks, taken.tolist(), strict=True):
+            before, after, slots, copies, size = counts
             found[name] = {
                 "busiest_before": before * ranks / slots if slots else 1.0,
                 "busiest_after": after * ranks / slots if slots else 1.0,
-                "copies": round(copies),
-                "copy_bytes": round(size),
+                "copies": copies,
+                "copy_bytes": size,
             }
         return found
-
-    def reported(self) -> dict[str, dict[str, Any]]:
-        """`records` of what all ranks have counted since the last call. Every rank must call; one all-reduce."""
-        taken = self.take()
-        if self.names and dist.is_initialized():
-            dist.all_reduce(taken)
-        return self.records(taken.tolist())
 
     def remove(self) -> None:
         """Count no longer."""
@@ -99,7 +92,7 @@ class CopyCounts:
             hook.remove()
 
 
-def with_copies(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def with_balanced(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Records of `load_metrics` by the names of routers or of experts, each with its block's as "balanced"."""
     return {
         name: record | ({"balanced": copied[_around(name)]} if _around(name) in copied else {})

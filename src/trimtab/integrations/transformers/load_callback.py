@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.copy_counts import CopyCounts, with_copies
+from trimtab.integrations.transformers.copy_counts import CopyCounts, with_balanced
 from trimtab.integrations.transformers.router_loads import RouterLoads
 from trimtab.routing.load_picture import draw_loads, read_metrics
 from trimtab.routing.loads import load_metrics, load_scalars
@@ -104,7 +104,7 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         named = zip(counts.split(loads).items(), dropped, strict=True)
         layers = {name: load_metrics(of_layer, lost) for (name, of_layer), lost in named}
         if self.copies is not None:
-            layers = with_copies(layers, self.copies.reported())
+            layers = with_balanced(layers, self.copies.reported())
         if state.is_world_process_zero:
             with (self.folder / LOADS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "layers": layers}) + "\n")
