@@ -37,7 +37,7 @@ from benchmarks.table import as_text, case_words, contestants_table, memory_tabl
 from benchmarks.task import Task, run_task, write, write_record
 from benchmarks.workloads import WORKLOADS
 from trimtab.cli.main import exit_code
-from trimtab.dispatch.balance import COPY_COST, Balance
+from trimtab.dispatch.replication.plan import COPY_COST, Replication
 from trimtab.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")
@@ -169,7 +169,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _balance(text: str) -> Balance:
+def _balance(text: str) -> Replication:
     return text if text == "auto" else float(text)  # type: ignore[return-value]
 
 

@@ -6,8 +6,8 @@ seed by each way. One thread, about two seconds a run:
 
     python -m benchmarks.balance_families [--families mixtral qwen3_moe] [--seeds 0 1 2] [--micro-batches 1]
 
-With several micro-batches: the auxiliary loss with the loads of the step so far and, behind `Balance.first_pass`, of
-the whole step; and how far the first one's gradient is from the second one's, which is that of one batch.
+With several micro-batches: the auxiliary loss with the loads of the step so far and, behind `LoadBalancer.first_pass`,
+of the whole step; and how far the first one's gradient is from the second one's, which is that of one batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from trimtab.integrations.transformers import Balance
-from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers import LoadBalancer
+from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.routing.balance import max_vio
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def text() -> Tensor:
 def train(family: str, way: str, steps: int = 200, seed: int = 0, micro: int = 1) -> tuple[list[float], list[float]]:
     """(cross-entropy per byte in nats, max_vio of the worst layer) of every step of `micro` micro-batches."""
     model = skewed(family, seed)
-    balance = Balance(model, **(WAYS | CUT)[way])
+    balance = LoadBalancer(model, **(WAYS | CUT)[way])
     balance.micro_batches = micro
     bytes_N = text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -95,7 +95,7 @@ def gradient_error(family: str, micro: int, batches: int = 20) -> float:
     """|g - whole| / |whole| of the auxiliary loss's gradient g in the routers, where f are the loads so far; the mean
     over batches of a model that has not been trained."""
     model = skewed(family, 0)
-    balance = Balance(model, bias=None, aux_loss=0.1)
+    balance = LoadBalancer(model, bias=None, aux_loss=0.1)
     gates = [place.module.weight for place in find_routers(model)]
     bytes_N, drawn = text(), torch.Generator().manual_seed(0)
 

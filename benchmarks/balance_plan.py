@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.table import as_markdown
 from benchmarks.workloads import draw
-from trimtab.dispatch.balance import BalanceConfig, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
 
 SIZES = ((2, 8), (8, 64), (8, 128), (64, 64), (64, 256), (256, 512))
 """P, E."""

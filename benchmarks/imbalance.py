@@ -29,14 +29,14 @@ from benchmarks.result import Entry, Record
 from benchmarks.subject import BOTH, Subject, Where
 from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
-from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.copied import copied_in_words
 from trimtab.experts.module import ExpertMLP
 
 RANKS = 2
-PLAIN: Balance = "off"
+PLAIN: Replication = "off"
 PEER = "all_to_all"
 UNEVEN = ("hot_rank", "hot", "balanced", "spread", "rotating")
 """The workloads that are raced if no others are named: two with much to copy, three with nothing."""
@@ -49,7 +49,7 @@ def imbalance_task(
     dtype: str,
     workloads: Sequence[str] = UNEVEN,
     transports: Sequence[str] = DIRECT,
-    balances: Sequence[Balance] = ("auto",),
+    balances: Sequence[Replication] = ("auto",),
     copy_cost: int = COPY_COST,
 ) -> Task:
     """Every workload is a mode of the same contestants. Raises ConfigError for sizes or a balance that do not fit."""
@@ -57,7 +57,7 @@ def imbalance_task(
     for balance in balances:
         balance_config(balance, copy_cost)
 
-    def made(name: str, role: Role, transport: str = "", balance: Balance = PLAIN) -> Contestant:
+    def made(name: str, role: Role, transport: str = "", balance: Replication = PLAIN) -> Contestant:
         args = {"workloads": list(workloads), "transport": transport, "balance": balance, "copy_cost": copy_cost}
         return Contestant(
             name=name, role=role, group=transport, build=f"{__name__}:build", args=case.as_args(**args), ranks=RANKS
@@ -78,7 +78,7 @@ def imbalance_task(
     )
 
 
-def _word(balance: Balance) -> str:
+def _word(balance: Replication) -> str:
     return "plain" if balance == PLAIN else f"balanced {balance}"
 
 

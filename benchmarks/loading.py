@@ -56,8 +56,7 @@ def step(what: str, folder: str) -> None:
     import transformers
 
     from benchmarks.memory import status
-    from trimtab.integrations.transformers import register
-    from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+    from trimtab.integrations.transformers import QuantizedExpertsConfig, register
 
     register()
     if what == "write":
@@ -77,7 +76,7 @@ def step(what: str, folder: str) -> None:
         folder,
         dtype=torch.bfloat16,
         experts_implementation="trimtab",
-        quantization_config=TrimtabExpertsConfig("nf4"),
+        quantization_config=QuantizedExpertsConfig("nf4"),
     )
     seconds = time.monotonic() - begin
     done.set()

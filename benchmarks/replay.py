@@ -41,7 +41,7 @@ def replay_task(shape: tuple[int, int, int, int], *, tokens: int, dtype: str, th
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: shape, tokens, dtype."""
     import trimtab
-    from trimtab.integrations.transformers.router_loads import RouterLoads
+    from trimtab.integrations.transformers.routers.loads import RouterLoads
 
     dim, hidden, experts, top_k = args["shape"]
     block = qwen_block(dim, hidden, experts, top_k, registered())

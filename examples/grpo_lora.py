@@ -9,8 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trimtab
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.lora import lora_config
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+from trimtab.integrations.transformers import QuantizedExpertsConfig, lora_config
 
 
 def lower_case(completions, **_):
@@ -21,7 +20,7 @@ def lower_case(completions, **_):
 checkpoint, out = sys.argv[1:]
 trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(
-    checkpoint, experts_implementation="trimtab", quantization_config=TrimtabExpertsConfig("nf4")
+    checkpoint, experts_implementation="trimtab", quantization_config=QuantizedExpertsConfig("nf4")
 )
 trainer = GRPOTrainer(
     model=model,

@@ -9,13 +9,12 @@ from trl import SFTConfig, SFTTrainer
 
 import trimtab
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.lora import lora_config
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+from trimtab.integrations.transformers import QuantizedExpertsConfig, lora_config
 
 checkpoint, data, out = sys.argv[1:]
 trimtab.integrations.transformers.register()
 model = AutoModelForCausalLM.from_pretrained(
-    checkpoint, experts_implementation="trimtab", quantization_config=TrimtabExpertsConfig("nf4")
+    checkpoint, experts_implementation="trimtab", quantization_config=QuantizedExpertsConfig("nf4")
 )
 trainer = SFTTrainer(
     model=model,

@@ -12,7 +12,7 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.errors import InputError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.compile_case import inputs
 from helpers.layer_case import D, E, K, build, results
-from trimtab import exported
+from trimtab import export_ops as exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
 from trimtab.experts.activations import activate_backward_op, activate_op, clamped
@@ -190,7 +190,7 @@ def test_who_loads_what_was_exported_knows_every_operator() -> None:
     files = [file.relative_to(root) for file in root.rglob("*.py") if here.search(file.read_text())]
     files = [file for file in files if file.parts[0] != "integrations"]
     modules = {".".join(("trimtab", *file.with_suffix("").parts)) for file in files}
-    code = "import sys, trimtab.exported; print(*sys.modules)"
+    code = "import sys, trimtab.export_ops; print(*sys.modules)"
     known = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert len(modules) >= 4
     assert modules <= {*known}

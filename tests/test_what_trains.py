@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.what_trains import Amount
+from trimtab.integrations.transformers.summary import Amount
 
 
 class Model(nn.Module):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trimtab.atomic_write import write_whole
 from trimtab.routing.replay import Decisions
-from trimtab.whole_files import write_whole
 
 resource = pytest.importorskip("resource", reason="limits of a process's files are POSIX's")
 

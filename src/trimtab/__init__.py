@@ -5,9 +5,9 @@ Names are imported when they are first used, so that the command line starts wit
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.decisions import record as record
@@ -28,9 +28,15 @@ if TYPE_CHECKING:
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
+    from trimtab.integrations import megatron as megatron
+    from trimtab.integrations import torchtitan as torchtitan
+    from trimtab.integrations import transformer_engine as transformer_engine
+    from trimtab.integrations import transformers as transformers
+    from trimtab.integrations.transformers.summary import summary as summary
     from trimtab.moe import MoE as MoE
     from trimtab.moe import MoEConfig as MoEConfig
     from trimtab.moe import MoEOutput as MoEOutput
+    from trimtab.parallel.check_replicated import check_replicated as check_replicated
     from trimtab.parallel.ddp import ddp as ddp
     from trimtab.parallel.ddp import reduce_main_grads as reduce_main_grads
     from trimtab.parallel.expert_parallel import ExpertParallel as ExpertParallel
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
     from trimtab.parallel.fsdp import fully_shard_moe as fully_shard_moe
     from trimtab.parallel.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from trimtab.parallel.moe import join_data_parallel as join_data_parallel
-    from trimtab.parallel.replicas import check_replicated as check_replicated
     from trimtab.routing.balance import max_vio as max_vio
     from trimtab.routing.balance import set_totals as set_totals
     from trimtab.routing.balance import update_bias as update_bias
@@ -47,7 +52,6 @@ if TYPE_CHECKING:
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.replay import Decisions as Decisions
     from trimtab.routing.router import Router as Router
-    from trimtab.what_trains import summary as summary
 
 __version__ = "0.2.0"
 
@@ -73,7 +77,7 @@ _HOMES = {
     "RouterConfig": "trimtab.routing.config",
     "SharedMemory": "trimtab.dispatch.shared_memory",
     "add_adapter": "trimtab.experts.adapting",
-    "check_replicated": "trimtab.parallel.replicas",
+    "check_replicated": "trimtab.parallel.check_replicated",
     "clip_grad_norm_": "trimtab.parallel.grad_norm",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
@@ -88,29 +92,19 @@ _HOMES = {
     "rollout_decisions": "trimtab.decisions",
     "set_adapter": "trimtab.experts.adapting",
     "set_totals": "trimtab.routing.balance",
-    "summary": "trimtab.what_trains",
+    "summary": "trimtab.integrations.transformers.summary",
     "update_bias": "trimtab.routing.balance",
 }
 
-_OLD_NAMES = {"Rows": "Dispatched"}
-"""Names of release 0.1 and what they are called now."""
-
-_MODULES = {"megatron": "trimtab.integrations.megatron", "te": "trimtab.te"}
+_MODULES = {
+    "megatron": "trimtab.integrations.megatron",
+    "torchtitan": "trimtab.integrations.torchtitan",
+    "transformer_engine": "trimtab.integrations.transformer_engine",
+    "transformers": "trimtab.integrations.transformers",
+}
 """What is reached as an attribute, and the module that it is."""
 
 __all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _OLD_NAMES:
-        warnings.warn(f"trimtab.{name} is now trimtab.{_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        name = _OLD_NAMES[name]
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES, *_MODULES]
+if not TYPE_CHECKING:  # or a type checker would let any name pass
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.integrations.transformers.replay import Session, live_where_none, spread
-from trimtab.integrations.transformers.routers import RouterPlace, find_routers
-from trimtab.integrations.transformers.watch import Forward, Look, Seen, Watch
+from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
+from trimtab.integrations.transformers.routers.replay import Session, live_where_none, spread
+from trimtab.integrations.transformers.routers.watch import Forward, Look, Seen, Watch
 from trimtab.routing.balance import routers
 from trimtab.routing.replay import Decisions, Recording, base_of, check_fits, record_routers, replay_routers
 from trimtab.routing.rollouts import Layers, lay_out

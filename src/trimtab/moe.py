@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import autocast_at_work, narrowed, not_a_view, refuse_transforms, zeroed
+from trimtab.autograd import autocast_at_work, narrowed, not_a_view, refuse_transforms, zeroed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.errors import ConfigError, InputError
@@ -22,7 +22,7 @@ from trimtab.experts.module import ExpertMLP, check_activation
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.memory import dense, described
+from trimtab.kernels.tensor_checks import dense, described
 from trimtab.operators import exportable
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import unseen
@@ -143,7 +143,7 @@ class MoE(nn.Module):
 
     `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank, and
     `torch.export` the same layers for any number of tokens from two on; a process that loads what was exported imports
-    `trimtab.exported` first. Graphs break around an exchange between ranks, and around what has state that a graph
+    `trimtab.export_ops` first. Graphs break around an exchange between ranks, and around what has state that a graph
     does not see: `main_grad`, `delay_wgrad`, a recipe, kernels of one's own, a generator for jitter.
 
     Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`.

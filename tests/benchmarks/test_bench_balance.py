@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.balance_model import BOUND, LINKS, MODELS, Traffic, cells, traffic
 from benchmarks.workloads import WORKLOADS, draw
-from trimtab.dispatch.balance import BalanceConfig, balance_plan
+from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan
 
 
 def test_traffic_of_a_hand_counted_batch() -> None:

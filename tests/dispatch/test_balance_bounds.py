@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.workloads import WORKLOADS, draw
 from trimtab import ExpertMLP, oracle
-from trimtab.dispatch.balance import BalanceConfig, balance_plan, own_cells, physical_ids
-from trimtab.dispatch.balance_bounds import balance_bounds
-from trimtab.dispatch.copies import leaving
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
+from trimtab.dispatch.replication.bounds import balance_bounds
+from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.route import leaving
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertWeights
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuzz.balance import KINDS, balance_case, check_balance
 from helpers.balance_loops import alias_table, candidates, surplus_to_room
-from trimtab.dispatch.balance import BalanceConfig, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
 from trimtab.errors import ConfigError
 
 AUTO = BalanceConfig(copy_cost=20)

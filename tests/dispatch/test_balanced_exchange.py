@@ -16,9 +16,9 @@ from torch import Tensor
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
-from trimtab.dispatch.balance import BalanceConfig
-from trimtab.dispatch.copies import CopyRoute
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatched, Dispatcher
+from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.route import CopyRoute
 from trimtab.dispatch.transports import TRANSPORTS
 
 E, K, D = 8, 3, 16

@@ -21,8 +21,8 @@ from dispatch.test_balanced_exchange import D, E, K
 from dispatch.test_balanced_guard import Changed
 from helpers.cases import case
 from helpers.ranks import _rank_main, forkserver
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError

@@ -20,8 +20,8 @@ from helpers.cases import case
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError

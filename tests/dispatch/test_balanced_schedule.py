@@ -20,9 +20,9 @@ from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.host_memory import HostMemory
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.experts.copied import copied_in_words
 from trimtab.experts.module import ExpertMLP

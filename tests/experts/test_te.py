@@ -1,4 +1,6 @@
-"""`trimtab.te.GroupedLinear`: TransformerEngine's constructor, call, attributes and methods; every number by float64.
+"""`trimtab.transformer_engine.GroupedLinear`: TransformerEngine's constructor, call, attributes and methods.
+
+Every number is held against float64.
 
 Legend: R rows, G groups, A in features, B out features."""
 
@@ -23,7 +25,7 @@ from helpers.house import TESTS
 from helpers.linear_cases import true_results
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes import MXFP8
-from trimtab.te import GroupedLinear
+from trimtab.integrations.transformer_engine import GroupedLinear
 
 G, A, B, R = 4, 16, 24, 11
 SPLITS = {"uneven": [3, 0, 4, 1], "one takes all": [0, 0, 8, 0], "first is empty": [0, 5, 1, 2], "none": [0, 0, 0, 0]}
@@ -301,10 +303,14 @@ def test_compiled_and_copied(options: dict[str, Any]) -> None:
 
 def test_the_example_of_the_page_runs() -> None:
     page = (TESTS.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    (example,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "trimtab.te" in each]
+    (example,) = [
+        each
+        for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "trimtab.integrations.transformer_engine" in each
+    ]
     found: dict[str, Any] = {}
     exec(example, found)
     assert found["y"].shape == (10, 128)
     buffers = [weight.main_grad for weight in found["layer"].parameters()]
     assert [bool(buffer.any()) for buffer in buffers] == [True, False, True, False]
-    assert trimtab.te.GroupedLinear is GroupedLinear
+    assert trimtab.integrations.transformer_engine.GroupedLinear is GroupedLinear

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from faults.cases import Fault
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.handshake import MOVEMENT, MOVEMENTS, ROWS
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError

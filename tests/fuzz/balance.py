@@ -18,8 +18,8 @@ from torch import Tensor
 
 from helpers.balance_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
-from trimtab.dispatch.balance import BalanceConfig, BalancePlan, balance_plan, home, own_cells, physical_ids
-from trimtab.dispatch.balance_bounds import balance_bounds
+from trimtab.dispatch.replication.bounds import balance_bounds
+from trimtab.dispatch.replication.plan import BalanceConfig, BalancePlan, balance_plan, home, own_cells, physical_ids
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

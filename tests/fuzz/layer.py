@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.experts.operands import row_dot
 from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
 from trimtab.kernels.rows import combine_rows, gather_padded

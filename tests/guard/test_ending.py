@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import trimtab
 from trimtab.guard.guard import Guard
-from trimtab.launched import _let_gloo_end
+from trimtab.processes import _let_gloo_end
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 MADE

@@ -1,4 +1,4 @@
-"""Steps of a tiny transformers model under `Balance`, the batch on one rank or shared out over several."""
+"""Steps of a tiny transformers model under `LoadBalancer`, the batch on one rank or shared out over several."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import ep_case, ep_ranks
 from helpers.ep_case import Case
 from helpers.families import build_model, forward
-from trimtab.integrations.transformers import Balance, register
-from trimtab.integrations.transformers.router_loads import RouterLoads
-from trimtab.integrations.transformers.routers import find_routers
-from trimtab.integrations.transformers.watch import Look, Watch
+from trimtab.integrations.transformers import LoadBalancer, register
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.loads import RouterLoads
+from trimtab.integrations.transformers.routers.watch import Look, Watch
 
 STEPS, MICRO, SEQUENCES, LENGTH = 5, 2, 4, 12
 
@@ -43,7 +43,7 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
     model.set_experts_implementation("eager")  # which takes float64
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-    balance = Balance(model, **options)
+    balance = LoadBalancer(model, **options)
     balance.micro_batches = MICRO
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -74,7 +74,7 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
 
 def trained(model: Any, options: dict[str, Any], micro_batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Two steps over the same micro-batches: the second one's gradients and all that both left to be seen."""
-    balance, loads = Balance(model, **options), RouterLoads(model)
+    balance, loads = LoadBalancer(model, **options), RouterLoads(model)
     balance.micro_batches = len(micro_batches)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     kept: dict[str, Any] = {"loads": [], "losses": [], "counted": [], "biases": []}

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.distributed import DistributedConfig
 
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.codes import encoded
+from trimtab.integrations.transformers.quantized.params import encoded
 
 from .ep_ranks import full, quiet
 
@@ -53,7 +53,9 @@ def local(value: Any) -> Tensor:
 
 def encoded_matrices() -> list[int]:
     """Counts from now on what this process encodes, one matrix at a time."""
-    from trimtab.integrations.transformers import codes, conversion, quantized
+    from trimtab.integrations.transformers import conversion
+    from trimtab.integrations.transformers import params as codes
+    from trimtab.integrations.transformers import quantizer as quantized
 
     count = [0]
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trimtab.integrations.transformers.quantized import dequantize_experts, quantize_experts
+from trimtab.integrations.transformers import dequantize_experts, quantize_experts
 
 from .ep_case import Case, Router, batches, freeze
 from .ep_ranks import Answer, Outcome

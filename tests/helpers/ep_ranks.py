@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.copy_counts import balanced_dispatchers
-from trimtab.integrations.transformers.replicas import average_replicated
+from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.trainer.copy_counts import balanced_dispatchers
 
 from .ep_case import Case, Router, batches, freeze
 from .families import LOADED_WRONG_WHEN_SHARDED, experts_modules, forward, model_class, save_model
@@ -87,9 +87,9 @@ def full(tensor: Tensor) -> Tensor:
 
 def quantized_by(case: Case) -> dict[str, Any]:
     """What `from_pretrained` is told of the codes of a case."""
-    from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+    from trimtab.integrations.transformers import QuantizedExpertsConfig
 
-    return {"quantization_config": TrimtabExpertsConfig(case.codes)} if case.codes else {}
+    return {"quantization_config": QuantizedExpertsConfig(case.codes)} if case.codes else {}
 
 
 def load(case: Case, folder: str) -> Any:

@@ -25,12 +25,12 @@ from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
 from helpers.ranks import packed, unpacked
 from trimtab.layout import SequenceLayout, shard_cuts
+from trimtab.parallel.check_replicated import check_replicated
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.parallel.moe import join_data_parallel
-from trimtab.parallel.replicas import check_replicated
 from trimtab.routing.balance import routers, set_totals, update_bias
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-2, "bfloat16": 5e-2}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trimtab.routing.router as router_module
-from trimtab.backward import in_backward
+from trimtab.autograd import in_backward
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.moe import MoE, MoEConfig

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.linear import GroupedLinear
-from trimtab.kernels.memory import row_major
+from trimtab.kernels.tensor_checks import row_major
 
 ONE = torch.ones(())
 ODD = [

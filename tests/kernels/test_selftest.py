@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels import selftest
 from trimtab.kernels.api import Backend, Block
-from trimtab.kernels.choose import OLD, KernelChoice
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.expert_check import swiglu_experts, wave
 from trimtab.kernels.grouped_mm import GroupedMMBackend
@@ -168,12 +168,6 @@ def test_a_name_that_is_none_is_refused_at_once(wrong: str) -> None:
     for asked, fallback in ((wrong, ()), ("torch", (wrong,))):
         with pytest.raises(ConfigError, match=f"kernels={wrong!r} is not one of .'auto', 'cpu'"):
             KernelChoice(asked, fallback=fallback)
-
-
-@pytest.mark.parametrize(("old", "new"), OLD.items())
-def test_an_old_name_is_taken_for_the_new_one(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"kernels={old!r} is called {new!r} now"):
-        assert KernelChoice(new, fallback=[old]).candidates == (new, new)
 
 
 def test_a_dtype_that_kernels_do_not_have_is_a_reason_to_fall_back() -> None:

@@ -13,11 +13,12 @@ from dispatch.test_balanced_exchange import weights_on_rank
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
 from mutants.patching import Mutant, Patches, RanksTest
-from trimtab.dispatch import balance, balancer
-from trimtab.dispatch.balance_rule import Pieces
-from trimtab.dispatch.balancer import Balancer
-from trimtab.dispatch.copies import CopyRoute
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.replication import balancer
+from trimtab.dispatch.replication import plan as balance
+from trimtab.dispatch.replication.balancer import Balancer
+from trimtab.dispatch.replication.route import CopyRoute
+from trimtab.dispatch.replication.rule import Pieces
 from trimtab.experts import copied
 from trimtab.routing.recompute import replaying
 

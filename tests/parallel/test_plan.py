@@ -17,10 +17,10 @@ from trimtab.dispatch import host_memory
 from trimtab.errors import BackendError, ConfigError, DesyncError, PhaseTimeout
 from trimtab.guard.guard import Guard
 from trimtab.moe import MoE, MoEConfig, MoEOutput
+from trimtab.parallel.check_replicated import check_replicated
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, matches, parallelize
 from trimtab.parallel.moe import join_data_parallel
-from trimtab.parallel.replicas import check_replicated
 from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Routing

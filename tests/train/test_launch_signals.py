@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.launched import Interrupted, signals_raise
+from trimtab.processes import Interrupted, signals_raise
 
 
 class Stopper:

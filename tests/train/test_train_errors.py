@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError, InputError
-from trimtab.launched import Interrupted, group_size, module_arguments
+from trimtab.processes import Interrupted, group_size, module_arguments
 from trimtab.routing import load_picture
 from trimtab.routing.load_picture import draw_loads
 from trimtab.train.config import Mesh, TrainConfig

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.checkpoint.folder import Index as Index
@@ -27,12 +28,5 @@ _HOMES = {
     "write_tensors": "trimtab.checkpoint.tensors",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from trimtab import __version__
 from trimtab.cli import convert, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
-from trimtab.launched import Interrupted, signals_raise
+from trimtab.processes import Interrupted, signals_raise
 
 COMMANDS: dict[str, ModuleType] = {"train": train, "doctor": doctor, "verify": verify, "convert": convert}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, first_line
-from trimtab.launched import Interrupted
+from trimtab.processes import Interrupted
 from trimtab.train.config import OPTIONS, TrainConfig, flag_of
 from trimtab.train.launch import launch
 from trimtab.train.report import FINAL, METRICS

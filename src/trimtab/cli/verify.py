@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cli import Progress
 from trimtab.errors import ConfigError
-from trimtab.launched import group_size
+from trimtab.processes import group_size
 
 if TYPE_CHECKING:
     from trimtab.verify.collect import Verdict

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.kernels.memory import dense, described
+from trimtab.kernels.tensor_checks import dense, described
 from trimtab.operators import operator
 from trimtab.validation import VALUES, assert_on_device, holds_ids, holds_values, wide_ids
 

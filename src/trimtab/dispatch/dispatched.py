@@ -5,17 +5,14 @@ Legend: K experts per token, M' rows received, R kept slots received, D model di
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.copies import CopyRoute
+from trimtab.dispatch.replication.route import CopyRoute
 from trimtab.dispatch.route import DispatchSlots, Route, slots_of
-
-_OLD_FIELDS = {"x": "x_MD", "ids": "ids_MK", "weights": "weights_MK"}
 
 
 @dataclass(kw_only=True)
@@ -43,14 +40,6 @@ class Dispatched:
     def known(self) -> dict[str, Any]:
         """What `ExpertMLP.forward` takes beside the rows; `copies` where there are such, which other experts lack."""
         return {"num_slots": self.num_slots} | ({} if self.copies is None else {"copies": self.copies})
-
-    def __getattr__(self, name: str) -> Tensor:
-        """The names of release 0.1."""
-        if name not in _OLD_FIELDS:
-            raise AttributeError(f"Dispatched has no attribute {name!r}")
-        warnings.warn(f"Dispatched.{name} is now {_OLD_FIELDS[name]}", DeprecationWarning, stacklevel=2)
-        value: Tensor = getattr(self, _OLD_FIELDS[name])
-        return value
 
 
 def by_slot(rows: Dispatched) -> Dispatched:

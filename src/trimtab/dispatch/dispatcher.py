@@ -8,7 +8,6 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Literal, cast
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch import checks, handshake
-from trimtab.dispatch.balance import BalanceConfig
-from trimtab.dispatch.balancer import Balancer
-from trimtab.dispatch.copies import BalanceReport
 from trimtab.dispatch.dispatched import Dispatched as Dispatched
 from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.exchange import told_to
 from trimtab.dispatch.handshake import NOTHING, CallId, Shared
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
+from trimtab.dispatch.replication.balancer import Balancer
+from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.route import BalanceReport
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
@@ -87,7 +86,6 @@ class Dispatcher:
         fingerprint: str = "",
         balance: BalanceConfig | None = None,
         etp: Transport | None = None,
-        facts: str | None = None,
     ) -> None:
         check_combine(combine, layer)
         check_sizes(num_experts=num_experts)
@@ -98,9 +96,7 @@ class Dispatcher:
         self.experts_per_rank = experts_per_rank(num_experts, self.ranks)
         self.combine_mode = combine
         self.layer = layer
-        if facts is not None:
-            warnings.warn("facts= of a Dispatcher is now fingerprint=", DeprecationWarning, stacklevel=2)
-        self.fingerprint = fingerprint if facts is None else facts
+        self.fingerprint = fingerprint
         self.calls = 0
         self.guard: Guard | None = getattr(transport, "guard", None)
         if self.guard is not None:

@@ -24,7 +24,7 @@ from trimtab.errors import BackendError, ConfigError, DesyncError, TrimtabError
 from trimtab.guard.guard import Waiting
 from trimtab.guard.peers import Introductions, PeerInfo
 from trimtab.guard.record import map_range, reserve
-from trimtab.launched import cores
+from trimtab.processes import cores
 
 SLOT_BYTES = 1 << 36
 """Addresses of a slot. It takes memory only as far as it is written."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from trimtab.errors import InputError
 from trimtab.guard.guard import Guard, SharedByCopies
 from trimtab.guard.peers import has_gloo
-from trimtab.kernels.memory import no_values, row_major
-from trimtab.launched import end_behind_gloo
+from trimtab.kernels.tensor_checks import no_values, row_major
 from trimtab.layout import align_up
+from trimtab.processes import end_behind_gloo
 
 PART_ALIGNMENT = 8
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import not_in_graphs, once_differentiable
+from trimtab.autograd import not_in_graphs, once_differentiable
 from trimtab.dispatch.exchange import Direction, Exchange
 from trimtab.dispatch.handshake import announce
 from trimtab.dispatch.plan import RankPlan
@@ -96,7 +96,7 @@ Route = LocalRoute | RankRoute
 
 def outside_graph(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """method(*args, **kwargs), out of the graph that is being traced: an exchange and its guard are in none."""
-    from trimtab.eager import eagerly
+    from trimtab.graph_break import eagerly
 
     return eagerly(method, *args, **kwargs)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.dispatch.all_gather import gather_uneven
 from trimtab.errors import InputError
 from trimtab.layout import SequenceLayout

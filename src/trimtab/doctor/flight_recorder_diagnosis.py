@@ -215,7 +215,7 @@ def place_of(entry: Entry) -> Place:
     layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
     phase = "dispatch" if out != backward else "combine"
-    copies = {name for file, name in inside if file == "dispatch/copies.py"} & {"send", "add_home"}
+    copies = {name for file, name in inside if file == "dispatch/replication/route.py"} & {"send", "add_home"}
     if names & {"join_shards", "unshard", "take_shard"}:
         what, phase = "sequence shards put together", "shard"
     elif copies:

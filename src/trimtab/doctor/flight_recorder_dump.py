@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from trimtab.atomic_write import whole
 from trimtab.errors import BackendError
-from trimtab.whole_files import whole
 
 
 def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:

@@ -17,7 +17,7 @@ from trimtab.doctor.findings import Finding
 from trimtab.errors import first_line
 from trimtab.guard.peers import process_state, start_of
 from trimtab.guard.record import Place
-from trimtab.launched import cores
+from trimtab.processes import cores
 
 TORCH = (2, 11)
 """The oldest torch."""

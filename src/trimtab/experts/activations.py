@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, once_differentiable
+from trimtab.autograd import forward_of, once_differentiable
 from trimtab.operators import operator
 
 Approximate = Literal["none", "tanh"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, needed, once_differentiable
+from trimtab.autograd import forward_of, needed, once_differentiable
 from trimtab.experts.adapted_ops import adapted_backward_op, adapted_op
 from trimtab.experts.adapters import Adapters, Pair, lying_as
 from trimtab.experts.expert_call import ExpertCall, ExpertWeights

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.backward import without_autocast
+from trimtab.autograd import without_autocast
 from trimtab.experts.operands import Operands, Targets, Thin
 from trimtab.experts.ops import OPTIONS, READS, WRITES, backend_of, flops_of, operands_of
 from trimtab.experts.quantized import Codes, packed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, once_differentiable
+from trimtab.autograd import forward_of, once_differentiable
 from trimtab.experts.activations import activate
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.expert_call import ExpertWeights, joined

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, needed
+from trimtab.autograd import eager_backward, needed
 from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.expert_call import ExpertWeights

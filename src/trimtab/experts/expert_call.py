@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.backward import computed_in
+from trimtab.autograd import computed_in
 from trimtab.experts.activations import Activation, activation_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.quantized import Codes, packed
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.api import Backend
-from trimtab.kernels.memory import no_values
+from trimtab.kernels.tensor_checks import no_values
 
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters

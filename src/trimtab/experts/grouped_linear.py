@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, forward_of, needed, once_differentiable, without_autocast
+from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
 from trimtab.experts.grouped_ops import by_row, grouped_linear_op, grouped_sum_op, weight_gradient_op
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient, anchor
 from trimtab.kernels.api import Backend

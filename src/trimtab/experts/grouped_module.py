@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimtab.errors import ConfigError
 from trimtab.experts.weight_grad import MODES, DelayedGradients, MainGradMode
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.memory import codes
+from trimtab.kernels.tensor_checks import codes
 from trimtab.validation import VALUES, check_dtype, check_flags
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import computed_in, forward_of, not_in_graphs, refuse_transforms
+from trimtab.autograd import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
 from trimtab.experts.composed import ToExperts
 from trimtab.experts.grouped_linear import grouped_linear, linear_of
@@ -28,7 +28,7 @@ from trimtab.experts.grouped_ops import GroupSizes, offsets_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
-from trimtab.kernels.memory import dense, described
+from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, needed, once_differentiable, without_autocast
+from trimtab.autograd import forward_of, needed, once_differentiable, without_autocast
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertCall
 from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
@@ -48,7 +48,7 @@ def expert_mlp(
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
     Args:
-        x_MD: rows; computed in the parameters' dtype, or in autocast's, see `trimtab.backward.computed_in`.
+        x_MD: rows; computed in the parameters' dtype, or in autocast's, see `trimtab.autograd.computed_in`.
         w_MK: routing weights of the slots that `plan` was built from; those of dropped slots are not read.
         activation: a word of `activations.activation_of`, or a function [R, I] -> [R, F] of one's own.
         kernels: those of a `KernelChoice`, or their names joined by commas, which `torch.compile` can trace.

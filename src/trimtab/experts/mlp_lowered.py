@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import eager_backward, needed
+from trimtab.autograd import eager_backward, needed
 from trimtab.experts.expert_call import ExpertCall, ExpertGradients, joined
 from trimtab.experts.lowered import Kept, LoweredProducts
 from trimtab.experts.operands import row_dot

@@ -6,15 +6,14 @@ Legend: M rows, K slots per row, E experts, D model dim, F hidden dim.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import not_in_graphs, refuse_transforms
+from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
 from trimtab.experts.expert_call import ExpertWeights, joined
@@ -25,7 +24,7 @@ from trimtab.experts.plan import plan_experts
 from trimtab.experts.quantized import Codes, packed, quantized
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
-from trimtab.kernels.memory import dense, described
+from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 if TYPE_CHECKING:
@@ -181,13 +180,6 @@ class ExpertMLP(GroupedModule):
         """("gate_up", "down"), or ("up", "down") without a gate; then their biases, if there are any."""
         names = (self._up, "down")
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("up", "up_bias") and self.__dict__.get("_up") == "gate_up":
-            warnings.warn(f"experts.{name} is experts.gate_{name} [E, 2, F, …] now", DeprecationWarning, stacklevel=2)
-            value: Any = super().__getattr__(f"gate_{name}")
-            return None if value is None else value.flatten(1, 2)
-        return super().__getattr__(name)
 
     def forward(
         self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None

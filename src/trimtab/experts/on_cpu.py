@@ -23,7 +23,7 @@ from trimtab.experts.operands import Operands, Targets
 from trimtab.experts.quantized import packed
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
-from trimtab.kernels.memory import apart
+from trimtab.kernels.tensor_checks import apart
 
 Fields = dict[str, Any]
 ADAPTED = 32

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.backward import without_autocast
+from trimtab.autograd import without_autocast
 from trimtab.errors import InputError
 from trimtab.experts.operands import Operands, Targets, width_of
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import kernels_of
-from trimtab.kernels.memory import no_values
+from trimtab.kernels.tensor_checks import no_values
 from trimtab.operators import operator
 from trimtab.validation import assert_on_device
 

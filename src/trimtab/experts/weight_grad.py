@@ -15,7 +15,7 @@ tokens the kernels write zeros, or add none.
 `accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use. A
 backward that asks for the gradient of the input alone, as the first half of a zero-bubble schedule's, writes nothing;
 delayed gradients wait for a `backward_dw()` of their own after any backward. "te" is what TransformerEngine does, for
-`trimtab.te` alone.
+`trimtab.integrations.transformer_engine` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trimtab.backward import without_autocast
+from trimtab.autograd import without_autocast
 from trimtab.errors import InputError
 from trimtab.validation import holds_values
 

@@ -27,7 +27,7 @@ from trimtab.guard.exchange_lock import exchange_lock
 from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, timeout_of
 from trimtab.guard.record import Place, RankRecord
 from trimtab.guard.verdict import Seen, Verdict, in_the_world, judge
-from trimtab.launched import end_behind_gloo
+from trimtab.processes import end_behind_gloo
 
 DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""

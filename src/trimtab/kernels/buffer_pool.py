@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from trimtab.backward import not_in_graphs
+from trimtab.autograd import not_in_graphs
 
 SMALL = 1 << 18
 """Bytes below which the allocator's own reuse is good enough."""

@@ -18,7 +18,7 @@ import torch
 
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.api import Backend
-from trimtab.kernels.memory import apart, no_values
+from trimtab.kernels.tensor_checks import apart, no_values
 
 if TYPE_CHECKING:
     from trimtab.kernels.selftest import SelfTest
@@ -57,8 +57,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 """Each loads itself when it is asked for first."""
 RUNS_ON = {"cpu": "cpu", "torch": "cpu", "triton": "cuda"}
 """Type of device; others run on any."""
-OLD = {"compiled": "cpu", "loop": "torch", "stock": "grouped_mm"}
-"""Names of version 0.1."""
 _IN_USE: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 """Backends by the names that stand for them in the arguments of operators."""
 
@@ -109,9 +107,7 @@ class KernelChoice:
     def __init__(self, kernels: str | Backend = "auto", *, fallback: Sequence[str | Backend] = ()) -> None:
         known = ("auto", *BACKENDS)
         asked = (kernels, *fallback)
-        for old in (one for one in asked if isinstance(one, str) and one in OLD):
-            warnings.warn(f"kernels={old!r} is called {OLD[old]!r} now", DeprecationWarning, stacklevel=2)
-        self.candidates = tuple(OLD.get(one, one) if isinstance(one, str) else one for one in asked)
+        self.candidates = asked
         if unknown := [c for c in self.candidates if c is None or (isinstance(c, str) and c not in known)]:
             raise ConfigError(f"kernels={unknown[0]!r} is not one of {known}")
         self.reports: list[SelfTest] = []

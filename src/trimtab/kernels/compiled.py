@@ -30,8 +30,8 @@ from trimtab.errors import BackendError
 from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.bf16 import Bf16Products
 from trimtab.kernels.compiler import is_made, load
-from trimtab.kernels.memory import plain
 from trimtab.kernels.rows import ExpertPlan
+from trimtab.kernels.tensor_checks import plain
 from trimtab.kernels.torch_mm import TorchBackend
 
 SWITCH = "TRIMTAB_COMPILED"

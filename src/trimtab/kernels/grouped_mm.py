@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.api import Block, as_it_lies, put
-from trimtab.kernels.memory import row_major
 from trimtab.kernels.rows import Csr, combine_rows, gather_padded
+from trimtab.kernels.tensor_checks import row_major
 
 
 class GroupedMMBackend:

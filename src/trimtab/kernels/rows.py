@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.kernels.memory import no_values
+from trimtab.kernels.tensor_checks import no_values
 
 REST = 256
 """Bags that share what lies behind the last one, where the host does not know how much that is."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.expert_check import first_cpu_fault, first_triton_fault
-from trimtab.kernels.memory import apart, modes
+from trimtab.kernels.tensor_checks import apart, modes
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3

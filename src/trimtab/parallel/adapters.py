@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.experts.adapter_module import ExpertAdapter
 from trimtab.parallel.meshes import ExpertMesh
 

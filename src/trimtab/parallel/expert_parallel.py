@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
@@ -76,7 +76,7 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: DeviceMesh | None = None,
         etp: str | None = None,
         combine: CombineMode | None = None,
-        balance: Balance = "off",
+        balance: Replication = "off",
         copy_cost: int = COPY_COST,
     ) -> None:
         super().__init__()

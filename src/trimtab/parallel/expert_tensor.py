@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from trimtab.backward import not_in_graphs
+from trimtab.autograd import not_in_graphs
 from trimtab.dispatch import handshake
 from trimtab.dispatch.dispatcher import Dispatched
 from trimtab.dispatch.handshake import CallId

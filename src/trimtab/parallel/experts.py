@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
 from trimtab.experts.adapters import Adapters

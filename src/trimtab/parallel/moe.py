@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.backward import not_a_view, refuse_transforms
+from trimtab.autograd import not_a_view, refuse_transforms
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError

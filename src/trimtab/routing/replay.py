@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trimtab.atomic_write import whole
 from trimtab.errors import InputError
 from trimtab.routing.decision import Decision
 from trimtab.routing.recompute import replaying
 from trimtab.routing.router import Router
 from trimtab.validation import holds_ids, wide_ids
-from trimtab.whole_files import whole
 
 FORMAT = "trimtab.decisions"
 VERSION = 1

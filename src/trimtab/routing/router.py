@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
-from trimtab.kernels.memory import dense, described
+from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.decision import Basis, Decision, Routing
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses

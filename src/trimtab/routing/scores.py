@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import autocast_at_work, forward_of, needed, once_differentiable
+from trimtab.autograd import autocast_at_work, forward_of, needed, once_differentiable
 from trimtab.kernels.rows import static_by_default
 
 _LOWEST = -80.0

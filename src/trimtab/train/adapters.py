@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.codes import expect
-from trimtab.integrations.transformers.kept import kept_format
-from trimtab.integrations.transformers.lora import lora_config
-from trimtab.integrations.transformers.quantized import experts_in
+from trimtab.integrations.transformers.lora.config import lora_config
+from trimtab.integrations.transformers.quantized.params import expect
+from trimtab.integrations.transformers.quantized.prequantized import kept_format
+from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, is_preset
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.integrations.transformers import import_transformers
-from trimtab.launched import Interrupted, cores, group_size, module_arguments, signals_raise
+from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
 from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
 from trimtab.train.rank import log_file, run_rank

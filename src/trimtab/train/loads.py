@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimtab.backward import in_backward
+from trimtab.autograd import in_backward
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError
 from trimtab.routing.loads import LoadCounts

@@ -22,8 +22,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.copy_counts import CopyCounts, with_balanced
-from trimtab.integrations.transformers.replicas import average_replicated
+from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.trainer.copy_counts import CopyCounts, with_balanced
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.train.blocks import Blocks, RankBlocks
 from trimtab.train.chat import IGNORED

@@ -138,9 +138,9 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:
-        from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+        from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
 
-        options["quantization_config"] = TrimtabExpertsConfig(config.quantize)
+        options["quantization_config"] = QuantizedExpertsConfig(config.quantize)
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(
             ep_size=mesh.ep,

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from trimtab import __version__
 from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.summary import summary
 from trimtab.train.adapters import adapted_skeleton, check_adapters
 from trimtab.train.blocks import Blocks
 from trimtab.train.checks import check_kept
@@ -30,7 +31,6 @@ from trimtab.train.report import FINAL, HEATMAP, LOGS, MERGED, METRICS, RUN
 from trimtab.train.resume import CHECKPOINTS, describe_data
 from trimtab.train.sources import Group, find_groups
 from trimtab.train.weights import Source, open_source, quantization, write_plain
-from trimtab.what_trains import summary
 
 INIT, DATA, EVAL_DATA = "init", "data", "eval-data"
 FINGERPRINT = "made-of"

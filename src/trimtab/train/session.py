@@ -15,7 +15,8 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.convert.safetensors_files import writing
-from trimtab.launched import leave_group
+from trimtab.integrations.transformers.summary import summary
+from trimtab.processes import leave_group
 from trimtab.routing.load_picture import draw_loads
 from trimtab.train.adapters import adapted, write_adapter
 from trimtab.train.blocks import RankBlocks
@@ -27,7 +28,6 @@ from trimtab.train.models import check_finite, is_preset, load_model, mask_by_po
 from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
 from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
 from trimtab.train.weights import open_source, write_merged, write_model
-from trimtab.what_trains import summary
 
 LONGEST = timedelta(hours=2)
 """That ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""

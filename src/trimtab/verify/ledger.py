@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from trimtab import __version__
+from trimtab.atomic_write import write_whole
 from trimtab.kernels.compiler import processor_name
-from trimtab.launched import cores
+from trimtab.processes import cores
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Status, Verdict
 from trimtab.verify.on_rank import BOUNDS
 from trimtab.verify.patterns import PATTERNS
-from trimtab.whole_files import write_whole
 
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""

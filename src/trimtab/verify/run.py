@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from trimtab.launched import leave_group
+from trimtab.processes import leave_group
 from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect

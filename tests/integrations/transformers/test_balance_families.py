@@ -18,9 +18,9 @@ from helpers.balance_ranks import MICRO, batches, run_balanced
 from helpers.families import build_model, forward, sample_batch
 from helpers.ranks import preload, run_ranks
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import Balance, BalanceCallback
-from trimtab.integrations.transformers.routers import find_routers
-from trimtab.integrations.transformers.watch import Look, Seen, Watch
+from trimtab.integrations.transformers import LoadBalancer, LoadBalancerCallback
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 preload("transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.nn.parallel")
@@ -41,7 +41,7 @@ def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
     model = build_model(family, dtype=dtype).train()
     places = find_routers(model)
     before = {p.name: getattr(p.bias_in, p.bias).detach().clone().flatten().float() for p in places}
-    balance = Balance(model, rate=1e-4)
+    balance = LoadBalancer(model, rate=1e-4)
     seen = watched(model)
     batch = sample_batch(model, 2, 12)
     forward(model, batch)
@@ -74,7 +74,7 @@ def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
 def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None:
     model = build_model(family)
     stock = forward(model, batch := sample_batch(model, 2, 12))[0]
-    balance = Balance(model, add_bias=True)
+    balance = LoadBalancer(model, add_bias=True)
     places = find_routers(model)
     assert torch.equal(forward(model, batch)[0], stock), "with a bias of zero nothing changes"
     for n, place in enumerate(places):
@@ -93,7 +93,7 @@ def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None
     balance.remove()
     assert torch.equal(forward(model, batch)[0], stock)
     again = type(model).from_pretrained(tmp_path)
-    Balance(again, bias=None, add_bias=tmp_path)
+    LoadBalancer(again, bias=None, add_bias=tmp_path)
     assert torch.equal(forward(again, batch)[0], biased)
 
 
@@ -128,7 +128,7 @@ def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> Non
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
         model.enable_input_require_grads()
-    balance = Balance(model, bias=None, aux_loss=0.3, z_loss=0.02)
+    balance = LoadBalancer(model, bias=None, aux_loss=0.3, z_loss=0.02)
     got = gradients(model, model(**batch, output_router_logits=not recompute).loss)
     loads = balance.step()
     assert all(int(load.sum()) == K * int(real.sum()) for load in loads.values())
@@ -150,7 +150,7 @@ def test_behind_a_first_pass_micro_batches_are_one_batch() -> None:
     model = build_model("mixtral", dtype=torch.float64).train()
     model.set_experts_implementation("eager")
     micro = [(ids[:n], mask[:n]) for n, (ids, mask) in zip((4, 1, 3), chain(*batches()), strict=False)]
-    balance = Balance(model, bias=None, aux_loss=0.3, z_loss=0.02)
+    balance = LoadBalancer(model, bias=None, aux_loss=0.3, z_loss=0.02)
 
     def losses_alone(parts: list[tuple[Tensor, Tensor]], first: bool) -> dict[str, Tensor]:
         model.zero_grad()
@@ -226,7 +226,7 @@ def test_in_a_trainer(tmp_path: Path) -> None:
     )  # fmt: skip
     rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
     trainer = Trainer(model=model, args=config, train_dataset=rows)
-    callback = BalanceCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
+    callback = LoadBalancerCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
     taken: list[dict[str, Tensor]] = []
     step = callback.balance.step
     callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
@@ -241,19 +241,19 @@ def test_in_a_trainer(tmp_path: Path) -> None:
         assert torch.equal(place.module.selection_bias.double(), moved)
     config.fp16 = True
     with pytest.raises(ConfigError, match="bf16 instead of fp16"):
-        BalanceCallback(trainer, bias=None, aux_loss=0.1)
+        LoadBalancerCallback(trainer, bias=None, aux_loss=0.1)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="no selection bias: add_bias=True"):
-        Balance(build_model("mixtral"))
+        LoadBalancer(build_model("mixtral"))
     with pytest.raises(ConfigError, match="bias='signs' is not one of"):
-        Balance(build_model("mixtral"), bias="signs")
+        LoadBalancer(build_model("mixtral"), bias="signs")
     with pytest.raises(ConfigError, match="no router in Linear"):
-        Balance(torch.nn.Linear(2, 2))
+        LoadBalancer(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"quantile.* cannot balance routers that choose within 1 of 2 groups"):
-        Balance(build_model("deepseek_v3"), bias="quantile")
+        LoadBalancer(build_model("deepseek_v3"), bias="quantile")
     with pytest.raises(ConfigError, match="scores by softmax or sigmoid"):
-        Balance(build_model("inkling2"), bias="quantile")
+        LoadBalancer(build_model("inkling2"), bias="quantile")
     with pytest.raises(ConfigError, match="cannot be added to routers that choose within"):
-        Balance(build_model("deepseek_v2"), add_bias=True)
+        LoadBalancer(build_model("deepseek_v2"), add_bias=True)

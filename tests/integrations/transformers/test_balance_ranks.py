@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """A bias of one's own and of the checkpoint, both rules, both losses."""
 preload(
-    "trimtab.integrations.transformers.expert_parallel", "trimtab.integrations.transformers.balance",
+    "trimtab.integrations.transformers.expert_parallel", "trimtab.integrations.transformers.routers.load_balancer",
     *sorted({all_families()[name].module for name in OPTIONS}),
 )  # fmt: skip
 

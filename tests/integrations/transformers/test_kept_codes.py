@@ -14,9 +14,9 @@ from transformers import FineGrainedFP8Config, Mxfp4Config
 
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, save_official, tiny
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.codes import MARK, is_experts
-from trimtab.integrations.transformers.kept import kept_format
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, quantize_experts
+from trimtab.integrations.transformers import QuantizedExpertsConfig, quantize_experts
+from trimtab.integrations.transformers.quantized.params import MARK, is_experts
+from trimtab.integrations.transformers.quantized.prequantized import kept_format
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
@@ -130,7 +130,7 @@ def test_what_a_checkpoint_lacks_of_codes_is_an_error(kind: str, ends: list[str]
         (quantize_experts(model) if kind == "nf4" else model).save_pretrained(tmp_path)
     else:
         save_official(tmp_path, kind)
-    given = {"quantization_config": TrimtabExpertsConfig("nf4")} if kind == "weights" else {}
+    given = {"quantization_config": QuantizedExpertsConfig("nf4")} if kind == "weights" else {}
     with pytest.raises(
         ConfigError, match=r"pairs of codes and scales, for model\.layers\.0\.mlp\.experts\.down_proj.*fetch all of its"
     ):

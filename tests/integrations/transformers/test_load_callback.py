@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 import trimtab
 from helpers.families import build_model, experts_modules
 from helpers.ranks import preload, run_ranks
-from trimtab.backward import in_backward
+from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadCallback
 from trimtab.routing.loads import load_metrics, load_scalars

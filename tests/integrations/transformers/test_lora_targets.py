@@ -13,8 +13,7 @@ import torch
 import trimtab
 from helpers.families import build_config, build_model, experts_modules, family_names, model_class
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.lora import TARGETS, lora_config
-from trimtab.integrations.transformers.quantized import quantize_experts
+from trimtab.integrations.transformers import TARGETS, lora_config, quantize_experts
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("registered")

@@ -20,7 +20,7 @@ from helpers.families import build_model, experts_modules, family_names
 from helpers.parity import CANCELLING, FLOAT32_INSIDE, check
 from helpers.peft_case import adapted, fill, lora, output_and_gradients, reference_adapted, run_adapted
 from trimtab.integrations.transformers import experts as ours
-from trimtab.integrations.transformers.peft import _teach, pair_of
+from trimtab.integrations.transformers.lora.peft import _teach, pair_of
 
 NAMES = family_names()
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")

@@ -13,8 +13,8 @@ from torch import nn
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, tiny
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import decoded
-from trimtab.integrations.transformers.codes import codes_of, is_experts
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, quantize_experts
+from trimtab.integrations.transformers import QuantizedExpertsConfig, quantize_experts
+from trimtab.integrations.transformers.quantized.params import codes_of, is_experts
 
 
 def with_decoded(model: nn.Module) -> nn.Module:
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_quantized_while_it_is_read(tmp_path: Path) -> None:
     model = tiny("qwen3_moe")
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=TrimtabExpertsConfig("nf4"), experts_implementation="trimtab", dtype="float32"
+        tmp_path, quantization_config=QuantizedExpertsConfig("nf4"), experts_implementation="trimtab", dtype="float32"
     )
     want = quantize_experts(model, "nf4").state_dict()
     got = loaded.state_dict()
@@ -66,4 +66,4 @@ def test_refused() -> None:
     with pytest.raises(ConfigError, match="no experts modules"):
         quantize_experts(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="not to 'fp8'"):
-        TrimtabExpertsConfig("fp8")
+        QuantizedExpertsConfig("fp8")

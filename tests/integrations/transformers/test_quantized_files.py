@@ -15,7 +15,11 @@ from helpers.families import build_model, model_class, save_model
 from helpers.peft_case import fill, lora
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig, dequantize_experts, quantize_experts
+from trimtab.integrations.transformers import (
+    QuantizedExpertsConfig,
+    dequantize_experts,
+    quantize_experts,
+)
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe", "ernie4_5_vl_moe", "aria")
@@ -34,7 +38,7 @@ def test_read_saved_and_read_again(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path / "plain", 0)
     options = {"experts_implementation": "trimtab", "dtype": "float32"}
     read = model_class(family).from_pretrained(
-        tmp_path / "plain", quantization_config=TrimtabExpertsConfig("int8"), **options
+        tmp_path / "plain", quantization_config=QuantizedExpertsConfig("int8"), **options
     )
     same(read, quantize_experts(model_class(family).from_pretrained(tmp_path / "plain", **options), "int8"))
     read.save_pretrained(tmp_path / "codes")
@@ -84,7 +88,7 @@ def test_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     read = transformers.AutoModelForCausalLM.from_pretrained
     with pytest.raises(ConfigError, match=r"nf4 has blocks of 64 inputs, and Qwen3MoeExperts\.gate_up_proj has 32"):
-        read(tmp_path, experts_implementation="trimtab", quantization_config=TrimtabExpertsConfig("nf4"))
+        read(tmp_path, experts_implementation="trimtab", quantization_config=QuantizedExpertsConfig("nf4"))
     half = quantize_experts(tiny("qwen3_moe"), "int8")
     for parameter in half.parameters():
         parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data

@@ -14,10 +14,14 @@ from helpers.ep_case import Case, Mesh
 from helpers.ep_ranks import BALANCED
 from helpers.ep_verify import verify
 from helpers.ranks import preload, run_ranks
-from trimtab.integrations.transformers.quantized import TrimtabExpertsConfig
+from trimtab.integrations.transformers import QuantizedExpertsConfig
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload("trimtab.integrations.transformers.expert_parallel", "trimtab.integrations.transformers.kept", "peft")
+preload(
+    "trimtab.integrations.transformers.expert_parallel",
+    "trimtab.integrations.transformers.quantized.prequantized",
+    "peft",
+)
 
 
 def adapted(family: str, mesh: Mesh, lora: str = "experts", name: str = "trimtab") -> Case:
@@ -40,7 +44,7 @@ def test_adapters_on_codes_that_fsdp_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8", "mxfp4"])
 def test_each_rank_reads_its_own_and_files_are_whole(kind: str, tmp_path: Path) -> None:
-    given = {"quantization_config": TrimtabExpertsConfig(kind)} if kind == "nf4" else {}
+    given = {"quantization_config": QuantizedExpertsConfig(kind)} if kind == "nf4" else {}
     if kind == "nf4":
         tiny("qwen3_moe").save_pretrained(tmp_path)
     else:

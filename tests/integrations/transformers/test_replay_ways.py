@@ -20,9 +20,9 @@ from helpers.families import Batch, build_model, forward, sample_batch
 from integrations.transformers.test_replay_families import close, others, run
 from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
-from trimtab.integrations.transformers.routers import find_routers
-from trimtab.integrations.transformers.selection_bias import ADDED, add_selection_bias
-from trimtab.integrations.transformers.watch import Look, Watch
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.selection_bias import ADDED, add_selection_bias
+from trimtab.integrations.transformers.routers.watch import Look, Watch
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 

@@ -19,8 +19,8 @@ from helpers.forced_routers import forced
 from helpers.rollouts import LENGTHS, MOE, NAMES, E, K
 from trimtab.decisions import replay, rollout_decisions
 from trimtab.errors import ConfigError, InputError
-from trimtab.integrations.transformers.router_rules import UNREACHABLE
-from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.rules import UNREACHABLE
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 

@@ -17,9 +17,9 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 
 from helpers.families import build_model, experts_modules, family_names, forward, sample_batch
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.router_rules import RULES, UNREACHABLE
-from trimtab.integrations.transformers.routers import RouterPlace, Wrapped, find_routers
-from trimtab.integrations.transformers.watch import Look, Seen, Watch
+from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped, find_routers
+from trimtab.integrations.transformers.routers.rules import RULES, UNREACHABLE
+from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

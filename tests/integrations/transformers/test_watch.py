@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 from helpers.balance_ranks import batches
 from helpers.families import build_model
 from trimtab.decisions import record
-from trimtab.integrations.transformers import Balance, watch
-from trimtab.integrations.transformers.router_loads import RouterLoads
-from trimtab.integrations.transformers.routers import find_routers
+from trimtab.integrations.transformers import LoadBalancer
+from trimtab.integrations.transformers.routers.find import find_routers, watch
+from trimtab.integrations.transformers.routers.loads import RouterLoads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +33,7 @@ def test_all_who_look_count_once(recompute: str, monkeypatch: pytest.MonkeyPatch
     counted: list[int] = []
     count_ids = watch.count_ids
     monkeypatch.setattr(watch, "count_ids", lambda *args: counted.append(1) or count_ids(*args))
-    balance, loads = Balance(model, add_bias=True), RouterLoads(model)
+    balance, loads = LoadBalancer(model, add_bias=True), RouterLoads(model)
     for micro in range(2):
         with record(model) as recording:
             loss = model(**batch(micro)).loss
@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {"rate": 0.05, "add_bias": True, "aux_loss": 0.5, "z_l
 
 def balanced(model: Any, run: Any) -> dict[str, Any]:
     """Two steps of two micro-batches, all on."""
-    balance, loads = Balance(model, **OPTIONS), RouterLoads(model)
+    balance, loads = LoadBalancer(model, **OPTIONS), RouterLoads(model)
     found: dict[str, Any] = {}
     for step in range(2):
         model.zero_grad()

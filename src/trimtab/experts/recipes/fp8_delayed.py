@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from trimtab.backward import in_backward
+from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.recipes.base import Operands, RecipeState, Role, StateBuffers
 from trimtab.experts.recipes.fp8 import FP8Current

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.experts.recipes.numbers import E4M3, Quantized
-from trimtab.kernels.memory import count
+from trimtab.kernels.tensor_checks import count
 
 Packed = tuple[Tensor, Tensor]
 """Bytes of E4M3, and scales in the kernel's layout."""

@@ -9,7 +9,9 @@ megatron.core is imported with the first name that is used from here, never befo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.integrations.megatron.dispatcher import TokenDispatcher as TokenDispatcher
@@ -19,21 +21,12 @@ if TYPE_CHECKING:
     from trimtab.integrations.megatron.specs import use as use
 
 _HOMES = {
-    "MoELayer": "layer",
-    "TokenDispatcher": "dispatcher",
-    "Experts": "experts",
-    "Router": "router",
-    "use": "specs",
+    "MoELayer": "trimtab.integrations.megatron.layer",
+    "TokenDispatcher": "trimtab.integrations.megatron.dispatcher",
+    "Experts": "trimtab.integrations.megatron.experts",
+    "Router": "trimtab.integrations.megatron.router",
+    "use": "trimtab.integrations.megatron.specs",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.integrations.megatron' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"trimtab.integrations.megatron.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

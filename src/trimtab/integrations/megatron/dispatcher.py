@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.backward import once_differentiable
+from trimtab.autograd import once_differentiable
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport

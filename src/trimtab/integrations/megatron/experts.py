@@ -24,7 +24,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from trimtab.backward import computed_in, forward_of
+from trimtab.autograd import computed_in, forward_of
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import activate, clamped
 from trimtab.experts.composed import FromExperts, ToExperts

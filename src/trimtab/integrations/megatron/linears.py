@@ -15,9 +15,9 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from trimtab import te
 from trimtab.errors import ConfigError
 from trimtab.experts.grouped_ops import GroupSizes
+from trimtab.integrations import transformer_engine as te
 from trimtab.integrations.megatron.expert_linear import device_of, draw_share, flag
 from trimtab.integrations.megatron.sharded_state import linear_state
 

@@ -12,7 +12,9 @@ torchtitan is imported with the first name that is used from here, never before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.integrations.torchtitan.balanced import RoutedExperts as RoutedExperts
@@ -21,17 +23,11 @@ if TYPE_CHECKING:
     from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
 
 _HOMES = {
-    "TokenDispatcher": "dispatcher", "TokenExchange": "exchange", "Dispatched": "exchange", "RoutedExperts": "balanced",
-}  # fmt: skip
+    "TokenDispatcher": "trimtab.integrations.torchtitan.dispatcher",
+    "TokenExchange": "trimtab.integrations.torchtitan.exchange",
+    "Dispatched": "trimtab.integrations.torchtitan.exchange",
+    "RoutedExperts": "trimtab.integrations.torchtitan.balanced",
+}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.integrations.torchtitan' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"trimtab.integrations.torchtitan.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.balance import COPY_COST, Balance, balance_config
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
 from trimtab.errors import ConfigError
 from trimtab.experts.copied import Copies, copied_in_words, tied
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
@@ -42,7 +42,7 @@ class RoutedExperts(Base):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Base.Config):  # type: ignore[misc, name-defined]
-        balance: Balance = "auto"
+        balance: Replication = "auto"
         copy_cost: int = COPY_COST
 
     def __init__(self, config: Any) -> None:

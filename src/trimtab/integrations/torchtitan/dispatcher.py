@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:

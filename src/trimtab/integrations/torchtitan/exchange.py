@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.balance import BalanceConfig
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.composed import FromExperts, ToExperts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from trimtab.dispatch.balance import COPY_COST, Balance
+from trimtab.dispatch.replication.plan import COPY_COST, Replication
 from trimtab.integrations.torchtitan.balanced import RoutedExperts
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.integrations.torchtitan.exchange import HOME
@@ -29,7 +29,9 @@ def token_dispatcher(cfg: Any, *, combine: str = "sum") -> Any:
     target=import_module("torchtitan.models.common.moe").RoutedExperts.Config,
     description="Token dispatch over trimtab's exchange, with hot experts copied to ranks that have room.",
 )
-def balanced_experts(cfg: Any, *, combine: str = "sum", balance: Balance = "auto", copy_cost: int = COPY_COST) -> Any:
+def balanced_experts(
+    cfg: Any, *, combine: str = "sum", balance: Replication = "auto", copy_cost: int = COPY_COST
+) -> Any:
     """Every layer's routed experts. Not beside `token_dispatcher`, which this one comes with."""
     sent = token_dispatcher(cfg.token_dispatcher, combine=combine)
     return _config.derive(cfg, RoutedExperts.Config, token_dispatcher=sent, balance=balance, copy_cost=copy_cost)

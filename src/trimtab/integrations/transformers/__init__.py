@@ -6,18 +6,33 @@ import importlib
 from functools import partial
 from itertools import count
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 from trimtab.errors import ConfigError
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.dispatch.dispatcher import CombineMode
-    from trimtab.integrations.transformers.balance import Balance as Balance
-    from trimtab.integrations.transformers.balance_callback import BalanceCallback as BalanceCallback
-    from trimtab.integrations.transformers.load_callback import LoadCallback as LoadCallback
+    from trimtab.integrations.transformers.lora.config import lora_config as lora_config
+    from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
+    from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
+    from trimtab.integrations.transformers.quantized.quantizer import quantize_experts as quantize_experts
+    from trimtab.integrations.transformers.routers.load_balancer import LoadBalancer as LoadBalancer
+    from trimtab.integrations.transformers.trainer.load_balancer_callback import (
+        LoadBalancerCallback as LoadBalancerCallback,
+    )
+    from trimtab.integrations.transformers.trainer.load_callback import LoadCallback as LoadCallback
 
-_HOMES = {"Balance": "balance", "BalanceCallback": "balance_callback", "LoadCallback": "load_callback"}
+_HOMES = {
+    "LoadBalancer": "trimtab.integrations.transformers.routers.load_balancer",
+    "LoadBalancerCallback": "trimtab.integrations.transformers.trainer.load_balancer_callback",
+    "LoadCallback": "trimtab.integrations.transformers.trainer.load_callback",
+    "QuantizedExpertsConfig": "trimtab.integrations.transformers.quantized.quantizer",
+    "dequantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
+    "lora_config": "trimtab.integrations.transformers.lora.config",
+    "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
+}
 """What derives from classes of transformers, which is imported when one of them is first used."""
 
 
@@ -46,8 +61,8 @@ def register(
         ConfigError: there is no transport, combine or balance of that name, transformers has another implementation of
             it, or it was registered with other options.
     """
-    from trimtab.dispatch.balance import COPY_COST, balance_config
     from trimtab.dispatch.dispatcher import check_combine
+    from trimtab.dispatch.replication.plan import COPY_COST, balance_config
     from trimtab.dispatch.transports import check_transport
     from trimtab.errors import BackendError
 
@@ -67,9 +82,9 @@ def register(
         ) from error
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
-    from trimtab.integrations.transformers.kept import add_keepers
-    from trimtab.integrations.transformers.peft import teach_peft
-    from trimtab.integrations.transformers.quantized import add_quantizer
+    from trimtab.integrations.transformers.lora.peft import teach_peft
+    from trimtab.integrations.transformers.quantized.prequantized import add_keepers
+    from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
     from trimtab.kernels.choose import KernelChoice
 
     teach_peft()
@@ -105,7 +120,5 @@ def import_transformers(who: str) -> ModuleType:
         raise ConfigError(f"{who} needs transformers (pip install 'trimtab[hf]'): {error}") from error
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.codes import MARK, SCALES, WEIGHTS, encoded, wide_shape
+from trimtab.integrations.transformers.quantized.params import MARK, SCALES, WEIGHTS, encoded, wide_shape
 
 Tensors = dict[str, Any]
 """By a source's pattern or a weight's name: a tensor, or a list of them."""

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from trimtab.backward import forward_of, narrowed
-from trimtab.dispatch.balance import BalanceConfig
+from trimtab.autograd import forward_of, narrowed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
+from trimtab.dispatch.replication.plan import BalanceConfig
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
@@ -32,7 +32,7 @@ from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Pair
 from trimtab.experts.copied import copied_in_words
 from trimtab.integrations.transformers.experts import LENT, experts_forward
-from trimtab.integrations.transformers.replicas import OwnExperts
+from trimtab.integrations.transformers.replicated_params import OwnExperts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
 

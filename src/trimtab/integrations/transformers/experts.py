@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import not_in_graphs, refuse_transforms
+from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.adapters import Adapters, Pair
 from trimtab.experts.copied import Copies, run_with_copies
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.quantized import Codes, packed
-from trimtab.integrations.transformers.codes import codes_of
 from trimtab.integrations.transformers.gates import gate_of
+from trimtab.integrations.transformers.quantized.params import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
-from trimtab.kernels.memory import codes
+from trimtab.kernels.tensor_checks import codes
 
 
 def experts_forward(

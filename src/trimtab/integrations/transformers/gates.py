@@ -30,7 +30,7 @@ from transformers.activations import (
 from transformers.integrations.moe import _default_apply_gate
 
 from trimtab.experts.activations import activation_of, clamped
-from trimtab.kernels.memory import apart
+from trimtab.kernels.tensor_checks import apart
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}

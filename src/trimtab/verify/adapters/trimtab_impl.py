@@ -103,7 +103,8 @@ class Layers:
         with torch.no_grad():
             for moe, w in zip(stack.moes, weights, strict=True):
                 moe.router.weight.copy_(w.router_ED)
-                moe.experts.gate_up.copy_(w.up_EID.view_as(moe.experts.gate_up))
+                gate_up = moe.experts.get_parameter("gate_up")
+                gate_up.copy_(w.up_EID.view_as(gate_up))
                 moe.experts.down.copy_(w.down_EDF)
         for adapter in weights[0].adapters:
             add_adapter(

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
-from trimtab.backward import forward_of, once_differentiable
+from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.adapters import Pair
 from trimtab.parallel.adapters import SumGradients

@@ -20,12 +20,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.balance_rule import PARTS, pieces_of
+from trimtab.dispatch.replication.rule import PARTS, pieces_of
 from trimtab.errors import ConfigError
 from trimtab.kernels.rows import narrow
 from trimtab.validation import check_sizes, is_finite
 
-Balance = Literal["off", "auto"] | float
+Replication = Literal["off", "auto"] | float
 COPY_COST = 1000
 """Slots: between ranks of one host; links between hosts take ten times as many."""
 LOOSEST = 1024
@@ -61,7 +61,7 @@ class BalanceConfig:
         return None if self.tolerance is None else int(self.tolerance * PARTS)
 
 
-def balance_config(balance: Balance, copy_cost: int = COPY_COST) -> BalanceConfig | None:
+def balance_config(balance: Replication, copy_cost: int = COPY_COST) -> BalanceConfig | None:
     """What a user's words mean; None for "off".
 
     Raises:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import not_in_graphs
+from trimtab.autograd import not_in_graphs
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers import find_routers, plain
-from trimtab.integrations.transformers.watch import FirstRuns, Look, Seen, Watch
+from trimtab.integrations.transformers.routers.find import find_routers, plain
+from trimtab.integrations.transformers.routers.watch import FirstRuns, Look, Seen, Watch
 from trimtab.routing.decision import Routing
 from trimtab.routing.loads import LoadCounts
 from trimtab.routing.router import Router

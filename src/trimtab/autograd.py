@@ -59,7 +59,7 @@ def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            from trimtab.eager import eagerly
+            from trimtab.graph_break import eagerly
 
             result: Result = eagerly(method, *args, **kwargs)
             return result
@@ -81,7 +81,7 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling():
             if not traced:
-                from trimtab.eager import eagerly
+                from trimtab.graph_break import eagerly
 
                 return eagerly(run, ctx, *grads)
             kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")

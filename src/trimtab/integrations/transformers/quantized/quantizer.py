@@ -1,10 +1,10 @@
 """Experts of transformers' models as codes: in place, or while a checkpoint is read, one tensor at a time.
 
-    TrimtabExpertsConfig("nf4")         as `quantization_config=` of `from_pretrained`, once `register` was called
+    QuantizedExpertsConfig("nf4")       as `quantization_config=` of `from_pretrained`, once `register` was called
     quantize_experts(model, "nf4")      of a model that is there; `dequantize_experts(model)` is the way back
 
-Official checkpoints in FP8 and MXFP4 stay as they are, see `trimtab.integrations.transformers.kept`. Everything but the
-experts stays as it is. `save_pretrained` writes codes and scales as the model has them.
+Official checkpoints in FP8 and MXFP4 stay as they are, see `prequantized`. Everything but the experts stays as it is.
+`save_pretrained` writes codes and scales as the model has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS
-from trimtab.integrations.transformers.codes import (
+from trimtab.integrations.transformers.conversion import encoding, first, of_experts, owner
+from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.quantized.params import (
     MARK,
     SCALES,
     WEIGHTS,
@@ -36,15 +38,13 @@ from trimtab.integrations.transformers.codes import (
     take_out,
     weights_in,
 )
-from trimtab.integrations.transformers.conversion import encoding, first, of_experts, owner
-from trimtab.integrations.transformers.experts import is_ours
 
 METHOD = "trimtab_experts"
 SHOWN = 4
 """Tensors that an error names; of the rest their number."""
 
 
-class TrimtabExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Routed experts in a format of `trimtab.experts.quantized`: "nf4" or "int8" for weights that are read and encoded;
     a checkpoint whose codes were saved may say another. Experts modules in `modules_to_not_convert`, by the ends of
     their names, keep their weights.
@@ -64,9 +64,9 @@ class TrimtabExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads or saves a model with a `TrimtabExpertsConfig`."""
+    """What transformers asks while it loads or saves a model with a `QuantizedExpertsConfig`."""
 
-    quantization_config: TrimtabExpertsConfig
+    quantization_config: QuantizedExpertsConfig
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Raises ConfigError before anything is read: no experts, blocks that do not fit, a layout without codes."""
@@ -132,7 +132,7 @@ class _EncodeWhole(ConversionOps):  # type: ignore[misc]
 
 def add_quantizer() -> None:
     """Make the config known to `from_pretrained`. Again is harmless."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, TrimtabExpertsConfig)
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, QuantizedExpertsConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(METHOD, ExpertsQuantizer)
 
 
@@ -189,7 +189,7 @@ def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
     plan.update({key + SCALES: style for key, style in list(plan.items()) if key + SCALES in names})
 
 
-def settle(model: Any, config: TrimtabExpertsConfig) -> None:
+def settle(model: Any, config: QuantizedExpertsConfig) -> None:
     """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are."""
     plain = [name for name, module in model.named_modules() if is_experts(module) and not hasattr(module, MARK)]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
@@ -210,7 +210,7 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
             no experts modules of transformers, has codes already or is sharded by FSDP.
     """
-    found, config = experts_in(model), TrimtabExpertsConfig(name)
+    found, config = experts_in(model), QuantizedExpertsConfig(name)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("experts are quantized before fully_shard, or while from_pretrained reads them")
     if any(codes_of(module, weight) for module in found for weight, _ in weights_in(module)):

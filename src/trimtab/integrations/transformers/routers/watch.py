@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trimtab.backward import in_backward, not_in_graphs
-from trimtab.integrations.transformers.routers import RouterPlace, Wrapped, wrappers
+from trimtab.autograd import in_backward, not_in_graphs
+from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped, wrappers
 from trimtab.routing.recompute import replaying
 from trimtab.routing.scores import count_ids
 

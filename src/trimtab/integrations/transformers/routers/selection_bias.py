@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trimtab.convert.safetensors_files import SafetensorsFolder
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers import RouterPlace, Wrapped
+from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped
 from trimtab.routing.select import top
 
 ADDED = "selection_bias"

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.backward import not_in_graphs
+from trimtab.autograd import not_in_graphs
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.integrations.transformers.routers import plain
-from trimtab.integrations.transformers.watch import FirstRuns
+from trimtab.integrations.transformers.routers.find import plain
+from trimtab.integrations.transformers.routers.watch import FirstRuns
+from trimtab.integrations.transformers.summary import own_name
 from trimtab.moe import MoE
-from trimtab.what_trains import own_name
 
 
 def balanced_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatcher]]:

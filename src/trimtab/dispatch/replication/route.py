@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimtab.backward import not_in_graphs
-from trimtab.dispatch.balance import BalancePlan
+from trimtab.autograd import not_in_graphs
 from trimtab.dispatch.exchange import Exchange
+from trimtab.dispatch.replication.plan import BalancePlan
 from trimtab.dispatch.transport import SplitSizes
-from trimtab.kernels.memory import row_major
 from trimtab.kernels.rows import compact
+from trimtab.kernels.tensor_checks import row_major
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from trimtab.backward import forward_of, once_differentiable
+from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_ops import GroupSizes
 from trimtab.experts.linear import GroupedLinear as Grouped

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.dispatch.balance import BalanceConfig
-from trimtab.dispatch.balance_rule import cap_of
+from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.rule import cap_of
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
@@ -36,7 +36,7 @@ def balance_bounds(config: BalanceConfig, *, tokens: int, top_k: int, num_expert
 
     A rank computes at most ceil(T K / P) slots and the tolerance of that: the plan moves whatever is above, and fewer
     slots, as where some are dropped, have no larger cap. A received row has a slot here and a token of its own. Copies
-    come to a rank at most e, see `trimtab.dispatch.balance_rule`; and what a donor gives is cut at most where one of
+    come to a rank at most e, see `rule`; and what a donor gives is cut at most where one of
     its e experts or one of its P - 1 receivers begins.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Balance` in a `transformers.Trainer`."""
+"""`LoadBalancer` in a `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.balance import Balance
+from trimtab.integrations.transformers.routers.load_balancer import LoadBalancer
 
 
-class BalanceCallback(TrainerCallback):  # type: ignore[misc]
+class LoadBalancerCallback(TrainerCallback):  # type: ignore[misc]
     """Balances the experts of the model that any `Trainer` (TRL's too) trains:
 
-        trainer.add_callback(BalanceCallback(trainer, bias="quantile", add_bias=True))
+        trainer.add_callback(LoadBalancerCallback(trainer, bias="quantile", add_bias=True))
 
-    The arguments are those of `Balance`, which is the attribute `balance`. Add it before `trainer.train()`.
+    The arguments are those of `LoadBalancer`, which is the attribute `balance`. Add it before `trainer.train()`.
 
     Raises:
-        ConfigError: as `Balance`; losses with fp16, whose scaler does not know of them.
+        ConfigError: as `LoadBalancer`; losses with fp16, whose scaler does not know of them.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         if trainer.args.fp16 and (options.get("aux_loss") or options.get("z_loss")):
             raise ConfigError("balance losses join the backward unscaled: train with bf16 instead of fp16")
-        self.trainer, self.balance = trainer, Balance(trainer.model, **options)
+        self.trainer, self.balance = trainer, LoadBalancer(trainer.model, **options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Losses are averaged over the step's micro-batches, of which an epoch's last step may have fewer."""

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.integrations.transformers.routers import RouterPlace, Wrapped
-from trimtab.integrations.transformers.watch import Forward, Look, Watch
+from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped
+from trimtab.integrations.transformers.routers.watch import Forward, Look, Watch
 
 Call = Callable[..., Any]
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")

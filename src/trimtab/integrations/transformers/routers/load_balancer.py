@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers import RouterPlace, find_routers
-from trimtab.integrations.transformers.selection_bias import ADDED, SelectionBias, add_selection_bias, check_quantile
-from trimtab.integrations.transformers.watch import Look, Seen, Watch
+from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
+from trimtab.integrations.transformers.routers.selection_bias import (
+    ADDED,
+    SelectionBias,
+    add_selection_bias,
+    check_quantile,
+)
+from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
 from trimtab.routing.balance import stepped_bias
 from trimtab.routing.config import BIAS_RULES, RouterConfig
 from trimtab.routing.decision import Basis, Routing
@@ -41,16 +46,16 @@ class _WithLoss(Function):
         return grad, torch.ones_like(ctx.like)
 
 
-class Balance:
+class LoadBalancer:
     """Keeps the experts of a model of transformers evenly loaded. In a loop of one's own:
 
-        balance = Balance(model, bias="sign", aux_loss=0.001)     # before DDP and FSDP, and before the optimizer
+        balance = LoadBalancer(model, bias="sign", aux_loss=0.001)     # before DDP and FSDP, and before the optimizer
         for micro-batches: (loss / balance.micro_batches).backward()
         optimizer.step()
         loads = balance.step()
 
-    In a Trainer `BalanceCallback` does so. Counted is what is routed in training mode and with gradients, once under
-    gradient checkpointing, on all ranks, without the padding that a 2-d `attention_mask` shows.
+    In a Trainer `LoadBalancerCallback` does so. Counted is what is routed in training mode and with gradients, once
+    under gradient checkpointing, on all ranks, without the padding that a 2-d `attention_mask` shows.
 
     Args:
         model: before it is wrapped.
@@ -177,7 +182,7 @@ class _Layer:
     """One router: its counts in this step, its bias, its losses."""
 
     def __init__(
-        self, balance: Balance, place: RouterPlace, layers: int, aux_loss: float, z_loss: float, added: bool
+        self, balance: LoadBalancer, place: RouterPlace, layers: int, aux_loss: float, z_loss: float, added: bool
     ) -> None:
         self.balance, self.place = balance, place
         E, K = place.num_experts, place.top_k

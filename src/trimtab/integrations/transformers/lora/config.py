@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trimtab.errors import BackendError, ConfigError
-from trimtab.what_trains import kinds, own_name
+from trimtab.integrations.transformers.summary import kinds, own_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.adapters import Pair, added
 from trimtab.experts.quantized import packed
-from trimtab.integrations.transformers.codes import MARK, WEIGHTS
 from trimtab.integrations.transformers.experts import LENT, is_ours
-from trimtab.integrations.transformers.replicas import cut_over_tensor_ranks
+from trimtab.integrations.transformers.quantized.params import MARK, WEIGHTS
+from trimtab.integrations.transformers.replicated_params import cut_over_tensor_ranks
 
 HOME = "peft.tuners.lora.model"
 KNOWN = "0.18 to 0.21"
@@ -128,7 +128,7 @@ def _refusing_codes(theirs: Any, wrapper: Any) -> Any:
             if isinstance(module, wrapper) and hasattr(module.get_base_layer(), MARK):
                 raise ConfigError(
                     f"{name}: codes take no adapter in; save it beside them, or put the weights that they stand for in "
-                    "their place by trimtab.integrations.transformers.quantized.dequantize_experts(model), then merge"
+                    "their place by trimtab.transformers.dequantize_experts(model), then merge"
                 )
         theirs(self)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch import handshake
-from trimtab.dispatch.balance import BalanceConfig, BalancePlan, balance_plan, own_cells, physical_ids
-from trimtab.dispatch.copies import BalanceReport, CopyRoute, leaving
 from trimtab.dispatch.exchange import Exchange, told_to
 from trimtab.dispatch.handshake import CallId
+from trimtab.dispatch.replication.plan import BalanceConfig, BalancePlan, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.route import BalanceReport, CopyRoute, leaving
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids

@@ -7,7 +7,7 @@ transformers' quantizers for both methods, told apart by the model that is about
     FP4 of DeepSeek's fp4 experts                          before 8.9): the rest becomes bfloat16, as ever
     MXFP4 as gpt-oss's                                     anywhere: transformers' own experts of it do not train
 
-and saved: MXFP4 as it was read, FP8 as codes of `TrimtabExpertsConfig`, since the rest is no longer FP8.
+and saved: MXFP4 as it was read, FP8 as codes of `QuantizedExpertsConfig`, since the rest is no longer FP8.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.codes import WEIGHTS, is_experts
 from trimtab.integrations.transformers.conversion import Flat, Keep, keeping, of_experts
 from trimtab.integrations.transformers.experts import is_ours
-from trimtab.integrations.transformers.quantized import (
+from trimtab.integrations.transformers.quantized.params import WEIGHTS, is_experts
+from trimtab.integrations.transformers.quantized.quantizer import (
     METHOD,
-    TrimtabExpertsConfig,
+    QuantizedExpertsConfig,
     check_all_read,
     dequantize_experts,
     experts_in,
@@ -113,7 +113,7 @@ class KeptFP8(_Keeps, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         done = super().postprocess_model(model, **kwargs)
         if self.kept:
             check_all_read(model)
-            settle(model, TrimtabExpertsConfig(self.format_kept(), quant_method=METHOD))
+            settle(model, QuantizedExpertsConfig(self.format_kept(), quant_method=METHOD))
         return done
 
 

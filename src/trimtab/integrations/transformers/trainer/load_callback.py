@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from trimtab.atomic_write import write_whole
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.copy_counts import CopyCounts, with_balanced
-from trimtab.integrations.transformers.router_loads import RouterLoads
+from trimtab.integrations.transformers.routers.loads import RouterLoads
+from trimtab.integrations.transformers.trainer.copy_counts import CopyCounts, with_balanced
 from trimtab.routing.load_picture import draw_loads, read_metrics
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.validation import check_sizes
-from trimtab.whole_files import write_whole
 
 LOADS, PICTURE = "loads.jsonl", "load.png"
 

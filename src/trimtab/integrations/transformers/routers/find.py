@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.router_rules import RULES, UNREACHABLE, Rule
+from trimtab.integrations.transformers.routers.rules import RULES, UNREACHABLE, Rule
 
 _ENDINGS = ("TopKRouter", "TopkRouter", "Router", "Gate")
 _BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
@@ -139,7 +139,7 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
             inside = {key: type(child).__name__ for key, child in modules[around].named_children()}
             raise ConfigError(
                 f"{name} ({type(module).__name__}): no router that trimtab knows among {inside}; if one of them gives "
-                "(logits, weights, ids), add a row for it to trimtab.integrations.transformers.router_rules.RULES"
+                "(logits, weights, ids), add a row for it to trimtab.integrations.transformers.routers.rules.RULES"
             )
     return places
 
