@@ -26,9 +26,10 @@ def truth(
 ) -> dict[str, Tensor]:
     """Output and every gradient. `states` are as the module's were before the call, and are moved on."""
     alignment, activation = mlp.recipe.alignment, activation_of(mlp.activation)
-    own = mlp.expert_weights()
-    x, w, up, down = x.detach(), w.detach(), own.up.detach().flatten(1, -2).mT, own.down.detach().mT
-    up_bias = None if own.up_bias is None else own.up_bias.flatten(1)
+    up, down = mlp.expert_weights()
+    x, w = x.detach(), w.detach()
+    up_bias, shape = up.biases[0].flatten(1) if up.biases else None, up.values[0].shape
+    up, down = (of.values[0].detach().flatten(1, -2).mT for of in (up, down))
     up_name = mlp.parameter_names[0]
     groups, starts, place = slots_of(ids, mlp.num_experts), [0], []
     for group in groups:
@@ -74,9 +75,9 @@ def truth(
         "x": torch.zeros(x.shape, dtype=torch.float64).index_add(0, torch.tensor(rows, dtype=torch.int64), dX[place]),
         "w": torch.zeros(w.shape, dtype=torch.float64),
         "down": weight_gradient(d.activation(h * W, cuts, "column"), d.gradient(G, cuts, "column")),
-        up_name: weight_gradient(u.activation(X, cuts, "column"), u.gradient(d_pre, cuts, "column")).view(own.up.shape),
+        up_name: weight_gradient(u.activation(X, cuts, "column"), u.gradient(d_pre, cuts, "column")).view(shape),
     }
     found["w"][rows, slot_k] = ((h.double() * dh.double()).sum(1) + (biases(mlp.down_bias) * G.double()).sum(1))[place]
-    if own.up_bias is not None:
-        found |= {f"{up_name}_bias": summed(d_pre).view(own.up_bias.shape), "down_bias": summed(G * W)}
+    if up_bias is not None:
+        found |= {f"{up_name}_bias": summed(d_pre).view(up_bias.shape), "down_bias": summed(G * W)}
     return found
