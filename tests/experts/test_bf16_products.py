@@ -21,6 +21,7 @@ from helpers.threads import torch_threads
 from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.experts.activations import ACTIVATIONS
+from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
@@ -165,7 +166,7 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, Tensor]:
             x, w, plan_experts(o.ids, E),
             *expert_weights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
             v.ours, kernels,
-            main_grad="off" if c.main is None else "overwrite" if c.overwrite else "accumulate",
+            sink=GradSink("off" if c.main is None else "overwrite" if c.overwrite else "accumulate"),
         )  # fmt: skip
         y.backward(o.dy)
     grads = [t.grad for t in leaves]
@@ -234,7 +235,7 @@ def test_gradients_are_added_to_every_element(
         with torch_threads(threads):
             y = expert_mlp(
                 x, w, plan_experts(ids, E), *expert_weights(up=up, down=down, transposed=transposed), "swiglu",
-                kernels, main_grad=mode,  # type: ignore[arg-type]
+                kernels, sink=GradSink(mode),  # type: ignore[arg-type]
             )  # fmt: skip
             y.sum().backward()
         found.append([p.grad if mode == "off" else p.main_grad for p in (up, down)])  # type: ignore[attr-defined]

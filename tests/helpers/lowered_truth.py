@@ -79,5 +79,5 @@ def truth(
     }
     found["w"][rows, slot_k] = ((h.double() * dh.double()).sum(1) + (biases(mlp.down_bias) * G.double()).sum(1))[place]
     if up_bias is not None:
-        found |= {f"{up_name}_bias": summed(d_pre).view(up_bias.shape), "down_bias": summed(G * W)}
+        found |= {f"{up_name}_bias": summed(d_pre).view(shape[:-1]), "down_bias": summed(G * W)}
     return found

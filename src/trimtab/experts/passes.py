@@ -72,8 +72,9 @@ class Pass:
 
     def thin_rows(self) -> list[Tensor]:
         """Memory [R, r] for each adapter."""
+        rows, offsets_e = self.plan.row_R.shape[0], self.plan.offsets_e
         ranks = [weight.lora.rank for weight in (self.up, self.down) if weight.lora is not None]
-        return [self.x.new_empty(self.plan.row_R.shape[0], rank) for rank in ranks]
+        return [self.kernels.empty_rows(rows, rank, self.x.dtype, offsets_e) for rank in ranks]
 
     def placed(self, thin: Sequence[Tensor]) -> list[Tensor | None]:
         """Such memory by its place."""
