@@ -198,7 +198,7 @@ def test_a_rank_without_rows_is_no_special_one(rows: tuple[int, ...]) -> None:
 def test_copies_gradients_reach_main_grad_in_its_dtype(mode: str, again: bool, dtype: torch.dtype) -> None:
     lents = compare(whole({"dtype": dtype, "main_grad": mode, "bias": True}, freeze()), again)
     (moved,) = [sizes for what, sizes in lents[0].log if what == "home"]
-    assert [kind for kind, _ in moved] == [torch.float32] * 2 + [dtype] * 2
+    assert [kind for kind, _ in moved] == [torch.float32, dtype] * 2
 
 
 def movements(change: Callable[[ExpertMLP], Any], work: Callable[..., Any], **options: Any) -> list[list[str]]:
