@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--ranks", nargs="+", type=_positive, default=[ranks], metavar="N")
         add("--peers", nargs="+", default=[], metavar="NAME", help="who else races (default nobody)")
         add("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
-        add("--workloads", nargs="+", default=["replicated"], choices=WORKLOADS)
+        add("--workloads", nargs="+", default=["balanced"], choices=WORKLOADS)
     layer("--threads", nargs="+", type=_positive, default=[1], metavar="N", help="of each rank (default 1)")
     layer("--backends", nargs="+", default=["auto"], choices=tuple(BACKENDS), help="torch: no compiled C++")
     layer("--modes", nargs="+", default=[FORWARD, BOTH], choices=(FORWARD, BOTH))
