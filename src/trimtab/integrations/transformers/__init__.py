@@ -93,7 +93,7 @@ def register(
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
-        had = known_ep.combine, known_ep.transport_name, known_ep.replicate_experts
+        had = known_ep.combine, known_ep.transport_name, known_ep.replication
         if had != (combine, transport, rule):
             raise ConfigError(
                 f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}, "
@@ -107,7 +107,7 @@ def register(
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
         "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "transport_name": transport, "replicate_experts": rule,
+        "transport_name": transport, "replication": rule,
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 
