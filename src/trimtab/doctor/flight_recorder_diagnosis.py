@@ -7,7 +7,7 @@ What a collective is in MoE words is read off its stack: phase, direction, layer
 
     count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
     combine    rows home; backward: out to the experts        shard      sequence shards put together
-    route      balanced experts: slots of each expert         experts    their copies; backward: gradients home
+    route      replicated experts: slots of each expert         experts    their copies; backward: gradients home
     check before one of them: the guard's own exchange, so that no rank moves rows unless all are there
 """
 
@@ -215,12 +215,12 @@ def place_of(entry: Entry) -> Place:
     layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
     phase = "dispatch" if out != backward else "combine"
-    copies = {name for file, name in inside if file == "dispatch/replication/route.py"} & {"send", "add_home"}
+    replicas = {name for file, name in inside if file == "dispatch/replication/route.py"} & {"send", "add_home"}
     if names & {"join_shards", "unshard", "take_shard"}:
         what, phase = "sequence shards put together", "shard"
-    elif copies:
-        what, phase, backward = "copies of experts", "experts", "add_home" in copies
-    elif ("dispatch/balancer.py", "gather") in inside:
+    elif replicas:
+        what, phase, backward = "replicas of experts", "experts", "add_home" in replicas
+    elif ("dispatch/replication/planner.py", "gather") in inside:
         what, phase, backward = "slots of each expert", "route", False
     elif "handshake" in names and out == home:
         what, phase, backward = "exchange of counts", "count", False
