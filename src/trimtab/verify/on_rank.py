@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trimtab.errors import TrimtabError
-from trimtab.verify.adapters import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.cases import DTYPES, Case
+from trimtab.verify.implementation import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.patterns import make_problem
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trimtab.processes import leave_group
-from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect
+from trimtab.verify.implementation import get_implementation, home_of
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
 LONGEST = 71
