@@ -1,4 +1,4 @@
-"""What runs here: versions, cores, devices, the environment variables that steer them, and the ranks of this host."""
+"""Findings about versions, cores, devices, environment variables, and the ranks of this host."""
 
 from __future__ import annotations
 

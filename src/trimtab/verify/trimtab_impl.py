@@ -35,7 +35,7 @@ SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "do
 COPIED: dict[str, dict[str, Any]] = {
     "none": {}, "balanced": {"balance": 0.0, "copy_cost": 0}, "autobalanced": {"balance": "auto", "copy_cost": 2}
 }  # fmt: skip
-"""What `ExpertParallel` is told."""
+"""Options of `ExpertParallel`, by the topology's word."""
 
 
 class Impl:
