@@ -178,12 +178,12 @@ STACKS = {
         "/x/trimtab/dispatch/route.py:forward",
     ),
     "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/route.py:forward"),
-    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replication/balancer.py:gather"),
+    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replication/planner.py:gather"),
     "copies": frames("/x/trimtab/dispatch/all_to_all.py:dispatch", "/x/trimtab/dispatch/replication/route.py:send"),
     "home": frames(
         "/x/trimtab/dispatch/all_to_all.py:combine",
         "/x/trimtab/dispatch/replication/route.py:add_home",
-        "/x/trimtab/experts/copied.py:backward",
+        "/x/trimtab/experts/replicated.py:backward",
     ),
     "check of copies": frames(
         "/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/replication/route.py:send"
@@ -243,9 +243,9 @@ def test_ranks_in_different_calls_are_a_desync(tmp_path: Path) -> None:
         (("slots", [2, 64]), ("count", [2, 21]), "rank 0: slots of each expert, forward, [2, 64] BFloat16"),
         (("slots", [2, 64]), ("slots", [2, 32]), "sizes that do not fit"),
         (("copies", [0, 64]), ("copies", [2, 64]), "all ranks came and it does not end"),
-        (("copies", [2, 64]), ("check of copies", [2, 64]), "rank 1: check before copies of experts, forward"),
-        (("copies", [2, 64]), ("home", [2, 64]), "rank 0: copies of experts, forward, [2, 64] BFloat16"),
-        (("home", [2, 64]), ("dispatch backward", [2, 64]), "rank 0: copies of experts, backward"),
+        (("copies", [2, 64]), ("check of copies", [2, 64]), "rank 1: check before replicas of experts, forward"),
+        (("copies", [2, 64]), ("home", [2, 64]), "rank 0: replicas of experts, forward, [2, 64] BFloat16"),
+        (("home", [2, 64]), ("dispatch backward", [2, 64]), "rank 0: replicas of experts, backward"),
     ],
 )
 def test_rows_may_differ_between_ranks_but_not_their_width_nor_their_phase(

@@ -16,7 +16,7 @@ def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, groupe
         f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
         "it has no ordered combine": t.combine == "ordered",
         "its experts have no adapters of their own": t.adapter != "none",
-        "it copies no experts for one call": t.balance != "none",
+        "it copies no experts for one call": t.replicas != "none",
         "it is not asked to run layers again": t.rerun != "none",
         "it does not split experts over etp as well as over ep": t.etp > 1,
         "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,

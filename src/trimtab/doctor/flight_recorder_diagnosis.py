@@ -7,7 +7,7 @@ What a collective is in MoE words is read off its stack: phase, direction, layer
 
     count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
     combine    rows home; backward: out to the experts        shard      sequence shards put together
-    route      balanced experts: slots of each expert         experts    their copies; backward: gradients home
+    route      replicated experts: slots of each expert         experts    their copies; backward: gradients home
     check before one of them: the guard's own exchange, so that no rank moves rows unless all are there
 """
 
@@ -221,7 +221,7 @@ def place_of(entry: Entry) -> Place:
     if names & {"join_shards", "unshard", "take_shard"}:
         what, phase, rows = "sequence shards put together", "shard", False
     elif replication & {"send", "add_home"}:
-        what, phase, backward, rows = "copies of experts", "experts", "add_home" in replication, not checked
+        what, phase, backward, rows = "replicas of experts", "experts", "add_home" in replication, not checked
     elif "gather" in replication:
         what, phase, backward, rows = "slots of each expert", "route", False, False
     elif out != home:

@@ -80,7 +80,7 @@ class Outcome:
 
     y, dx: as x. grads: whole (unsharded) gradients by name, "0.router", "0.up", "0.down", "1.router" …, or None
     where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
-    copied: where experts are copied, by layer: [P] copies sent to each rank of the expert group.
+    copied: where experts are copied, by layer: [P] replicas sent to each rank of the expert group.
     slots: there, by layer: [P] slots that each of these ranks computes.
     """
 
