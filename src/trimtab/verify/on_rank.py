@@ -50,7 +50,7 @@ class RankResult:
     hot: bool = False
 
     def put(self, store: Store, index: int) -> None:
-        """Leave it where `get` finds it."""
+        """Put it into the store, for `get`."""
         store.set(key_of(index, self.rank), json.dumps(asdict(self)))
 
     @classmethod
@@ -191,7 +191,7 @@ def _named(share: Share) -> dict[str, Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """NaN is equal to itself here."""
+    """Bitwise equality: NaN equals itself."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
