@@ -11,10 +11,9 @@ import pytest
 from helpers.balanced_ranks import PATTERNS, WAYS, solve, too_far_on_rank
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.dispatch.transports import TRANSPORTS
 
-preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 FULL, RANKS4 = pytest.mark.balanced_full, pytest.mark.xdist_group("ranks4")
 KINDS = [name for name in TRANSPORTS if name != "auto"]
 

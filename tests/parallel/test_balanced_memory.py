@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.balanced_memory import COPY, on_rank
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 
-preload("torch._dynamo")
 ODD = 0.3
 """Of a copy's bytes: rows, pre-activations and indices, which are elsewhere than without balance."""
 
