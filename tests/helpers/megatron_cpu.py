@@ -115,7 +115,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         # buffers, router weights and gathered tensors are made on the current device
         (cuda, "current_device", lambda: "cpu"),
-        # the all-to-all dispatcher copies its splits to the host on a side stream; DDP and shared experts have others
+        # the all-to-all dispatcher replicas its splits to the host on a side stream; DDP and shared experts have others
         (cuda, "Stream", Stream),
         (cuda, "Event", Stream),
         (cuda, "current_stream", Stream),
@@ -172,14 +172,14 @@ def judged(
     *,
     deadline: float = 30.0,
 ) -> list[Verdict]:
-    """The ledger's verdicts on an implementation, on ranks where CUDA is stood in for. `deadline`: of each case."""
+    """Verdicts on a class of `peers.megatron_impl`, on ranks where CUDA is stood in for. `deadline`: of each case."""
     cases = [
         Case(topology=topology_named(topology), pattern=pattern_named(pattern), dtype=dtype, seed=0)
         for topology in topologies
         for dtype in dtypes
         for pattern in patterns
     ]
-    return list(run_local(cases, implementation, deadline=deadline, around=cuda_stood_in))
+    return list(run_local(cases, f"peers.megatron_impl:{implementation}", deadline=deadline, around=cuda_stood_in))
 
 
 def megatron_ranks(

@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 
 from mutants import (
     adapter_bugs,
-    balance_bugs,
     compiled_bugs,
     dispatch_bugs,
     expert_bugs,
     gradient_bugs,
     input_bugs,
+    replication_bugs,
     routing_bugs,
     token_bugs,
 )
@@ -26,7 +26,7 @@ from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *balance_bugs.MUTANTS,
+    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *replication_bugs.MUTANTS,
 )  # fmt: skip
 
 

@@ -101,25 +101,25 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(
 ) -> None:
     """Recomputed; and a run that goes on keeps its rule, or takes another."""
     out, more = tmp_path / "run", ["--nproc", 2, "--batch-size", 2, "--save-every", 3, "--gradient-checkpointing"]
-    result = run_cli(*options, *more, "--balance", 0, "--copy-cost", 0, "--out", out)
+    result = run_cli(*options, *more, "--replicate-experts", 0, "--copy-cost", 0, "--out", out)
     assert result.returncode == 0, result.stderr
     copied = []
     for one, two in zip(metrics(alone), metrics(out), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
         for name, layer in two["layers"].items():
-            copied.append(layer.pop("balanced"))
+            copied.append(layer.pop("replicated"))
             loads = one["layers"][name]["tokens_per_expert"]
             most = max(sum(loads[:2]), sum(loads[2:]))
             assert copied[-1]["busiest_before"] == pytest.approx(most / (sum(loads) / 2))
             assert copied[-1]["busiest_after"] == 1.0
-            assert (copied[-1]["copies"] > 0) == (copied[-1]["busiest_before"] > 1)
-            assert copied[-1]["copy_bytes"] == copied[-1]["copies"] * 4 * 32 * 16 * 3
+            assert (copied[-1]["replicas"] > 0) == (copied[-1]["busiest_before"] > 1)
+            assert copied[-1]["replica_bytes"] == copied[-1]["replicas"] * 4 * 32 * 16 * 3
         assert two["layers"] == one["layers"]
-    assert sum(layer["copies"] for layer in copied) > 0
+    assert sum(layer["replicas"] for layer in copied) > 0
     assert "ranks   the busiest had 1." in result.stdout
-    going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "balance": "auto"})
-    assert [(config.balance, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
+    going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "replicate_experts": "auto"})
+    assert [(config.replicate_experts, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
 
 
 def test_trackers_get_the_loads(alone: Path) -> None:
@@ -327,12 +327,21 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
-    dry = [*map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--balance", "auto"]
+    dry = [
+        *map(str, options),
+        "--batch-size",
+        "4",
+        "--out",
+        str(tmp_path / "run"),
+        "--dry-run",
+        "--replicate-experts",
+        "auto",
+    ]
     assert main(["train", *dry]) == 0
     said = capsys.readouterr().out
     assert "model   Qwen3MoeForCausalLM: 37,856 parameters; what trains:" in said
     assert "2 layers: gate_up_proj [4, 32, 32], down_proj [4, 32, 16]" in said
-    assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2, hot ones copied (--balance auto)" in said
+    assert "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2, hot ones copied (--replicate-experts auto)" in said
     assert "of 256 tokens: 4 x 16 on each of 2 rank(s), 2 time(s)" in said
     assert "memory  of a rank: " in said
     assert "⟦File 0. The quick brown fox" in said

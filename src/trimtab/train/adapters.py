@@ -14,8 +14,8 @@ from torch import nn
 
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.lora.config import lora_config
-from trimtab.integrations.transformers.quantized.params import expect
-from trimtab.integrations.transformers.quantized.prequantized import kept_format
+from trimtab.integrations.transformers.quantized.params import allocate_params
+from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.models import Facts, is_preset
@@ -70,12 +70,12 @@ def _held_as_codes(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
 
     model, name = deepcopy(skeleton), config.quantize
     if name == "keep":
-        kept = None if is_preset(config.model) else kept_format(AutoConfig.from_pretrained(config.model))
+        kept = None if is_preset(config.model) else prequantized_format(AutoConfig.from_pretrained(config.model))
         if kept is None:
             raise ConfigError(f"the experts of {config.model} are no codes that can be kept; use nf4 or int8")
         name = kept
     for module in experts_in(model) if name else ():
-        expect(module, name or "")
+        allocate_params(module, name or "")
     return model
 
 

@@ -134,7 +134,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     from transformers.distributed import DistributedConfig
 
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, balance=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:

@@ -91,9 +91,10 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     facts = inspect(config.model, config.attn)
     mesh = Mesh.of(config, world=world, num_experts=facts.num_experts)
     check_plans(facts, mesh, config.grad_accum)
-    if config.balance != "off" and mesh.ep == 1:
+    if config.replicate_experts != "off" and mesh.ep == 1:
         raise ConfigError(
-            f"--balance {config.balance}: every rank has all experts (ep 1); raise --ep, or --balance off"
+            f"--replicate-experts {config.replicate_experts}: every rank has all experts (ep 1); raise --ep, or leave "
+            "that off"
         )
     if config.lora:
         check_adapters(config, facts, mesh)
@@ -141,7 +142,11 @@ def described(plan: Plan) -> Iterator[str]:
     yield f"experts {of_experts:,} parameters in {len(layers)} layers: {shapes}"
     if plan.source and (words := str(plan.source)):
         yield f"files   {words}"
-    balanced = "" if config.balance == "off" else f", hot ones copied (--balance {config.balance})"
+    balanced = (
+        ""
+        if config.replicate_experts == "off"
+        else f", hot ones copied (--replicate-experts {config.replicate_experts})"
+    )
     yield (
         f"ranks   {mesh.world} = replicate {mesh.replicate} x fsdp {mesh.fsdp} x tp {mesh.tp}; experts over {mesh.ep}"
         f"{balanced}"
