@@ -22,10 +22,10 @@ from helpers.forked import run_forked
 from trimtab.checkpoint import read_tensors
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
-from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.prepare import described, plan_run
+from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
+from trimtab.train.sources import find_groups
 
 peft = pytest.importorskip("peft")
 ROOT = Path(__file__).parent.parent.parent
@@ -174,7 +174,6 @@ def test_what_cannot_be_is_refused_before_a_rank_starts(
 ) -> None:
     def start() -> None:
         new = replace(config, out=str(tmp_path / "run"), **given)
-        check_options(new, 2)
         plan_run(new, 2)
 
     with pytest.raises(ConfigError) as error:
@@ -189,16 +188,16 @@ def test_other_weights_below_are_refused(config: TrainConfig, checkpoint: Path, 
     run_forked(replace(given, out=str(tmp_path / "run"), save_every=1), 1)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     more = resumed({"resume": str(tmp_path / "run")})
-    check_resume(more, 1)
+    check_resume(more, 1, find_groups(more.data))
     with (model / "model.safetensors").open("ab") as file:
         file.write(b" ")
     with pytest.raises(ConfigError, match=r"weights are not those that .* holds adapters of"):
-        check_resume(more, 1)
+        check_resume(more, 1, find_groups(more.data))
 
 
 def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) -> None:
     plan = plan_run(replace(config, lora_targets="experts", out=str(tmp_path)), 1)
-    said = "\n".join(described(plan))
+    said = "\n".join(plan.described())
     assert "routed experts" in said
     kinds = {line[:14]: line[14:].split() for line in said.splitlines()}
     assert kinds["routed experts"][0] == f"{2 * 16 * 2 * (128 + 192 + 128 + 96):,}"
@@ -208,7 +207,7 @@ def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_codes_of_a_checkpoint_are_kept_and_merged_into_weights(kind: str, text: Path, tmp_path: Path) -> None:
-    from trimtab.train.tokens import byte_tokenizer
+    from trimtab.train.presets import byte_tokenizer
 
     base = save_official(tmp_path / "base", kind, vocab_size=264)
     byte_tokenizer().save_pretrained(base)

@@ -23,13 +23,16 @@ from trimtab.checkpoint import read_tensors
 from trimtab.checkpoint.folder import begin, clear, whole_checkpoints
 from trimtab.convert.convert import convert
 from trimtab.errors import ConfigError, InputError
-from trimtab.train.checkpoints import Checkpoints
-from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.prepare import make_room, plan_run, write_init
+from trimtab.train.out_folder import make_room, write_init
+from trimtab.train.plan import plan_run
 from trimtab.train.report import best_step
-from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, resumed, rewind
-from trimtab.train.sources import Group
+from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, remove_old, resumed, rewind
+from trimtab.train.sources import Group, find_groups
+
+
+def check(config: TrainConfig, world: int) -> None:
+    check_resume(config, world, find_groups(config.data))
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -102,11 +105,10 @@ def test_the_best_checkpoint_is_kept_with_the_latest(tmp_path: Path) -> None:
         (folder / "trimtab.json").touch()
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "eval_loss": loss}) + "\n")
-    checkpoints = object.__new__(Checkpoints)
-    checkpoints.root, checkpoints.out, checkpoints.keep = tmp_path / "checkpoints", tmp_path, 1
-    checkpoints._remove_old()
-    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step-00000002", "step-00000004"]
-    assert best_step(tmp_path / "metrics.jsonl", whole_checkpoints(checkpoints.root)) == 2
+    remove_old(tmp_path, 1)
+    held = whole_checkpoints(tmp_path / "checkpoints")
+    assert [path.name for path in held] == ["step-00000002", "step-00000004"]
+    assert best_step(tmp_path / "metrics.jsonl", held) == 2
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def half(whole: Path, tmp_path: Path) -> Path:
 def test_what_must_not_change_is_refused(half: Path, given: dict[str, Any], parts: list[str]) -> None:
     world = given.get("nproc", 2)
     with pytest.raises(ConfigError) as error:
-        check_resume(resumed({"resume": str(half)} | {k: v for k, v in given.items() if k != "nproc"}), world)
+        check(resumed({"resume": str(half)} | {k: v for k, v in given.items() if k != "nproc"}), world)
     for part in parts:
         assert part in str(error.value)
 
@@ -148,12 +150,12 @@ def test_what_may_change(half: Path, text: Path) -> None:
     shutil.copytree(text, moved)
     data = (f"{moved}=0.4", resumed({"resume": str(half)}).data[1])
     config = resumed({"resume": str(half / "checkpoints"), "data": data, "ep": 1, "stop_after": 3, "lr": 0.01})
-    check_resume(config, 2)
+    check(config, 2)
     assert (config.out, config.ep, config.stop_after, config.save_every) == (str(half), 1, 3, 2)
     (moved / "0.txt").write_text("A line that is put right.")
     with pytest.raises(ConfigError, match="--accept-new-data"):
-        check_resume(config, 2)
-    check_resume(replace(config, accept_new_data=True), 2)
+        check(config, 2)
+    check(replace(config, accept_new_data=True), 2)
     with pytest.raises(ConfigError, match="say with --out"):
         resumed({"resume": str((half / "checkpoints" / "step-00000002").rename(half / "step-00000002"))})
 
@@ -222,30 +224,30 @@ def test_what_is_in_the_way_goes_only_where_that_is_asked_for(config: TrainConfi
     with pytest.raises(
         ConfigError, match=r"holds checkpoints of a finished run, up to step-00000004; give .*--overwrite"
     ):
-        check_options(new, 2)
+        plan_run(new, 2)
     with pytest.raises(
         ConfigError, match=r"holds later checkpoints of a finished run, up to step-00000004; give a new"
     ):
-        check_options(early, 2)
+        plan_run(early, 2)
     (out / "final").rename(out / "elsewhere")
     with pytest.raises(
         ConfigError, match=rf"holds checkpoints of a run, .*; go on from there by --resume {out}, .*new"
     ):
-        check_options(new, 2)
+        plan_run(new, 2)
     with pytest.raises(ConfigError, match=rf"later checkpoints of a run, .*; go on from there by --resume {out}, give"):
-        check_options(early, 2)
+        plan_run(early, 2)
     (out / "elsewhere").rename(out / "final")
     for config in (new, early):
-        check_options(replace(config, overwrite=True), 2)
-    check_options(replace(early, out=str(tmp_path / "other")), 2)
+        plan_run(replace(config, overwrite=True), 2)
+    plan_run(replace(early, out=str(tmp_path / "other")), 2)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     with pytest.raises(ConfigError, match=r"checkpoints of a finished run, up to step-00000002"):  # of another one
-        check_options(replace(early, out=str(shutil.copytree(out, tmp_path / "copy"))), 2)
+        plan_run(replace(early, out=str(shutil.copytree(out, tmp_path / "copy"))), 2)
     with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
-        check_options(resumed({"resume": str(out)}), 2)
+        plan_run(resumed({"resume": str(out)}), 2)
     shutil.rmtree(out / "checkpoints")
     with pytest.raises(ConfigError, match=r"model of a finished run, .*final; .* --overwrite"):
-        check_options(new, 2)
+        plan_run(new, 2)
 
     make_room(plan_run(replace(new, overwrite=True), 2)).close()
     assert sorted(path.name for path in out.iterdir()) == ["data", "logs", "run.json"]
@@ -267,6 +269,7 @@ def test_first_weights_are_those_of_this_run(config: TrainConfig, tmp_path: Path
     def write(model: str, seed: int) -> tuple[bytes, int]:
         plan = plan_run(replace(config, model=model, seed=seed, out=str(tmp_path / "run")), 2)
         write_init(plan)
+        (plan.out / "run.json").touch()
         weights = tmp_path / "run" / "init" / "model.safetensors"
         return weights.read_bytes(), weights.stat().st_mtime_ns
 
@@ -284,7 +287,7 @@ def test_an_unfinished_checkpoint_is_in_nobody_s_way(config: TrainConfig, half: 
     clear(half / "final")
     folder = half / "checkpoints" / "step-00000002"
     folder.rename(folder.with_name("step-00000002.unfinished"))
-    check_options(replace(config, out=str(half)), 2)
+    plan_run(replace(config, out=str(half)), 2)
     with pytest.raises(InputError, match=r"step-00000002.unfinished was not written to the end"):
         resumed({"resume": str(half)})
 
@@ -295,8 +298,8 @@ def test_half_a_copy_is_in_the_way_of_what_would_take_its_name(config: TrainConf
     (later / "trimtab.json").unlink()
     resume = resumed({"resume": str(half)})
     with pytest.raises(ConfigError, match=r"step-00000004, which is not whole, .* --overwrite"):
-        check_options(resume, 2)
-    check_options(replace(resume, overwrite=True), 2)
+        plan_run(resume, 2)
+    plan_run(replace(resume, overwrite=True), 2)
     with pytest.raises(ConfigError, match=r"there is half a checkpoint .* of step 4 already"):
         begin(half / "checkpoints", 4)
     rewind(half / "checkpoints" / "step-00000002", 2, half)
@@ -305,7 +308,7 @@ def test_half_a_copy_is_in_the_way_of_what_would_take_its_name(config: TrainConf
     (later / "trimtab.json").unlink()
     new = replace(config, out=str(half))
     with pytest.raises(ConfigError, match="step-00000002, which is not whole"):
-        check_options(new, 2)
+        plan_run(new, 2)
     make_room(plan_run(replace(new, overwrite=True), 2)).close()
     assert not (half / "checkpoints").exists()
 
@@ -328,7 +331,7 @@ def test_checkpoints_may_be_links_to_where_there_is_room(config: TrainConfig, ha
     shutil.copytree(half / "final", tmp_path / "kept")
     clear(half / "final")
     found = resumed({"resume": str(half)})
-    check_options(found, 2)
+    plan_run(found, 2)
     rewind(Path(found.resume or ""), 2, half)
     assert one.is_symlink()
     assert (one / "trimtab.json").exists()
@@ -338,7 +341,7 @@ def test_checkpoints_may_be_links_to_where_there_is_room(config: TrainConfig, ha
     shutil.move(half / "final", tmp_path / "model")
     (half / "final").symlink_to(tmp_path / "model")
     with pytest.raises(ConfigError, match="model of a finished run"):
-        check_options(found, 2)
+        plan_run(found, 2)
     rewind(Path(found.resume or ""), 2, half)
     assert not (half / "final").is_symlink()
     (half / "final").symlink_to(tmp_path / "model")

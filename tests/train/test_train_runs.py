@@ -22,10 +22,10 @@ from trimtab.checkpoint.folder import latest
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 from trimtab.routing.loads import load_scalars
-from trimtab.train.blocks import Blocks
-from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.prepare import make_room, plan_run, with_steps
+from trimtab.train.dataset import Blocks
+from trimtab.train.out_folder import make_room
+from trimtab.train.plan import plan_run
 from trimtab.train.resume import resumed
 
 of_the_pair = pytest.mark.xdist_group("train_pair")  # its run is the longest of all, and each worker would make it
@@ -212,7 +212,7 @@ def test_router_logits_of_a_family_without_a_balance_loss(text: Path, tmp_path: 
     """transformers gives them where the configuration asks, and DeepSeek-V3's knows no coefficient."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-    from trimtab.train.tokens import byte_tokenizer
+    from trimtab.train.presets import byte_tokenizer
 
     config = DeepseekV3Config(
         vocab_size=264, hidden_size=32, num_hidden_layers=1, first_k_dense_replace=0, num_attention_heads=2,
@@ -345,7 +345,7 @@ def test_epochs_count_what_is_learnt_and_held_out_blocks_are_not(checkpoint: Pat
     values: dict[str, Any] = {"seq_len": 16, "batch_size": 2, "epochs": 1.5, "eval_split": 0.25}
     config = TrainConfig(model=str(checkpoint), data=(str(text),), out=str(tmp_path / "run"), **values)
     with pytest.raises(ConfigError, match="give one of them"):
-        check_options(replace(config, max_steps=2), 2)
+        plan_run(replace(config, max_steps=2), 2)
     plan = plan_run(config, 2)
     make_room(plan).close()
     learnt, held_out = plan.blocks(), plan.eval_blocks()
@@ -354,5 +354,5 @@ def test_epochs_count_what_is_learnt_and_held_out_blocks_are_not(checkpoint: Pat
     parts = [[tuple(part[i]["input_ids"].tolist()) for i in range(len(part))] for part in (learnt, held_out, whole)]
     assert sorted(parts[0] + parts[1]) == sorted(parts[2])
     assert len(held_out) == round(0.25 * len(whole))
-    steps = with_steps(plan).config
+    steps = plan.with_steps().config
     assert (steps.max_steps, steps.eval_every) == (round(1.5 * len(learnt) / 4), round(1.5 * len(learnt) / 4) // 10)
