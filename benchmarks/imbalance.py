@@ -30,9 +30,9 @@ from benchmarks.subject import BOTH, Subject, Where
 from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.experts.copied import copied_in_words
+from trimtab.experts.replicated import weights_in_words
 from trimtab.experts.module import ExpertMLP
 
 RANKS = 2
@@ -49,16 +49,16 @@ def imbalance_task(
     dtype: str,
     workloads: Sequence[str] = UNEVEN,
     transports: Sequence[str] = DIRECT,
-    balances: Sequence[Replication] = ("auto",),
+    ways: Sequence[Replication] = ("auto",),
     copy_cost: int = COPY_COST,
 ) -> Task:
     """Every workload is a mode of the same contestants. Raises ConfigError for sizes or a balance that do not fit."""
     case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, ranks=RANKS)
-    for balance in balances:
-        balance_config(balance, copy_cost)
+    for balance in ways:
+        replication_config(balance, copy_cost)
 
-    def made(name: str, role: Role, transport: str = "", balance: Replication = PLAIN) -> Contestant:
-        args = {"workloads": list(workloads), "transport": transport, "balance": balance, "copy_cost": copy_cost}
+    def made(name: str, role: Role, transport: str = "", replicate_experts: Replication = PLAIN) -> Contestant:
+        args = {"workloads": list(workloads), "transport": transport, "replicate_experts": balance, "copy_cost": copy_cost}
         return Contestant(
             name=name, role=role, group=transport, build=f"{__name__}:build", args=case.as_args(**args), ranks=RANKS
         )
@@ -66,7 +66,7 @@ def imbalance_task(
     contestants = [
         made(f"{_word(balance)} {transport}", "ours", transport, balance)
         for transport in transports
-        for balance in [PLAIN, *balances]
+        for balance in [PLAIN, *ways]
     ]
     described = {"shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": 1, "ranks": RANKS}
     return Task(
@@ -78,7 +78,7 @@ def imbalance_task(
     )
 
 
-def _word(balance: Replication) -> str:
+def _word(replicate_experts: Replication) -> str:
     return "plain" if balance == PLAIN else f"balanced {balance}"
 
 
@@ -93,7 +93,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         dispatcher = Dispatcher(
             case.num_experts,
             TRANSPORTS[args["transport"]](dist.group.WORLD),
-            balance=balance_config(args["balance"], args["copy_cost"]),
+            replication=replication_config(args["replicate_experts"], args["copy_cost"]),
         )
         layer, weights = _own_layer(case, dispatcher, where.rank)
     else:
@@ -102,7 +102,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     facts: dict[str, str] = {}
     for workload in args["workloads"]:
         subjects[workload] = layer_subject(layer, replace(case, workload=workload), where.rank, weights, graph=False)
-        if dispatcher is not None and dispatcher.balance is not None:
+        if dispatcher is not None and dispatcher.replication is not None:
             subjects[workload].modes[BOTH]()
             facts[workload] = _slots(dispatcher)
 
@@ -125,7 +125,7 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
     experts.down = torch.nn.Parameter(down)
 
     def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        copied = "" if dispatcher.balance is None else copied_in_words(experts.named_parameters())
+        copied = "" if dispatcher.replication is None else weights_in_words(experts.named_parameters())
         rows = dispatcher.dispatch(x_TD, ids_TK, w_TK, copied=copied)
         out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
         return dispatcher.combine(out, rows)
@@ -134,11 +134,11 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
 
 
 def _slots(dispatcher: Dispatcher) -> str:
-    """As in "8192 0 | 4096 4096 | 2": of each rank without copies, with them, and how many copies there are."""
-    report = dispatcher.balanced
+    """As in "8192 0 | 4096 4096 | 2": of each rank without replicas, with them, and how many replicas there are."""
+    report = dispatcher.replicated
     assert report is not None
     before, after = (" ".join(map(str, t.tolist())) for t in (report.loads_before_P, report.loads_after_P))
-    return f"{before} | {after} | {int(report.copies_P.sum())}"
+    return f"{before} | {after} | {int(report.replicas_P.sum())}"
 
 
 def imbalance_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | None]:
@@ -161,7 +161,7 @@ def imbalance_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | N
 
 def imbalance_table(record: Record) -> tuple[list[str], list[list[str]]]:
     """Header and rows: one for each workload, transport, way to balance and setting of malloc."""
-    header = ["workload", "transport", "balance", "slots", "balanced slots", "copies", "plain (middle half)",
+    header = ["workload", "transport", "balance", "slots", "balanced slots", "replicas", "plain (middle half)",
               "balanced (middle half)", "plain : balanced", f"{PEER} (middle half)", f"{PEER} : balanced"]  # fmt: skip
     many, rows = len(record.races) > 1, []
     for workload in record.modes:

@@ -182,7 +182,7 @@ STACKS = {
     "home": frames(
         "/x/trimtab/dispatch/all_to_all.py:combine",
         "/x/trimtab/dispatch/replication/route.py:add_home",
-        "/x/trimtab/experts/copied.py:backward",
+        "/x/trimtab/experts/replicated.py:backward",
     ),
     "check of copies": frames(
         "/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/replication/route.py:send"

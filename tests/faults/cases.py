@@ -19,7 +19,7 @@ PLACES = (
     ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"), ("route", "backward"),
 )  # fmt: skip
 MOVED = (("route", "forward"), ("experts", "forward"), ("experts", "backward"))
-"""What balanced experts move besides."""
+"""What replicated experts move besides."""
 _ERRORS: dict[str, str] = {
     "kill": "PeerLost", "freeze": "PeerLost", "raise": "PeerLost", "stall": "PhaseTimeout", "delay": "",
     "combine_rows": "InputError", "bad_shape": "InputError", **dict.fromkeys(DESYNCS, "DesyncError"),
@@ -52,7 +52,7 @@ class Fault:
     def __str__(self) -> str:
         where = f" in {self.phase} {self.direction}" if self.kind in _PLACED else ""
         how = [self.transport, self.combine, f"{self.store} store"]
-        how += ["balanced"] * self.balanced + ["amid"] * self.amid
+        how += ["balanced"] * self.replicated + ["amid"] * self.amid
         return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({', '.join(how)})"
 
 

@@ -25,7 +25,7 @@ from torch.autograd.function import Function
 from faults.cases import Fault
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.handshake import MOVEMENT, MOVEMENTS, ROWS
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
@@ -133,8 +133,8 @@ class Layer:
         saboteur.layer = index
         fingerprint = "hidden 24" if saboteur.wants("fingerprint", step=-1) else "hidden 16"
         name = f"layers.{index}"
-        rule = BalanceConfig(tolerance=0.0, copy_cost=0) if f.balanced else None
-        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, balance=rule)
+        rule = ReplicationConfig(tolerance=0.0, copy_cost=0) if f.balanced else None
+        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, replication=rule)
         self.experts = ExpertMLP(self.dispatcher.experts_per_rank, D, F)
         self.wide = ExpertMLP(self.dispatcher.experts_per_rank, D + 8, F)
 
@@ -152,7 +152,7 @@ class Layer:
             x_TD, experts = torch.cat((x_TD, x_TD[:, :8]), 1), self.wide
         x_TD = _Mark.apply(x_TD, lambda: self._at("route", "backward"))  # type: ignore[no-untyped-call]
         rows = self.dispatcher.dispatch(x_TD, ids_TK, w_TK[:, :1] if s.wants("bad_shape") else w_TK)
-        own = {"num_slots": rows.num_slots, "copies": rows.copies}
+        own = {"num_slots": rows.num_slots, "replicas": rows.replicas}
         self._at("experts", "forward")
         y = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own)
         y = _Mark.apply(y, lambda: self._at("experts", "backward"))  # type: ignore[no-untyped-call]

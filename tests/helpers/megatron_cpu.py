@@ -116,7 +116,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         # buffers, router weights and gathered tensors are made on the current device
         (cuda, "current_device", lambda: "cpu"),
-        # the all-to-all dispatcher copies its splits to the host on a side stream; DDP and shared experts have others
+        # the all-to-all dispatcher replicas its splits to the host on a side stream; DDP and shared experts have others
         (cuda, "Stream", Stream),
         (cuda, "Event", Stream),
         (cuda, "current_stream", Stream),

@@ -40,7 +40,7 @@ def config(dispatcher: str, ep: int) -> Any:
         combine = "sum" if dispatcher == "balanced" else dispatcher
         routed.token_dispatcher = TokenDispatcher.Config(num_experts=E, top_k=K, combine=combine)
     if dispatcher == "balanced":
-        routed = derive(routed, RoutedExperts.Config, balance=0.0)
+        routed = derive(routed, RoutedExperts.Config, replicate_experts=0.0)
     cfg = make_moe_config(num_experts=E, router=router, routed_experts=routed)
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
     set_moe_sharding_config(cfg, enable_ep=ep > 1, enable_sp=True, expert_param_layout=layout)
@@ -96,6 +96,6 @@ def step(
     y_TD, dx_TD = plain(y.detach()).reshape(tokens, D), plain(x.grad).reshape(tokens, D)
     found = {"y": y_TD, "dx": dx_TD, "loads": plain(moe.tokens_per_expert_E)} | grads
     if dispatcher == "balanced":
-        report = moe.routed_experts.token_dispatcher.exchange.dispatcher.balanced
-        found |= {"computed": report.loads_after_P, "copies": report.copies_P}
+        report = moe.routed_experts.token_dispatcher.exchange.dispatcher.replicated
+        found |= {"computed": report.loads_after_P, "replicas": report.replicas_P}
     return found

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from mutants import (
     adapter_bugs,
-    balance_bugs,
+    replication_bugs,
     compiled_bugs,
     dispatch_bugs,
     expert_bugs,
@@ -24,7 +24,7 @@ from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *balance_bugs.MUTANTS,
+    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *replication_bugs.MUTANTS,
 )  # fmt: skip
 
 

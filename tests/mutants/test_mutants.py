@@ -85,9 +85,9 @@ def test_the_ledger_kills() -> None:
     assert scores[2].by.startswith("2r-ep2-ddp/")
     assert " d 0." in scores[2].how
     assert (scores[4].by, scores[4].how) == (
-        "dispatch.test_balanced_exchange.weights_on_rank", "test: AssertionError"
+        "dispatch.test_replicated_exchange.weights_on_rank", "test: AssertionError"
     )  # fmt: skip
-    assert scores[5].by.startswith("2r-ep2-balanced/")
+    assert scores[5].by.startswith("2r-ep2-replicas/")
 
 
 def test_a_survivor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

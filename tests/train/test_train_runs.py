@@ -148,7 +148,7 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
     """Recomputed; and a run that goes on keeps its rule, or takes another."""
     more: dict[str, Any] = {"batch_size": 2, "save_every": 3, "gradient_checkpointing": True, "copy_cost": 0}
     out = tmp_path / "run"
-    run_forked(replace(config, **more, balance="0", out=str(out)), 2)
+    run_forked(replace(config, **more, replicate_experts="0", out=str(out)), 2)
     copied = []
     for one, two in zip(metrics(alone), metrics(out), strict=True):
         assert_close(two, {key: one[key] for key in ("loss", "grad_norm")})
@@ -158,12 +158,12 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
             most = max(sum(loads[:2]), sum(loads[2:]))
             assert copied[-1]["busiest_before"] == pytest.approx(most / (sum(loads) / 2))
             assert copied[-1]["busiest_after"] == 1.0
-            assert (copied[-1]["copies"] > 0) == (copied[-1]["busiest_before"] > 1)
-            assert copied[-1]["copy_bytes"] == copied[-1]["copies"] * 4 * 32 * 16 * 3
+            assert (copied[-1]["replicas"] > 0) == (copied[-1]["busiest_before"] > 1)
+            assert copied[-1]["replica_bytes"] == copied[-1]["replicas"] * 4 * 32 * 16 * 3
         assert two["layers"] == one["layers"]
-    assert sum(layer["copies"] for layer in copied) > 0
+    assert sum(layer["replicas"] for layer in copied) > 0
     assert "ranks   the busiest had 1." in log(out)
-    going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "balance": "auto"})
+    going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "replicate_experts": "auto"})
     assert [(config.balance, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
 
 
@@ -301,13 +301,13 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
-    dry = [*map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--balance", "auto"]
+    dry = [*map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--replicate-experts", "auto"]
     assert main(["train", *dry]) == 0
     said = capsys.readouterr().out
     for words in (
         "model   Qwen3MoeForCausalLM: 37,856 parameters; what trains:",
         "2 layers: gate_up_proj [4, 32, 32], down_proj [4, 32, 16]",
-        "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2, hot ones copied (--balance auto)",
+        "ranks   2 = replicate 1 x fsdp 2 x tp 1; experts over 2, hot ones copied (--replicate-experts auto)",
         "of 256 tokens: 4 x 16 on each of 2 rank(s), 2 time(s)",
         "memory  of a rank: ",
         "⟦File 0. The quick brown fox",

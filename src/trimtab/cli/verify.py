@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="seventeen arrangements of up to 4 ranks, float32")
-    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with balanced experts")
+    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with replicated experts")
     add(
         "--impl",
         default="trimtab",

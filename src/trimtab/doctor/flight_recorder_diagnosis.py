@@ -7,7 +7,7 @@ What a collective is in MoE words is read off its stack: phase, direction, layer
 
     count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
     combine    rows home; backward: out to the experts        shard      sequence shards put together
-    route      balanced experts: slots of each expert         experts    their copies; backward: gradients home
+    route      replicated experts: slots of each expert         experts    their copies; backward: gradients home
     check before one of them: the guard's own exchange, so that no rank moves rows unless all are there
 """
 

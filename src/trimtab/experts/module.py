@@ -29,7 +29,7 @@ from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, hold
 
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters
-    from trimtab.experts.copied import Copies
+    from trimtab.experts.replicated import Replicas
     from trimtab.experts.recipes.base import Recipe
 
 
@@ -182,7 +182,7 @@ class ExpertMLP(GroupedModule):
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, replicas: Replicas | None = None
     ) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
@@ -192,8 +192,8 @@ class ExpertMLP(GroupedModule):
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
-            copies: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
-                gradients of copies are added to those of their homes in the backward, see `trimtab.experts.copied`.
+            replicas: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
+                gradients of replicas are added to those of their homes in the backward, see `trimtab.experts.replicated`.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
@@ -205,22 +205,22 @@ class ExpertMLP(GroupedModule):
         (`main_grad`, `delay_wgrad`, `recipe`) or kernels of one's own it runs eagerly, between two graphs.
         """
         weights = self.expert_weights()
-        if copies is None:
+        if replicas is None:
             return self.run(weights, x_MD, ids_MK, w_MK, num_slots)
-        return self.run_with_copies(weights, x_MD, ids_MK, w_MK, copies)
+        return self.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas)
 
     @not_in_graphs
-    def run_with_copies(
-        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, copies: Copies,
+    def run_with_replicas(
+        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas,
         num_slots: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """`run` of the weights and of copies. num_slots: see `trimtab.experts.copied.run_with_copies`."""
-        from trimtab.experts.copied import check_copied, run_with_copies
+        """`run` of the weights and of replicas. num_slots: see `trimtab.experts.replicated.run_with_replicas`."""
+        from trimtab.experts.replicated import check_replicable, run_with_replicas
 
-        check_copied(self)
+        check_replicable(self)
         empty_like = self.kernels.on(x_MD.device, weights.computed_in).empty_like
-        return run_with_copies(
-            self.run, weights, x_MD, ids_MK, w_MK, copies, main_grad=self.main_grad, empty_like=empty_like,
+        return run_with_replicas(
+            self.run, weights, x_MD, ids_MK, w_MK, replicas, main_grad=self.main_grad, empty_like=empty_like,
             num_slots=num_slots,
         )  # fmt: skip
 

@@ -126,12 +126,12 @@ class TrainConfig:
     fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
     tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
     replicate: int | None = option("ranks", "copies of the sharded model (default 1)", least=1)
-    balance: str = option(
+    replicate_experts: str = option(
         "ranks", "copy hot experts, for one call, to ranks with room: auto, where that pays, or how far above the mean "
         "the busiest rank may be, as in 0.1 (default off)", default="off", shown="off|auto|X",
     )  # fmt: skip
     copy_cost: int | None = option(
-        "ranks", "slots that a copy must take off the busiest rank to be worth its way (default 1000)", least=0
+        "ranks", "slots that a replica must take off the busiest rank to be worth its way (default 1000)", least=0
     )
     out: str = option(
         "results", "where everything is written, shared by all hosts (default runs/train)", default="runs/train",
@@ -179,8 +179,8 @@ class TrainConfig:
         if self.eval_split is not None and (self.eval_data or not 0 < self.eval_split < 1):
             raise ConfigError(f"--eval-split {self.eval_split}: must be between 0 and 1, and stand without --eval-data")
         _ = self.tolerance
-        if self.copy_cost is not None and self.balance == "off":
-            raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --balance")
+        if self.copy_cost is not None and self.replicate_experts == "off":
+            raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --replicate-experts")
         for name in ("lr", "epochs", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
@@ -188,15 +188,15 @@ class TrainConfig:
 
     @property
     def tolerance(self) -> Literal["off", "auto"] | float:
-        """`balance` as a word or a number. Raises ConfigError where it is neither."""
-        if self.balance in ("off", "auto"):
-            return cast(Literal["off", "auto"], self.balance)
+        """`replicate_experts` as a word or a number. Raises ConfigError where it is neither."""
+        if self.replicate_experts in ("off", "auto"):
+            return cast(Literal["off", "auto"], self.replicate_experts)
         try:
-            above = float(self.balance)
+            above = float(self.replicate_experts)
         except ValueError:
             above = math.nan
         if not 0 <= above < math.inf:
-            raise ConfigError(f"--balance {self.balance}: must be off, auto or a number from 0 on, 0.1 for 10 %")
+            raise ConfigError(f"--replicate-experts {self.replicate_experts}: must be off, auto or a number from 0 on, 0.1 for 10 %")
         return above
 
     def resolved(self) -> TrainConfig:

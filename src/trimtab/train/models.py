@@ -103,9 +103,9 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
             f"--tp {mesh.tp} --grad-accum {config.grad_accum}: transformers' tp plan for {name} sums gradients of "
             "norms anew in every micro-batch, and they come out too large; use --grad-accum 1"
         )
-    if config.balance != "off" and mesh.ep == 1:
+    if config.replicate_experts != "off" and mesh.ep == 1:
         raise ConfigError(
-            f"--balance {config.balance}: every rank has all experts (ep 1); raise --ep, or --balance off"
+            f"--replicate-experts {config.replicate_experts}: every rank has all experts (ep 1); raise --ep, or --replicate-experts off"
         )
     if len(tokenizer) > rows:
         raise ConfigError(
@@ -146,7 +146,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
 
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, balance=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replication=config.tolerance, copy_cost=config.copy_cost
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:

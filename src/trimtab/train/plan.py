@@ -113,7 +113,7 @@ class Plan:
         yield f"experts {of_experts:,} parameters in {len(layers)} layers: {shapes}"
         if self.source and self.source.summary:
             yield f"files   {self.source.summary}"
-        balanced = "" if config.balance == "off" else f", hot ones copied (--balance {config.balance})"
+        balanced = "" if config.balance == "off" else f", hot ones copied (--replicate-experts {config.balance})"
         yield (
             f"ranks   {mesh.world} = replicate {mesh.replicate} x fsdp {mesh.fsdp} x tp {mesh.tp}; experts over "
             f"{mesh.ep}{balanced}"

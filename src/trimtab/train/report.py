@@ -66,11 +66,11 @@ def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -
     dead = sum(layer["dead_experts"] for layer in layers)
     yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {steps} steps, {seconds:.0f} s"
     yield f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step"
-    if copied := [layer["balanced"] for layer in layers if "balanced" in layer]:
+    if copied := [layer["replicated"] for layer in layers if "replicated" in layer]:
         before, after = (max(layer[f"busiest_{when}"] for layer in copied) for when in ("before", "after"))
         yield (
             f"ranks   the busiest had {before:.2f} times the mean rows in the worst layer and computed {after:.2f}, by "
-            f"{sum(layer['copies'] for layer in copied)} copies of experts in the last step"
+            f"{sum(layer['replicas'] for layer in copied)} replicas of experts in the last step"
         )
     if evaluated:
         began, ended = (f"{evaluated[n]['eval_loss']:.3f}" for n in (0, -1))

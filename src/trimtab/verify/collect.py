@@ -23,7 +23,7 @@ GRACE = 5.0
 class Verdict:
     """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why.
     `refused`: on every rank its own code raised, by a statement that says so.
-    copies: experts that were sent to other ranks, in all.
+    replicas: experts that were sent to other ranks, in all.
 
     stalled: findings did not come in time, or ranks died; these ranks answer nothing more.
     """
@@ -33,7 +33,7 @@ class Verdict:
     errors: dict[str, float] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    copies: int = 0
+    replicas: int = 0
     stalled: bool = False
 
     @property
@@ -98,8 +98,8 @@ def _faults(findings: Sequence[Finding]) -> list[str]:
 def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
     """One verdict: a fault outweighs a mismatch."""
     faults, mismatches = _faults(findings), [said for f in findings for said in f.mismatches]
-    copies = sum(f.copies for f in findings)
-    if not faults and not copies and any(f.hot for f in findings):
+    replicas = sum(f.replicas for f in findings)
+    if not faults and not replicas and any(f.hot for f in findings):
         mismatches.append("no expert was copied, and a rank has more slots than the mean")
     columns = dict.fromkeys(column for f in findings for column in f.errors)
     errors = {column: max(f.errors.get(column, 0.0) for f in findings) for column in columns}
@@ -108,7 +108,7 @@ def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
         status = "refused"
     seconds = max(f.seconds for f in findings)
     details = faults + mismatches
-    return Verdict(case=case, status=status, errors=errors, details=details, seconds=seconds, copies=copies)
+    return Verdict(case=case, status=status, errors=errors, details=details, seconds=seconds, replicas=replicas)
 
 
 def _stalled(

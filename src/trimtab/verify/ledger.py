@@ -78,10 +78,10 @@ class Ledger:
     def summary(self) -> str:
         """One line of counts, one of how many cases copied experts, and one of errors by dtype."""
         lines = [", ".join(f"{n} {status}" for status, n in self.counts().items()) + f" in {self.seconds:.0f} s"]
-        balanced = [v for v in self.verdicts if v.case.topology.balance != "none"]
+        balanced = [v for v in self.verdicts if v.case.topology.replicas != "none"]
         if balanced:
-            some = sum(v.copies > 0 for v in balanced)
-            lines.append(f"{some} of {len(balanced)} cases with balanced experts copied some")
+            some = sum(v.replicas > 0 for v in balanced)
+            lines.append(f"{some} of {len(balanced)} cases with replicated experts copied some")
         for dtype, columns in self.worst().items():
             bound = BOUNDS[getattr(torch, dtype)]
             shown = "  ".join(f"{column} {error:.1e}" for column, error in columns.items())
@@ -105,7 +105,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         cases = [
             {"case": v.case.name, "status": v.status, "errors": v.errors, "details": v.details, "seconds": v.seconds}
-            | ({"copies": v.copies} if v.case.topology.balance != "none" else {})
+            | ({"replicas": v.replicas} if v.case.topology.replicas != "none" else {})
             for v in self.verdicts
         ]
         made = {"command": self.command, "implementation": self.implementation, "seed": self.seed}

@@ -38,7 +38,7 @@ READY = -1
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What one rank says of one case. errors: relative error by column. fault: what broke the case off, and whether
-    that was said by whom it concerns. copies: experts sent to this rank; hot: whether there had to be some."""
+    that was said by whom it concerns. replicas: experts sent to this rank; hot: whether there had to be some."""
 
     rank: int
     errors: dict[str, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Finding:
     fault: str | None = None
     refused: bool = False
     seconds: float = 0.0
-    copies: int = 0
+    replicas: int = 0
     hot: bool = False
 
     def put(self, store: Store, index: int) -> None:
@@ -134,22 +134,22 @@ class Bench:
         for run in range(2, repeat + 1):
             again = compare(_tensors(subject.step(share)), got, 0.0, {})
             wrong += [said and f"in run {run}, {said}" for _, said in again.values()]
-        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.balance == "balanced"]
+        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "balanced"]
         changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         own = self.place.experts.get_local_rank("ep")
-        copies = sum(int(copied[own]) for copied in outcome.copied or [])
-        hot = any(has_to_copy(self.place.topology, loads) for loads in truth.loads)
-        return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault, copies=copies, hot=hot)
+        replicas = sum(int(copied[own]) for copied in outcome.copied or [])
+        hot = any(has_to_replicate(self.place.topology, loads) for loads in truth.loads)
+        return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault, replicas=replicas, hot=hot)
 
 
-def has_to_copy(t: Topology, loads_E: Tensor) -> bool:
+def has_to_replicate(t: Topology, loads_E: Tensor) -> bool:
     """Whether with these loads, over all expert groups, one rank at least has more slots than the mean of its group's,
     rounded up. Where groups have uneven numbers of tokens some that do are not known."""
     loads_P = loads_E.view(t.ep, -1).sum(1)
     groups = t.edp  # ranks that split experts compute their slots together
-    return t.balance == "balanced" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
+    return t.replicas == "balanced" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
 
 
 def more_than_mean(slots_P: Tensor) -> str:

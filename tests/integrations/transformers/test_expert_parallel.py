@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.ep_case import PATTERNS, Case, Mesh
-from helpers.ep_ranks import BALANCED, run_broken, run_cases, run_loading, run_shared
+from helpers.ep_ranks import REPLICATED, run_broken, run_cases, run_loading, run_shared
 from helpers.ep_verify import both_precisions, verify
 from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
 from helpers.ranks import preload, run_ranks
@@ -37,8 +37,8 @@ ranks4 = pytest.mark.xdist_group("ranks4")
 
 
 def balanced(case: Case) -> Case:
-    """With copies of hot experts on ranks that have room."""
-    return replace(case, experts=BALANCED, exchange=BALANCED)
+    """With replicas of hot experts on ranks that have room."""
+    return replace(case, experts=REPLICATED, exchange=REPLICATED)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -148,7 +148,7 @@ def test_what_one_rank_does_wrong_every_rank_refuses(tmp_path: Path) -> None:
     }  # fmt: skip
     stock = {"all eager": ("", ""), "one eager": ("", "")}
     of_balanced = {
-        "all eager": ("ConfigError", "'eager' runs no copies of experts: with balance= choose"),
+        "all eager": ("ConfigError", "'eager' runs no replicas of experts: with replicate_experts= choose"),
         "one eager": ("DesyncError", "are in another call"),
     }
     case = Case(family="qwen3_moe", mesh=TWO)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.adapters import Adapters, Pair
-from trimtab.experts.copied import Copies, run_with_copies
+from trimtab.experts.replicated import Replicas, run_with_replicas
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.quantized import Codes, packed
@@ -37,7 +37,7 @@ def experts_forward(
     kernels: KernelChoice,
     num_slots: int | None = None,
     part: Callable[[Pair], Pair] | None = None,
-    copies: Copies | None = None,
+    replicas: Replicas | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -49,7 +49,7 @@ def experts_forward(
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
         part: of adapters of all ranks' experts, those of the module's.
-        copies: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.copied`. Collective then.
+        replicas: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.replicated`. Collective then.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
@@ -78,9 +78,9 @@ def experts_forward(
         plan = plan_for(ids, some.down.shape[0], slots, chosen, whole)
         return expert_mlp(x, w, plan, some, gate_of(module), chosen, norm=norm)
 
-    if copies is None:
+    if replicas is None:
         return run(weights, hidden_states, top_k_index, top_k_weights, num_slots)
-    return not_in_graphs(run_with_copies)(run, weights, hidden_states, top_k_index, top_k_weights, copies)
+    return not_in_graphs(run_with_replicas)(run, weights, hidden_states, top_k_index, top_k_weights, replicas)
 
 
 def is_ours(module: nn.Module) -> bool:

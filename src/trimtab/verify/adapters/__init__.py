@@ -93,7 +93,7 @@ class Outcome:
 
     y, dx: as x. grads: whole (unsharded) gradients by name, "0.router", "0.up", "0.down", "1.router" …, or None
     where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
-    copied: where experts are copied, by layer: [P] copies sent to each rank of the expert group.
+    copied: where experts are copied, by layer: [P] replicas sent to each rank of the expert group.
     slots: there, by layer: [P] slots that each of these ranks computes.
     """
 
@@ -167,7 +167,7 @@ def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, groupe
         f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
         "it has no ordered combine": t.combine == "ordered",
         "its experts have no adapters of their own": t.adapter != "none",
-        "it copies no experts for one call": t.balance != "none",
+        "it replicas no experts for one call": t.replicas != "none",
         "it is not asked to run layers again": t.rerun != "none",
         "it does not split experts over etp as well as over ep": t.etp > 1,
         "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,

@@ -32,8 +32,8 @@ SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "do
 }
 
 
-COPIED: dict[str, dict[str, Any]] = {
-    "none": {}, "balanced": {"balance": 0.0, "copy_cost": 0}, "autobalanced": {"balance": "auto", "copy_cost": 2}
+REPLICATED: dict[str, dict[str, Any]] = {
+    "none": {}, "balanced": {"replicate_experts": 0.0, "copy_cost": 0}, "autoreplicas": {"replicate_experts": "auto", "copy_cost": 2}
 }  # fmt: skip
 """What `ExpertParallel` is told."""
 
@@ -124,7 +124,7 @@ class Layers:
             tp_mesh=place.dense["tp"] if t.tp > 1 else None,
             cp_mesh=place.cp,
             etp="etp" if t.etp > 1 else None,
-            **COPIED[t.balance],
+            **REPLICATED[t.replicas],
         )
         parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
         if sizes.adapter == "mergedlora":
@@ -149,8 +149,8 @@ class Layers:
         grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
         grads = {name: g.flatten(1, 2) if g is not None and g.ndim == 4 else g for name, g in grads.items()}
         loads = [over_all_ranks(load, self.place) for load in loads]
-        done = [report for moe in self.moes if (report := moe.dispatcher.balanced) is not None]
+        done = [report for moe in self.moes if (report := moe.dispatcher.replicated) is not None]
         return Outcome(
-            y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.copies_P for report in done],
+            y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.replicas_P for report in done],
             slots=[report.loads_after_P for report in done],
         )  # fmt: skip

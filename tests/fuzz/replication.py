@@ -1,4 +1,4 @@
-"""`python -m fuzz.balance 10000`: random and adversarial counts through the plan of balanced experts, against loops
+"""`python -m fuzz.replication 10000`: random and adversarial counts through the plan of replicated experts, against loops
 over Python's integers and against what a plan promises. With tests/ on the path.
 
 Legend: P ranks, E experts, e = E / P local ones, H ranks that split each expert's F.
@@ -16,14 +16,14 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from helpers.balance_loops import best, candidates, cells_of, places_of
+from helpers.replica_plan_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
-from trimtab.dispatch.replication.bounds import balance_bounds
-from trimtab.dispatch.replication.plan import BalanceConfig, BalancePlan, balance_plan, home, own_cells, physical_ids
+from helpers.replica_bounds import replica_bounds
+from trimtab.dispatch.replication.plan import ReplicationConfig, ReplicaPlan, replica_plan, home, slot_shares, physical_ids
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Of one copy, in slots of a mean rank."""
+"""Of one replica, in slots of a mean rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class BalanceCase:
 
     kind: str
     counts_HPE: Tensor
-    config: BalanceConfig
+    config: ReplicationConfig
 
 
 def _random(H: int, P: int, e: int, g: torch.Generator) -> Tensor:
@@ -55,7 +55,7 @@ def _one_rank(H: int, P: int, e: int, g: torch.Generator) -> Tensor:
 
 
 def _one_rank_empty(H: int, P: int, e: int, g: torch.Generator) -> Tensor:
-    """Needs the most copies that any counts need: e (P - 1) / P, rounded up, on one rank."""
+    """Needs the most replicas that any counts need: e (P - 1) / P, rounded up, on one rank."""
     counts = torch.full((H, P, P * e), 6)
     counts[:, :, int(_ints(P, (), g)) * e :][:, :, :e] = 0
     return counts
@@ -127,17 +127,17 @@ def balance_case(seed: int, index: int, most_ranks: int = 64, most_experts: int 
     tolerance = TOLERANCES[int(_ints(len(TOLERANCES), (), g))]
     cost = int(counts.sum()) * COSTS[int(_ints(len(COSTS), (), g))] // ranks
     return BalanceCase(
-        kind=kind, counts_HPE=counts, config=BalanceConfig(tolerance=tolerance, copy_cost=min(int(cost), 2**32))
+        kind=kind, counts_HPE=counts, config=ReplicationConfig(tolerance=tolerance, copy_cost=min(int(cost), 2**32))
     )
 
 
 def check_balance(case: BalanceCase) -> list[str]:
     """What is wrong with the plan of a case, in words."""
     counts_HPE, config = case.counts_HPE, case.config
-    plan = balance_plan(counts_HPE, config)
+    plan = replica_plan(counts_HPE, config)
     counts, ranks = counts_HPE.tolist(), counts_HPE.shape[1]
     cells_nEP = torch.stack(
-        [own_cells(plan, counts_HPE, h, rank) for h in range(counts_HPE.shape[0]) for rank in range(ranks)]
+        [slot_shares(plan, counts_HPE, h, rank) for h in range(counts_HPE.shape[0]) for rank in range(ranks)]
     )
     wrong = _broken_promises(plan, cells_nEP, counts_HPE, config)
     loads = counts_HPE.sum((0, 1)).tolist()
@@ -162,22 +162,22 @@ def check_balance(case: BalanceCase) -> list[str]:
     return wrong
 
 
-def _broken_promises(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor, config: BalanceConfig) -> list[str]:
+def _broken_promises(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor, config: ReplicationConfig) -> list[str]:
     _, ranks, experts = counts_HPE.shape
     e = experts // ranks
     loads_E = counts_HPE.sum((0, 1))
     mean = -(-int(loads_E.sum()) // ranks)
-    is_copy_EP = plan.slots_EP > 0
-    home(is_copy_EP).fill_(False)
-    pairs = int(is_copy_EP.view(ranks, e, ranks).any(1).sum())
+    is_replica_EP = plan.slots_EP > 0
+    home(is_replica_EP).fill_(False)
+    pairs = int(is_replica_EP.view(ranks, e, ranks).any(1).sum())
     most = int(plan.loads_P.max())
     before = int(loads_E.view(ranks, e).sum(1).max())
-    into_P = is_copy_EP.sum(0)
+    into_P = is_replica_EP.sum(0)
     place_EP = torch.full_like(plan.place_EP, -1)
     for rank in range(ranks):
         own = list(range(rank * e, rank * e + e))
-        place_EP[own + is_copy_EP[:, rank].nonzero().view(-1).tolist(), rank] = torch.arange(e + int(into_P[rank]))
-    cost = most + config.copy_cost * max(int(plan.copies_P.max()), int(plan.copies_PP.sum(1).max()))
+        place_EP[own + is_replica_EP[:, rank].nonzero().view(-1).tolist(), rank] = torch.arange(e + int(into_P[rank]))
+    cost = most + config.copy_cost * max(int(plan.replicas_P.max()), int(plan.replicas_PP.sum(1).max()))
     promises = {
         "no negative number of slots": bool((plan.slots_EP >= 0).all() and (cells_nEP >= 0).all()),
         "every slot is computed": torch.equal(plan.slots_EP.sum(1), loads_E),
@@ -185,17 +185,17 @@ def _broken_promises(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor, c
         "cells of all sources sum to the plan": torch.equal(cells_nEP.sum(0), plan.slots_EP),
         "no rank over the cap": most <= int(plan.cap),
         "no rank heavier than before": most <= before,
-        "at most e copies on a rank": int(into_P.max()) <= e,
+        "at most e replicas on a rank": int(into_P.max()) <= e,
         "at most P - 1 pairs of ranks": pairs <= ranks - 1,
-        "copies are those with slots": torch.equal(plan.copies_PP, is_copy_EP.view(ranks, e, ranks).sum(1)),
-        "own experts first, then copies by expert": torch.equal(plan.place_EP, place_EP),
+        "replicas are those with slots": torch.equal(plan.replicas_PP, is_replica_EP.view(ranks, e, ranks).sum(1)),
+        "own experts first, then replicas by expert": torch.equal(plan.place_EP, place_EP),
     }
     if config.tolerance is not None:
-        bounds = balance_bounds(config, tokens=int(loads_E.sum()), top_k=1, num_experts=experts, ranks=ranks)
+        bounds = replica_bounds(config, tokens=int(loads_E.sum()), top_k=1, num_experts=experts, ranks=ranks)
         promises["bounds that are known before"] = (
             most <= bounds.expert_rows
-            and int(into_P.max()) <= bounds.copies
-            and int(plan.copies_PP.sum(1).max()) <= bounds.copies_sent
+            and int(into_P.max()) <= bounds.replicas
+            and int(plan.replicas_PP.sum(1).max()) <= bounds.copies_sent
         )
     if config.tolerance is None:
         promises["never dearer than moving nothing"] = cost <= before
@@ -204,7 +204,7 @@ def _broken_promises(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor, c
     return [f"broken: {promise}" for promise, kept in promises.items() if not kept]
 
 
-def _wrong_ids(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor) -> list[str]:
+def _wrong_ids(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor) -> list[str]:
     """Slots of a few sources, in random order, some dropped."""
     wrong = []
     experts = counts_HPE.shape[2]
@@ -220,7 +220,7 @@ def _wrong_ids(plan: BalancePlan, cells_nEP: Tensor, counts_HPE: Tensor) -> list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz.balance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuzz.replication", description=__doc__)
     parser.add_argument("cases", type=int, help="how many draws")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.test_balanced_exchange import D, E, K
-from dispatch.test_balanced_guard import Changed
+from dispatch.test_replicated_exchange import D, E, K
+from dispatch.test_replicated_guard import Changed
 from helpers.cases import case
 from helpers.ranks import _rank_main, forkserver
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
-RULE, DEAR, LOOSE = BalanceConfig(copy_cost=2), BalanceConfig(copy_cost=3), BalanceConfig(copy_cost=2, tolerance=0.25)
+RULE, DEAR, LOOSE = ReplicationConfig(copy_cost=2), ReplicationConfig(copy_cost=3), ReplicationConfig(copy_cost=2, tolerance=0.25)
 PROMPT, DEADLINE = 8.0, 40.0
 """Seconds: of an error, on a machine that does other things too; and of all cases of a transport. A guard's are 300."""
 ALONE, EP, ETP = (3,), (1, 3), (2, 3)
@@ -65,7 +65,7 @@ def first_call(transport: str, what: str, guilty: bool, kept: list[Any]) -> tupl
             over_ep = Changed(over_ep, what)
         over_ep = Killed(over_ep, "") if what == "killed" else over_ep
         over_etp = Killed(over_etp, "") if what == "killed between" else over_etp
-    dispatcher = Dispatcher(E, over_ep, balance=rule, etp=over_etp, layer="moe", fingerprint=fingerprint)
+    dispatcher = Dispatcher(E, over_ep, replication=rule, etp=over_etp, layer="moe", fingerprint=fingerprint)
     shares, start = ExpertTensorGroup(over_etp, "moe"), time.monotonic()
     try:
         own = dispatcher.dispatch(x, ids, w)
@@ -89,13 +89,13 @@ DESYNC = (
 )
 INPUT = r"InputError: \[layer moe, rank 1, phase (route|count|dispatch)\] in the group where rank 1 is global rank 3: "
 MISTAKES = {
-    ("copy_cost", ALONE): DESYNC + r"rank [13]: .*with another dtype.*BalanceConfig\(tolerance=None, copy_cost=",
-    ("copy_cost", EP): DESYNC + r"rank \d: .*with another dtype.*BalanceConfig\(tolerance=None, copy_cost=",
-    ("tolerance", ETP): DESYNC + r"rank \d: .*with another dtype.*BalanceConfig\(tolerance=",
+    ("copy_cost", ALONE): DESYNC + r"rank [13]: .*with another dtype.*ReplicationConfig\(tolerance=None, copy_cost=",
+    ("copy_cost", EP): DESYNC + r"rank \d: .*with another dtype.*ReplicationConfig\(tolerance=None, copy_cost=",
+    ("tolerance", ETP): DESYNC + r"rank \d: .*with another dtype.*ReplicationConfig\(tolerance=",
     ("off", ALONE): DESYNC + r"rank [13]: .*(route forward of layer moe.*count|count.*route) forward of layer moe",
     ("off", EP): r"DesyncError: \[layer moe.*route forward of layer moe,.*count forward of layer moe.experts",
     ("sent", ALONE): DESYNC + r"rank 3: rank\(s\) 1 have other numbers of slots for each expert than",
-    ("received", ALONE): DESYNC + r"rank \d: rank\(s\) [01] place copies of experts by another plan",
+    ("received", ALONE): DESYNC + r"rank \d: rank\(s\) [01] place replicas of experts by another plan",
     ("shape", ALONE): INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)",
     ("ids", ALONE): INPUT + r".*slot\(s\) with an expert id outside",
     ("plain, fingerprint", ALONE): DESYNC + r"rank [13]: .*with another dtype.*guard on",

@@ -1,4 +1,4 @@
-"""The plan of balanced experts in plain loops over Python's integers: the reference."""
+"""The plan of replicated experts in plain loops over Python's integers: the reference."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _sides(loads: Sequence[int], ranks: int, cap: int) -> tuple[list[int], dict[
 
 @dataclass
 class Candidate:
-    """One cap's moves. most: the most copies that come to or leave a rank."""
+    """One cap's moves. most: the most replicas that come to or leave a rank."""
 
     cap: int
     moves: Moves
@@ -120,7 +120,7 @@ def candidates(loads: Sequence[int], ranks: int, tolerance: int | None, copy_cos
 
 
 def best(found: Sequence[Candidate]) -> Candidate:
-    """The cheapest; of equal ones that with the fewest copies, of these the loosest."""
+    """The cheapest; of equal ones that with the fewest replicas, of these the loosest."""
     return min(found, key=lambda one: (one.cost, one.most, -one.cap))
 
 

@@ -1,4 +1,4 @@
-"""What copies of hot experts do for a model's layers while it trains: counted on the device, read when it is reported.
+"""What replicas of hot experts do for a model's layers while it trains: counted on the device, read when it is reported.
 
 Legend: L layers, P ranks of an expert group.
 """
@@ -20,7 +20,7 @@ from trimtab.integrations.transformers.summary import own_name
 from trimtab.moe import MoE
 
 
-def balanced_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatcher]]:
+def replicating_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatcher]]:
     """The modules whose experts are copied where that pays, with their dispatchers, by the name of the MoE block."""
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
@@ -36,18 +36,18 @@ def balanced_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatc
         elif id(module) in of_experts:
             found[_around(name)] = module, of_experts[id(module)]
     return {
-        name: (module, dispatcher) for name, (module, dispatcher) in found.items() if dispatcher.balance is not None
+        name: (module, dispatcher) for name, (module, dispatcher) in found.items() if dispatcher.replication is not None
     }
 
 
-class CopyCounts:
+class ReplicaCounts:
     """Sums over the forwards that train, each counted once under recompute. No layer, no counts.
 
     names: of the MoE blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = balanced_dispatchers(model)
+        layers = replicating_dispatchers(model)
         self.names = list(layers)
         device = next(model.parameters()).device
         self._sums = torch.zeros(len(layers), 5, dtype=torch.int64, device=device)
@@ -59,17 +59,17 @@ class CopyCounts:
 
     @not_in_graphs
     def _see(self, sums: Tensor, dispatcher: Dispatcher, runs: FirstRuns, module: nn.Module, *_: Any) -> None:
-        report, transport = dispatcher.balanced, dispatcher.transport
+        report, transport = dispatcher.replicated, dispatcher.transport
         if report is None or transport is None or not runs.here(module):
             return
-        before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.copies_P[transport.rank]
-        sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.copy_bytes])
+        before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.replicas_P[transport.rank]
+        sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.replica_bytes])
 
     def reported(self) -> dict[str, dict[str, Any]]:
         """What all ranks have counted since the last call, by name. Every rank must call; one all-reduce.
 
         `busiest_before` and `busiest_after` are rows of the busiest rank over the mean, weighted by the calls' rows;
-        `copies` those of experts; `copy_bytes` of their weights, on their way out.
+        `replicas` those of experts; `replica_bytes` of their weights, on their way out.
         """
         taken = self._sums.clone()
         self._sums.zero_()
@@ -77,12 +77,12 @@ class CopyCounts:
             dist.all_reduce(taken)
         found = {}
         for name, ranks, counts in zip(self.names, self._ranks, taken.tolist(), strict=True):
-            before, after, slots, copies, size = counts
+            before, after, slots, replicas, size = counts
             found[name] = {
                 "busiest_before": before * ranks / slots if slots else 1.0,
                 "busiest_after": after * ranks / slots if slots else 1.0,
-                "copies": copies,
-                "copy_bytes": size,
+                "replicas": replicas,
+                "replica_bytes": size,
             }
         return found
 
@@ -92,7 +92,7 @@ class CopyCounts:
             hook.remove()
 
 
-def with_balanced(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def with_replica_counts(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Records of `load_metrics` by the names of routers or of experts, each with its block's as "balanced"."""
     return {
         name: record | ({"balanced": copied[_around(name)]} if _around(name) in copied else {})

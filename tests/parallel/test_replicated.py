@@ -1,4 +1,4 @@
-"""Balanced experts on real ranks: outputs and every gradient are the oracle's, however the tokens fall and the ranks
+"""Replicated experts on real ranks: outputs and every gradient are the oracle's, however the tokens fall and the ranks
 lie."""
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.balanced_ranks import PATTERNS, WAYS, solve, too_far_on_rank
+from helpers.replicated_ranks import PATTERNS, WAYS, solve, too_far_on_rank
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
 from helpers.ranks import preload, run_ranks
 from trimtab.dispatch.transports import TRANSPORTS
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
-FULL, RANKS4 = pytest.mark.balanced_full, pytest.mark.xdist_group("ranks4")
+FULL, RANKS4 = pytest.mark.replicated_full, pytest.mark.xdist_group("ranks4")
 KINDS = [name for name in TRANSPORTS if name != "auto"]
 
 
 def check(ranks: int, transports: Sequence[str], ways: Sequence[str], tolerances: Sequence[object]) -> None:
     answers = run_ranks(too_far_on_rank, ranks, solve(PATTERNS, ranks), transports, ways, tolerances, deadline=400.0)
     assert [bad for bad, _ in answers] == [{}] * ranks
-    assert all(copies > 0 for _, copies in answers)
+    assert all(replicas > 0 for _, replicas in answers)
 
 
 def test_two_ranks() -> None:
@@ -94,7 +94,7 @@ EIGHT: Plan = [
     ids=["two", "four", "more of four", "eight"],
 )  # fmt: skip
 def test_layouts(ranks: int, plan: Plan) -> None:
-    plan = [(replace(layout, balance=0.0), cases) for layout, cases in plan]
+    plan = [(replace(layout, replicate_experts=0.0), cases) for layout, cases in plan]
     for rank, found in enumerate(run_ranks(run_plan, ranks, plan, solve_all(ranks, plan), deadline=400.0)):
         bad = {
             f"{layout} {name}": error

@@ -1,13 +1,13 @@
-"""Experts of other ranks, computed here for one call: copies of their weights come in, and their gradients go home.
+"""Experts of other ranks, computed here for one call: replicas of their weights come in, and their gradients go home.
 
-    forward     (home weights, x) -> (home weights, copies, x)        copies by the map C over the ranks' experts
-    backward    home gradient += C^T gradients of copies, then that of x
+    forward     (home weights, x) -> (home weights, replicas, x)        replicas by the map C over the ranks' experts
+    backward    home gradient += C^T gradients of replicas, then that of x
 
-One autograd function has both, so that on every rank, copies or none, weights' gradients are at home before the rows'
-gradients leave, by data dependency. A copy is no parameter: hooks, norms, optimizers and reductions see the home alone,
+One autograd function has both, so that on every rank, replicas or none, weights' gradients are at home before the rows'
+gradients leave, by data dependency. A replica is no parameter: hooks, norms, optimizers and reductions see the home alone,
 once, and complete. Frozen weights and codes go out and nothing of them comes back; adapters go with their experts.
 
-Legend: e experts at home, n copies on this rank, M rows, K slots per row, D model dim.
+Legend: e experts at home, n replicas on this rank, M rows, K slots per row, D model dim.
 """
 
 from __future__ import annotations
@@ -34,73 +34,73 @@ Empty = Callable[..., Tensor]
 """As `torch.empty_like(tensor, dtype=...)`."""
 
 
-class Copies(Protocol):
+class Replicas(Protocol):
     """The way of one call's weights over the expert group. Both methods are collectives.
 
-    number: n. home_slots, num_slots: kept slots of the experts at home and of the copies, where the host knows them.
+    number: n. num_home_slots, num_slots: kept slots of the experts at home and of the replicas, where the host knows them.
     """
 
     @property
     def number(self) -> int: ...
 
     @property
-    def home_slots(self) -> int | None: ...
+    def num_home_slots(self) -> int | None: ...
 
     @property
     def num_slots(self) -> int | None: ...
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of the experts at home, [e, *] each -> of the copies here, [n, *] each, contiguous."""
+        """Of the experts at home, [e, *] each -> of the replicas here, [n, *] each, contiguous."""
 
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
-        """What is there of the copies, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
+    def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
+        """What is there of the replicas, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
         in the order of ranks. then: outlines [0, *] of the rows whose gradients leave next in this call."""
 
 
-def copied_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
-    """What there is of each expert, and what of it has gradients, for ranks to compare before copies are sent."""
+def weights_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
+    """What there is of each expert, and what of it has gradients, for ranks to compare before replicas are sent."""
     return ", ".join(f"{name} {t.dtype} {[*t.shape]}{' trained' * t.requires_grad}" for name, t in named)
 
 
-def check_copied(experts: GroupedModule, layer: str = "") -> None:
-    """Raises ConfigError where experts have what copies for one call cannot have."""
+def check_replicable(experts: GroupedModule, layer: str = "") -> None:
+    """Raises ConfigError where experts have what replicas for one call cannot have."""
     for name, has in (("delay_wgrad", experts.delay_wgrad), ("a recipe", experts.recipe is not None)):
         if has:
             raise ConfigError(
-                f"experts with {name} are not balanced: a copy is there for one call, and could not keep what that "
+                f"experts with {name} are not balanced: a replica is there for one call, and could not keep what that "
                 "keeps. Leave one of the two out",
                 layer=layer, phase="experts",
             )  # fmt: skip
 
 
-def run_with_copies(
-    run: Run, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, copies: Copies, *,
+def run_with_replicas(
+    run: Run, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas, *,
     main_grad: MainGradMode = "off", empty_like: Empty = torch.empty_like, num_slots: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`run` on the experts at home, ids 0 .. e - 1, plus `run` on the copies, ids e .. e + n - 1. Collective, whatever
+    """`run` on the experts at home, ids 0 .. e - 1, plus `run` on the replicas, ids e .. e + n - 1. Collective, whatever
     this rank has.
 
-    main_grad: where the gradients of up and down go. Those of copies are made in its dtype, by `empty_like`.
-    num_slots: a bound for each of both, where `copies` does not know those of the rows.
+    main_grad: where the gradients of up and down go. Those of replicas are made in its dtype, by `empty_like`.
+    num_slots: a bound for each of both, where `replicas` does not know those of the rows.
 
     Which tensors are trained, and what a backward is asked for, must be the same on every rank.
     """
-    home, copied, x_MD = with_copies(weights, x_MD, copies, main_grad, empty_like)
-    of_home = copies.home_slots if num_slots is None else num_slots
+    home, replicas_, x_MD = with_replicas(weights, x_MD, replicas, main_grad, empty_like)
+    of_home = replicas.num_home_slots if num_slots is None else num_slots
     y = run(home, x_MD, ids_MK, w_MK, of_home)
-    if not copies.number:
+    if not replicas.number:
         return y
-    of_copies = copies.num_slots if num_slots is None else num_slots
-    return y.add_(run(copied, x_MD, ids_MK - weights.down.shape[0], w_MK, of_copies))
+    of_replicas = replicas.num_slots if num_slots is None else num_slots
+    return y.add_(run(copied, x_MD, ids_MK - weights.down.shape[0], w_MK, of_replicas))
 
 
-def with_copies(
-    weights: ExpertWeights, x_MD: Tensor, copies: Copies, main_grad: MainGradMode = "off",
+def with_replicas(
+    weights: ExpertWeights, x_MD: Tensor, replicas: Replicas, main_grad: MainGradMode = "off",
     empty_like: Empty = torch.empty_like,
 ) -> tuple[ExpertWeights, ExpertWeights, Tensor]:  # fmt: skip
-    """The weights at home, those of the copies, and the rows, tied. Collective.
+    """The weights at home, those of the replicas, and the rows, tied. Collective.
 
-    Neither of the weights keeps memory alive for a backward that autograd does not save: under recomputation copies are
+    Neither of the weights keeps memory alive for a backward that autograd does not save: under recomputation replicas are
     gone between forward and backward.
     """
     parts = _parts(weights)
@@ -108,8 +108,8 @@ def with_copies(
     moved = [i for i, part in enumerate(parts) if part is not None and part.shape[0] == experts]  # no shared adapter
     trained = [i for i in moved if torch.is_grad_enabled() and parts[i].requires_grad]
     fused = [i for i in trained if i < 2 and main_grad != "off"]
-    call = _Call(copies=copies, parts=parts, moved=moved, trained=trained)
-    home, copied, x_MD = _tie(call, x_MD)
+    call = _Call(replicas=replicas, parts=parts, moved=moved, trained=trained)
+    home, replicas_, x_MD = _tie(call, x_MD)
     owners = [_outline(copy, i in trained) for i, copy in enumerate(copied[:4])]
     for i in fused:
         main = call.fused[trained.index(i)] = _OfCopies(parts[i], owners[i], main_grad, empty_like)
@@ -118,17 +118,17 @@ def with_copies(
     return _rebuilt(weights, home, parts[:4]), _rebuilt(weights, copied, owners), x_MD
 
 
-def tied(weights: Sequence[Tensor], x_MD: Tensor, copies: Copies) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """As `with_copies`, for experts of others, whose weights are any tensors [e, *]."""
+def tied(weights: Sequence[Tensor], x_MD: Tensor, replicas: Replicas) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """As `with_replicas`, for experts of others, whose weights are any tensors [e, *]."""
     trained = [i for i, weight in enumerate(weights) if torch.is_grad_enabled() and weight.requires_grad]
-    call = _Call(copies=copies, parts=list(weights), moved=list(range(len(weights))), trained=trained)
+    call = _Call(replicas=replicas, parts=list(weights), moved=list(range(len(weights))), trained=trained)
     found = _tie(call, x_MD)
     call.forget()
     return found
 
 
 def _tie(call: _Call, x_MD: Tensor) -> tuple[list[Any], list[Any], Tensor]:
-    """The call's parts at home, those of the copies, and the rows."""
+    """The call's parts at home, those of the replicas, and the rows."""
     home, copied, trained = list(call.parts), list(call.parts), call.trained
     if trained:
         x_MD, *made = _Tied.apply(call, x_MD, *(call.parts[i] for i in trained))  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ def _tie(call: _Call, x_MD: Tensor) -> tuple[list[Any], list[Any], Tensor]:
         call.send()
     for i, copy in call.frozen.items():
         copied[i] = copy
-    return home, copied, x_MD
+    return home, replicas_, x_MD
 
 
 def _parts(weights: ExpertWeights) -> list[Any]:
@@ -173,9 +173,9 @@ def _outline(copy: Tensor | None, trained: bool) -> Tensor | None:
 
 @dataclass(eq=False)
 class _OfCopies:
-    """The gradient of copies of a weight whose own goes into `main_grad`: in the same dtype, made when a backward asks.
+    """The gradient of replicas of a weight whose own goes into `main_grad`: in the same dtype, made when a backward asks.
 
-    owner: the weight at home. outline: of its copies, at which the gradient is left.
+    owner: the weight at home. outline: of its replicas, at which the gradient is left.
     """
 
     owner: Tensor
@@ -196,37 +196,37 @@ class _OfCopies:
         return WeightGradient(self.owner, self.mode, "weight").buffer
 
     def take(self) -> Tensor:
-        """The copies' gradient, which is forgotten here."""
+        """The replicas' gradient, which is forgotten here."""
         found: Tensor | None = self.outline.__dict__.pop("main_grad", None)
         return self._made() if found is None else found
 
 
 class _Call:
-    """What is not differentiated. moved, trained: which of `parts` have copies, and whose copies have gradients.
+    """What is not differentiated. moved, trained: which of `parts` have replicas, and whose replicas have gradients.
 
-    frozen: the others' copies, by place. fused: for each trained one, where its `main_grad` is.
+    frozen: the others' replicas, by place. fused: for each trained one, where its `main_grad` is.
     """
 
-    def __init__(self, copies: Copies, parts: list[Any], moved: list[int], trained: list[int]) -> None:
-        self.copies, self.parts, self.moved, self.trained = copies, parts, moved, trained
+    def __init__(self, replicas: Replicas, parts: list[Any], moved: list[int], trained: list[int]) -> None:
+        self.replicas, self.parts, self.moved, self.trained = replicas, parts, moved, trained
         self.frozen: dict[int, Tensor] = {}
         self.fused: list[_OfCopies | None] = [None] * len(trained)
 
     def send(self) -> list[Tensor]:
-        """The copies of what is trained."""
-        made = self.copies.send([self.parts[i].detach() for i in self.moved])
+        """The replicas of what is trained."""
+        made = self.replicas.send([self.parts[i].detach() for i in self.moved])
         by_place = dict(zip(self.moved, made, strict=True))
         trained = [by_place.pop(i) for i in self.trained]
         self.frozen = by_place
         return trained
 
     def forget(self) -> None:
-        """What a backward does not need: the memory of copies is autograd's to keep, or a checkpoint's to free."""
+        """What a backward does not need: the memory of replicas is autograd's to keep, or a checkpoint's to free."""
         self.parts, self.frozen = [], {}
 
 
 class _Tied(Function):
-    """(x, trained weights at home) -> (x, the same weights, their copies).
+    """(x, trained weights at home) -> (x, the same weights, their replicas).
 
     behind: for each output, the input that its gradient goes on to.
     """
@@ -244,16 +244,16 @@ class _Tied(Function):
         call: _Call = ctx.call
         _, want_rows, *wanted = needed(ctx)
         d_home, d_copies = grads[: len(wanted)], grads[len(wanted) :]
-        copies: list[Tensor] = []
+        replicas: list[Tensor] = []
         into: list[Tensor] = []
         for want, fused, d_own, d_copy in zip(wanted, call.fused, d_home, d_copies, strict=True):
             if want and fused is not None:
-                copies.append(fused.take())
+                replicas.append(fused.take())
                 into.append(fused.home())
             elif want:
                 assert d_own is not None
-                copies.append(d_own.new_empty(0, *d_own.shape[1:]) if d_copy is None else d_copy)
+                replicas.append(d_own.new_empty(0, *d_own.shape[1:]) if d_copy is None else d_copy)
                 into.append(d_own)
         if into:
-            call.copies.add_home(copies, into, [ctx.rows] * want_rows)
+            call.replicas.add_home(replicas, into, [ctx.rows] * want_rows)
         return None, dx, *(d if want else None for want, d in zip(wanted, d_home, strict=True))

@@ -1,9 +1,9 @@
-"""`python -m benchmarks balance_model`: what copying experts saves, by a cost model over links, models and workloads.
+"""`python -m benchmarks replica_model`: what copying experts saves, by a cost model over links, models and workloads.
 
 The plans are real, made from drawn tokens; time is modeled, forward and backward, nothing overlapped: the products of
 the rank with the most slots, the rows through the busiest rank (one per token and rank that it goes to) in bfloat16,
-and the copies through the busiest rank, weights twice and gradients once. `copy_cost` is what the model says that a
-copy costs. A speed-up is the time without copies over the time with them.
+and the replicas through the busiest rank, weights twice and gradients once. `copy_cost` is what the model says that a
+copy costs. A speed-up is the time without replicas over the time with them.
 
 Legend: D model dim, F expert hidden dim, E experts, e local ones, K experts per token, P ranks, T tokens of a rank.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.table import as_markdown
 from benchmarks.workloads import WORKLOADS, draw
-from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan, slot_shares, physical_ids
 from trimtab.errors import ConfigError
 
 LINKS = {"Gloo, AMX": (1e12, 2e9), "NVLink": (600e12, 450e9), "InfiniBand": (600e12, 50e9)}
@@ -40,22 +40,22 @@ BOUND = 0.97
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one plan makes of one batch. slots: of the most loaded rank. rows, copies: into or out of the busiest."""
+    """What one plan makes of one batch. slots: of the most loaded rank. rows, replicas: into or out of the busiest."""
 
     slots: int
     rows: int
-    copies: int
+    replicas: int
     all_copies: int
 
     def seconds(self, link: str, dim: int, hidden: int) -> float:
         """Forward and backward."""
         rate, speed = LINKS[link]
-        return self.slots * 18 * dim * hidden / rate + (self.rows * 8 * dim + self.copies * 18 * dim * hidden) / speed
+        return self.slots * 18 * dim * hidden / rate + (self.rows * 8 * dim + self.replicas * 18 * dim * hidden) / speed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Speed-ups at one place of the grid. uneven: most slots of a rank over the mean, without copies."""
+    """Speed-ups at one place of the grid. uneven: most slots of a rank over the mean, without replicas."""
 
     link: str
     model: str
@@ -66,7 +66,7 @@ class Cell:
     exact: float
     tenth: float
     rule: float
-    copies: int
+    replicas: int
 
 
 def cells(workload: str, model: str, ranks: int, tokens: int) -> Iterator[Cell]:
@@ -78,33 +78,33 @@ def cells(workload: str, model: str, ranks: int, tokens: int) -> Iterator[Cell]:
         return
     counts = torch.stack([torch.bincount(ids_TK.flatten(), minlength=experts) for ids_TK in ids])[None]
     with_plan = partial(traffic, ids, counts)
-    plain = with_plan(BalanceConfig(tolerance=ranks, copy_cost=0))
-    exact, tenth = (with_plan(BalanceConfig(tolerance=t, copy_cost=0)) for t in (0.0, 0.1))
+    plain = with_plan(ReplicationConfig(tolerance=ranks, copy_cost=0))
+    exact, tenth = (with_plan(ReplicationConfig(tolerance=t, copy_cost=0)) for t in (0.0, 0.1))
     for link, (rate, speed) in LINKS.items():
-        rule = with_plan(BalanceConfig(copy_cost=round(rate / speed)))
+        rule = with_plan(ReplicationConfig(copy_cost=round(rate / speed)))
         seconds = [found.seconds(link, dim, hidden) for found in (plain, exact, tenth, rule)]
         yield Cell(
-            link=link, model=model, ranks=ranks, tokens=tokens, workload=workload, copies=rule.all_copies,
+            link=link, model=model, ranks=ranks, tokens=tokens, workload=workload, replicas=rule.all_copies,
             uneven=plain.slots * ranks / int(counts.sum()), exact=seconds[0] / seconds[1],
             tenth=seconds[0] / seconds[2], rule=seconds[0] / seconds[3],
         )  # fmt: skip
 
 
-def traffic(ids: Sequence[Tensor], counts_HPE: Tensor, config: BalanceConfig) -> Traffic:
+def traffic(ids: Sequence[Tensor], counts_HPE: Tensor, config: ReplicationConfig) -> Traffic:
     """Of every rank's tokens, `ids` [T, K] each."""
-    plan = balance_plan(counts_HPE, config)
+    plan = replica_plan(counts_HPE, config)
     _, ranks, experts = counts_HPE.shape
     rows_PP = torch.zeros(ranks, ranks, dtype=torch.int64)
     for rank, ids_TK in enumerate(ids):
-        places_TK = physical_ids(ids_TK, own_cells(plan, counts_HPE, 0, rank), plan)
+        places_TK = physical_ids(ids_TK, slot_shares(plan, counts_HPE, 0, rank), plan)
         to_TP = torch.zeros(ids_TK.shape[0], ranks, dtype=torch.bool)
         rows_PP[rank] = to_TP.scatter_(1, places_TK // (2 * experts // ranks), True).sum(0)
     rows_PP.fill_diagonal_(0)
     return Traffic(
         slots=int(plan.loads_P.max()),
         rows=_busiest(rows_PP),
-        copies=_busiest(plan.copies_PP),
-        all_copies=int(plan.copies_PP.sum()),
+        replicas=_busiest(plan.replicas_PP),
+        all_copies=int(plan.replicas_PP.sum()),
     )
 
 
@@ -129,7 +129,7 @@ def report() -> str:
             f"{worst.ranks} ranks of {worst.tokens} tokens; it may not be under {BOUND}.",
             "Speed-ups: least, median and most of a row's cells.",
             as_markdown(["link", "workload", "max/mean", "tolerance 0", "tolerance 0.1", "rule"], _summary(found)),
-            "Speed-ups of the rule with 4,096 tokens on a rank, and copies of all ranks together.",
+            "Speed-ups of the rule with 4,096 tokens on a rank, and replicas of all ranks together.",
             as_markdown(["P", "model", "workload", "max/mean", *LINKS], _at_4096(found)),
         )
     )
@@ -154,6 +154,6 @@ def _at_4096(found: Sequence[Cell]) -> list[list[str]]:
         if cell.tokens == 4096 and cell.ranks > 2:
             at.setdefault((cell.ranks, cell.model, cell.workload), []).append(cell)
     return [
-        [str(ranks), model, workload, f"{here[0].uneven:.2f}", *(f"{c.rule:.2f} ({c.copies})" for c in here)]
+        [str(ranks), model, workload, f"{here[0].uneven:.2f}", *(f"{c.rule:.2f} ({c.replicas})" for c in here)]
         for (ranks, model, workload), here in at.items()
     ]

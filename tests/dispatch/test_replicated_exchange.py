@@ -1,4 +1,4 @@
-"""Balanced experts as the dispatcher moves them: slots to copies, weights out, gradients home, by one plan on all.
+"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home, by one plan on all.
 
 Each expert multiplies a row by a number of its own, so that every sum has a closed form.
 """
@@ -17,13 +17,13 @@ from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatched, Dispatcher
-from trimtab.dispatch.replication.plan import BalanceConfig
-from trimtab.dispatch.replication.route import CopyRoute
+from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.transports import TRANSPORTS
 
 E, K, D = 8, 3, 16
-EVEN = BalanceConfig(tolerance=0.0, copy_cost=0)
-CONFIGS = (EVEN, BalanceConfig(tolerance=0.25, copy_cost=0), BalanceConfig(copy_cost=2))
+EVEN = ReplicationConfig(tolerance=0.0, copy_cost=0)
+CONFIGS = (EVEN, ReplicationConfig(tolerance=0.25, copy_cost=0), ReplicationConfig(copy_cost=2))
 
 
 def factors(experts: int = E) -> Tensor:
@@ -32,11 +32,11 @@ def factors(experts: int = E) -> Tensor:
 
 
 def held(rows: Dispatched, home: int) -> Tensor:
-    """The global numbers of the experts on this rank, its own and then the copies; by sending them."""
-    assert isinstance(rows.copies, CopyRoute)
+    """The global numbers of the experts on this rank, its own and then the replicas; by sending them."""
+    assert isinstance(rows.replicas, ReplicaRoute)
     first = dist.get_rank() * home
-    (copies,) = rows.copies.send([torch.arange(first, first + home)[:, None]])
-    return torch.cat((torch.arange(first, first + home), copies[:, 0]))
+    (replicas,) = rows.replicas.send([torch.arange(first, first + home)[:, None]])
+    return torch.cat((torch.arange(first, first + home), replicas[:, 0]))
 
 
 def sums_on_rank(transport: str) -> dict[str, float]:
@@ -44,12 +44,12 @@ def sums_on_rank(transport: str) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     made, m, errors = TRANSPORTS[transport](dist.group.WORLD), E // ranks, {}
     for number, (combine, config) in enumerate(itertools.product(COMBINE_MODES, CONFIGS)):
-        dispatcher = Dispatcher(E, made, combine=combine, balance=config, layer=f"moe.{number}")
+        dispatcher = Dispatcher(E, made, combine=combine, replication=config, layer=f"moe.{number}")
         for pattern in PATTERNS:
             x, ids, w, mask = case(pattern, rank, ranks, E, K, D, torch.float64, number)
             rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
-            copies, report = rows.copies, dispatcher.balanced
-            assert copies is not None
+            replicas, report = rows.replicas, dispatcher.replicated
+            assert replicas is not None
             assert report is not None
             experts = held(rows, m)
             assert experts[m:].tolist() == sorted(set(experts[m:].tolist()) - set(experts[:m].tolist()))
@@ -61,7 +61,7 @@ def sums_on_rank(transport: str) -> dict[str, float]:
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
             dx, dw, dfactor = torch.autograd.grad(y, (x, w, factor), dy)
             home = dfactor[:m].clone()
-            copies.add_home([dfactor[m:]], [home])
+            replicas.add_home([dfactor[m:]], [home])
 
             real = ids >= 0 if mask is None else (ids >= 0) & mask[:, None]
             clean = x.detach() if mask is None else x.detach().masked_fill(~mask[:, None], 0)
@@ -81,9 +81,9 @@ def sums_on_rank(transport: str) -> dict[str, float]:
             # The host's numbers, and the report's.
             mine = rows.ids_MK[rows.ids_MK >= 0]
             assert rows.num_slots == len(mine) == int(report.loads_after_P[rank])
-            assert copies.num_slots == int((mine >= m).sum())
-            assert copies.home_slots == int((mine < m).sum())
-            assert copies.number == len(experts) - m == int(report.copies_P[rank])
+            assert replicas.num_slots == int((mine >= m).sum())
+            assert replicas.num_home_slots == int((mine < m).sum())
+            assert replicas.number == len(experts) - m == int(report.replicas_P[rank])
             total = int(report.loads_before_P.sum())
             assert int(report.loads_after_P.sum()) == total
             if config is EVEN:
@@ -106,31 +106,31 @@ def weights_of(e: int, long: bool) -> list[Tensor]:
     return [(torch.randn(1, *shape, generator=g) * 40).to(kind) for shape, kind in zip(shapes, KINDS, strict=True)]
 
 
-def gradients_of(copies: list[int], rank: int) -> list[Tensor]:
-    """What copies on a rank have: [n, *], so that the order in which they are added shows."""
+def gradients_of(replicas: list[int], rank: int) -> list[Tensor]:
+    """What replicas on a rank have: [n, *], so that the order in which they are added shows."""
     g = torch.Generator().manual_seed(rank)
     return [
-        (torch.randn(len(copies), *s, generator=g) * 1e3).to(kind)
+        (torch.randn(len(replicas), *s, generator=g) * 1e3).to(kind)
         for s, kind in (((3, 7), KINDS[0]), ((33,), KINDS[1]))
     ]
 
 
 def weights_on_rank(transport: str) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher, m, moved = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), balance=EVEN), E // ranks, 0
+    dispatcher, m, moved = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), replicate_experts=EVEN), E // ranks, 0
     for seed, pattern in enumerate(("one_expert", "one_rank", "empty_source", "empty_world")):
         x, ids, w, _ = case(pattern, rank, ranks, E, K, D, torch.float32, seed)
         rows = dispatcher.dispatch(x, ids, w)
-        assert rows.copies is not None
+        assert rows.replicas is not None
         here = held(rows, m)[m:].tolist()
         for long in (False, True):
             own = [torch.cat(parts) for parts in zip(*(weights_of(rank * m + e, long) for e in range(m)), strict=True)]
-            for copy, like in zip(rows.copies.send(own), own, strict=True):
+            for copy, like in zip(rows.replicas.send(own), own, strict=True):
                 assert copy.is_contiguous()
                 assert copy.dtype == like.dtype
                 assert copy.shape == (len(here), *like.shape[1:])
                 copy.fill_(0)  # it is the caller's
-            for number, tensor in enumerate(rows.copies.send(own)):
+            for number, tensor in enumerate(rows.replicas.send(own)):
                 wanted = [weights_of(e, long)[number] for e in here]
                 assert all(
                     torch.equal(tensor[i : i + 1].view(torch.uint8), e.view(torch.uint8)) for i, e in enumerate(wanted)
@@ -140,7 +140,7 @@ def weights_on_rank(transport: str) -> int:
         moved += sum(map(len, everyone))
         into = [torch.full((m, *t.shape[1:]), 1.0, dtype=t.dtype) for t in gradients_of([], rank)]
         truth = [t.clone() for t in into]
-        rows.copies.add_home(gradients_of(here, rank), into)
+        rows.replicas.add_home(gradients_of(here, rank), into)
         for source, there in enumerate(everyone):
             for total, part in zip(truth, gradients_of(there, source), strict=True):
                 for i, e in enumerate(there):

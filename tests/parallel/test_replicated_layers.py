@@ -1,4 +1,4 @@
-"""Balanced experts of every kind, run in every way: what trains has one process's gradients."""
+"""Replicated experts of every kind, run in every way: what trains has one process's gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from helpers.balanced_models import KINDS, WAYS, on_four_ranks, on_two_ranks, truths_of
+from helpers.replicated_models import KINDS, WAYS, on_four_ranks, on_two_ranks, truths_of
 from helpers.ranks import preload, run_ranks
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
-FULL = pytest.mark.balanced_full
+FULL = pytest.mark.replicated_full
 
 
 @pytest.mark.parametrize("ways", [WAYS[:2], pytest.param(WAYS[2:], marks=FULL)], ids=" ".join)

@@ -1,4 +1,4 @@
-"""Balanced experts: what is refused, and what hooks see of parameters that others compute with."""
+"""Replicated experts: what is refused, and what hooks see of parameters that others compute with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import trimtab
-from helpers.balanced_ranks import D, E, F, K, build, given, solve
+from helpers.replicated_ranks import D, E, F, K, build, given, solve
 from helpers.comparing import assert_close
 from helpers.layer_case import slope
 from helpers.ranks import preload, run_ranks, unpacked
@@ -24,9 +24,9 @@ preload("torch._dynamo")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"balance": "on"}, "balance='on' is neither 'off', 'auto' nor a tolerance"),
-        ({"balance": True}, "tolerance=True"), ({"balance": -0.1}, "tolerance=-0.1"),
-        ({"balance": "auto", "copy_cost": -1}, "copy_cost=-1"), ({"copy_cost": 0.5}, "copy_cost=0.5"),
+        ({"replicate_experts": "on"}, "replicate_experts='on' is neither 'off', 'auto' nor a tolerance"),
+        ({"replicate_experts": True}, "tolerance=True"), ({"replicate_experts": -0.1}, "tolerance=-0.1"),
+        ({"replicate_experts": "auto", "copy_cost": -1}, "copy_cost=-1"), ({"copy_cost": 0.5}, "copy_cost=0.5"),
     ],
 )  # fmt: skip
 def test_words_and_numbers_that_are_none(options: dict[str, Any], says: str) -> None:
@@ -41,15 +41,15 @@ def test_experts_that_keep_something_between_calls() -> None:
     }.items():
         moe, mesh = build("moe", dtype=torch.float32, **more), cast(DeviceMesh, None)  # which is not asked
         with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
-            trimtab.ExpertParallel(balance="auto").check(moe, mesh)
+            trimtab.ExpertParallel(replicate_experts="auto").check(moe, mesh)
         with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
-            moe.experts(torch.ones(1, D), torch.zeros(1, 1).long(), torch.ones(1, 1), copies=cast(Any, "some"))
+            moe.experts(torch.ones(1, D), torch.zeros(1, 1).long(), torch.ones(1, 1), replicas=cast(Any, "some"))
 
 
 def frozen_apart_on_rank() -> str:
     """Rank 1 trains less."""
     moe = build("moe")
-    trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(balance=0.0)})
+    trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(replicate_experts=0.0)})
     if dist.get_rank():
         moe.experts.down.requires_grad_(False)
     try:
@@ -72,7 +72,7 @@ def seen_on_rank(mode: str) -> list[tuple[str, torch.Tensor]]:
     moe, seen = build("moe", main_grad=mode), []
     names = [name for name, _ in moe.named_parameters()]
     keys = list(moe.state_dict())
-    trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(balance=0.0, copy_cost=0)})
+    trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)})
 
     def hook(name: str) -> Any:
         def see(param: Any) -> None:
@@ -91,7 +91,7 @@ def seen_on_rank(mode: str) -> list[tuple[str, torch.Tensor]]:
     assert names == [name for name, _ in moe.named_parameters()]
     assert keys == list(moe.state_dict())
     (y * slope(y)).sum().backward()
-    assert moe.dispatcher.balanced.copies_P.sum() > 0
+    assert moe.dispatcher.replicated.replicas_P.sum() > 0
     return seen
 
 
@@ -112,9 +112,9 @@ def test_a_group_of_one_has_nothing_to_balance() -> None:
 
 def alone_on_rank() -> bool:
     moe, same = build("moe"), build("moe")
-    trimtab.parallelize(moe, init_device_mesh("cpu", (1,)), {"": trimtab.ExpertParallel(balance=0.0, copy_cost=0)})
+    trimtab.parallelize(moe, init_device_mesh("cpu", (1,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)})
     x = torch.randn(5, D, dtype=torch.float64)
-    assert (moe.dispatcher.balance, moe.dispatcher.balanced) == (None, None)
+    assert (moe.dispatcher.replication, moe.dispatcher.replicated) == (None, None)
     assert moe.experts.num_experts == E
     assert moe(x).ids_TK.shape == (5, K)
     assert moe.experts.down.shape[-1] == F

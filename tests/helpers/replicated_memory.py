@@ -1,4 +1,4 @@
-"""What balanced experts hold, measured on two ranks where every token goes to the first one's experts.
+"""What replicated experts hold, measured on two ranks where every token goes to the first one's experts.
 
 Legend: E experts, e at home on each rank, T tokens, D model dim, F expert hidden dim.
 """
@@ -24,15 +24,15 @@ COPY = 3 * D * F * 4
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of tensors, above what was there before. kept: between forward and backward. copies: of this rank."""
+    """Bytes of tensors, above what was there before. kept: between forward and backward. replicas: of this rank."""
 
     forward: int
     kept: int
     backward: int
-    copies: int
+    replicas: int
 
 
-def held(balance: Any, again: bool, main_grad: bool) -> Held:
+def held(replicate_experts: Any, again: bool, main_grad: bool) -> Held:
     """One step of a layer that has run before."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def held(balance: Any, again: bool, main_grad: bool) -> Held:
     config = trimtab.MoEConfig(dim=D, hidden=F, router=router, dtype=torch.float32, main_grad=mode)
     moe = config.build("moe")
     mesh = init_device_mesh("cpu", (2,))
-    trimtab.parallelize(moe, mesh, {"": trimtab.ExpertParallel(balance=balance, copy_cost=0)})
+    trimtab.parallelize(moe, mesh, {"": trimtab.ExpertParallel(replicate_experts=replicate_experts, copy_cost=0)})
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     ids = torch.arange(T)[:, None] % (E // 2)
     weights = (moe.experts.gate_up, moe.experts.down)
@@ -67,9 +67,9 @@ def held(balance: Any, again: bool, main_grad: bool) -> Held:
         y = forward()
         first, kept, live.peak = live.peak, live.now, live.now
         y.sum().backward()
-    report = moe.dispatcher.balanced
-    copies = 0 if report is None else int(report.copies_P[rank])
-    return Held(forward=first, kept=kept, backward=live.peak, copies=copies)
+    report = moe.dispatcher.replicated
+    replicas = 0 if report is None else int(report.replicas_P[rank])
+    return Held(forward=first, kept=kept, backward=live.peak, replicas=replicas)
 
 
 def on_rank(main_grad: bool) -> list[tuple[Held, Held]]:

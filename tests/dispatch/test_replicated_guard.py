@@ -1,4 +1,4 @@
-"""Balanced experts where ranks do not agree: each mistake of one rank is named on every rank, before weights move, and
+"""Replicated experts where ranks do not agree: each mistake of one rank is named on every rank, before weights move, and
 the group lives on."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dispatch.test_balanced_schedule import D as LAYER_D
-from dispatch.test_balanced_schedule import Layer
+from dispatch.test_replicated_schedule import D as LAYER_D
+from dispatch.test_replicated_schedule import Layer
 from dispatch.test_schedule import recorded
 from helpers.cases import case
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError
 from trimtab.routing.recompute import replay_in_recompute
 
 E, K, D, RANKS = 6, 2, 8, 3
-RULE = BalanceConfig(copy_cost=2)
+RULE = ReplicationConfig(copy_cost=2)
 TRANSPORTS = [AllToAll, AllGather, SharedMemory]
 
 
@@ -67,8 +67,8 @@ def said_of(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str, list[st
     return "nothing", (), "", calls
 
 
-CONFIGS: dict[str, tuple[BalanceConfig | None, BalanceConfig | None]] = {
-    "copy_cost": (RULE, BalanceConfig(copy_cost=3)), "tolerance": (RULE, BalanceConfig(copy_cost=2, tolerance=0.25)),
+CONFIGS: dict[str, tuple[ReplicationConfig | None, ReplicationConfig | None]] = {
+    "copy_cost": (RULE, ReplicationConfig(copy_cost=3)), "tolerance": (RULE, ReplicationConfig(copy_cost=2, tolerance=0.25)),
     "off": (RULE, None), "on": (None, RULE),
 }  # fmt: skip
 
@@ -77,18 +77,18 @@ def configs_on_rank(transport: Callable[..., Transport], guard: bool) -> dict[st
     rank, made, found = dist.get_rank(), transport(dist.group.WORLD, guard=guard), {}
     x, ids, w, _ = case("one_rank", rank, RANKS, E, K, D, torch.float32)
     for what, (others, guilty) in CONFIGS.items():
-        dispatcher = Dispatcher(E, made, layer="moe", balance=guilty if rank == 1 else others)
+        dispatcher = Dispatcher(E, made, layer="moe", replicate_experts=guilty if rank == 1 else others)
         found[what] = said_of(lambda d=dispatcher: d.dispatch(x, ids, w))
-    wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", balance=RULE)
+    wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", replicate_experts=RULE)
     found["experts"] = said_of(lambda: wide.dispatch(x, ids, w))
-    dispatcher = Dispatcher(E, made, layer="moe", balance=RULE)
+    dispatcher = Dispatcher(E, made, layer="moe", replicate_experts=RULE)
     found["good"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up, down"))
     found["copied"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up" if rank == 1 else "up, down"))
     found["good again"] = said_of(lambda: dispatcher.dispatch(x, ids, w))
     for what in ("sent", "received"):
-        changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", balance=RULE)
+        changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", replicate_experts=RULE)
         found[what] = said_of(lambda d=changed: d.dispatch(x, ids, w))
-    widths = dispatcher.dispatch(x, ids, w).copies
+    widths = dispatcher.dispatch(x, ids, w).replicas
     assert widths is not None
     if guard:
         found["weights"] = said_of(lambda: widths.send([torch.zeros(E // RANKS, 5 if rank == 1 else 4)]))
@@ -104,13 +104,13 @@ def configs_on_rank(transport: Callable[..., Transport], guard: bool) -> dict[st
 
 SAYS = {
     "copy_cost": r"rank 1: (route|count) forward of layer moe, call 0 .*with another dtype.* or fingerprint",
-    "tolerance": r"with another dtype.* or fingerprint.*BalanceConfig\(tolerance=",
+    "tolerance": r"with another dtype.* or fingerprint.*ReplicationConfig\(tolerance=",
     "off": r"rank 0: route forward of layer moe.*rank 1: count forward of layer moe",
     "on": r"rank 0: count forward of layer moe.*rank 1: route forward of layer moe",
     "experts": r"rank 1: route forward of layer moe, call 0 \(12 experts",
     "copied": r"fingerprint.*copied: up",
     "sent": r"rank\(s\) 1 have other numbers of slots for each expert than those that were gathered from them",
-    "received": r"place copies of experts by another plan",
+    "received": r"place replicas of experts by another plan",
     "weights": r"phase experts\] rows of 4 float32, 5 float32, 4 float32 come from ranks 0..2 \(forward.*weights",
     "gradients": r"phase experts\] rows of 5 float32, 4 float32, 5 float32 come from ranks 0..2 \(backward.*weights",
     "dtypes": r"phase experts\] rows of 8 values of kind (\w+), 8 values of kind (\w+), 8 values of kind \1 come",
@@ -138,7 +138,7 @@ def test_ranks_that_would_plan_or_send_otherwise_are_named_on_every_rank(transpo
 
 def unusable_on_rank(guard: bool) -> list[tuple[str, tuple[int, ...], str, list[str]]]:
     guilty = dist.get_rank() == 1
-    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), balance=RULE)
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), replicate_experts=RULE)
     x, ids, w, mask = case("masked", dist.get_rank(), RANKS, E, K, D, torch.float32)
     wrong: list[Callable[[], tuple[Tensor, ...]]] = [
         lambda: (x[None], ids, w, mask), lambda: (x, ids[1:], w, mask), lambda: (x, ids, w, mask),
@@ -185,7 +185,7 @@ def test_a_backward_that_is_asked_for_less_on_one_rank_is_named_on_every_rank() 
 
 def undecided_on_rank() -> list[tuple[str, tuple[int, ...], str, list[str]]]:
     """A block whose router, not one of ours, takes another expert when it runs again, on one rank."""
-    dispatcher, runs = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe", balance=RULE), [0]
+    dispatcher, runs = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe", replicate_experts=RULE), [0]
     x, ids, w, _ = case("one_rank", dist.get_rank(), RANKS, E, K, D, torch.float32)
 
     def block(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""`python -m benchmarks balance_plan`: what planning the copies of one call costs a rank, on one thread of the CPU.
+"""`python -m benchmarks replica_plan`: what planning the replicas of one call costs a rank, on one thread of the CPU.
 
-Plan: `balance_plan` with the rule, and with a tolerance. Cells: of this rank's own slots. Ids: of 32,768 slots. Counts
+Plan: `replica_plan` with the rule, and with a tolerance. Cells: of this rank's own slots. Ids: of 32,768 slots. Counts
 are those of 4,096 tokens on each rank, 8 experts each. Times of this thread's CPU, so that what else runs here
 does not count; every call after the first ten.
 """
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.table import as_markdown
 from benchmarks.workloads import draw
-from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
+from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan, slot_shares, physical_ids
 
 SIZES = ((2, 8), (8, 64), (8, 128), (64, 64), (64, 256), (256, 512))
 """P, E."""
@@ -34,13 +34,13 @@ def report() -> str:
         some = [draw(workload, TOKENS, top_k, experts, rank=rank, ranks=ranks) for rank in range(few)]
         counts = [torch.bincount(ids_TK.flatten(), minlength=experts) for ids_TK in some]
         counts_HPE = torch.stack([counts[rank % few] for rank in range(ranks)])[None]
-        rule, tenth = BalanceConfig(copy_cost=1333), BalanceConfig(tolerance=0.1, copy_cost=0)
-        plan = balance_plan(counts_HPE, tenth)
-        cells_EP = own_cells(plan, counts_HPE, 0, 0)
+        rule, tenth = ReplicationConfig(copy_cost=1333), ReplicationConfig(tolerance=0.1, copy_cost=0)
+        plan = replica_plan(counts_HPE, tenth)
+        cells_EP = slot_shares(plan, counts_HPE, 0, 0)
         took = (
-            _times(partial(balance_plan, counts_HPE, rule)),
-            _times(partial(balance_plan, counts_HPE, tenth)),
-            _times(partial(own_cells, plan, counts_HPE, 0, 0)),
+            _times(partial(replica_plan, counts_HPE, rule)),
+            _times(partial(replica_plan, counts_HPE, tenth)),
+            _times(partial(slot_shares, plan, counts_HPE, 0, 0)),
             _times(partial(physical_ids, some[0].int(), cells_EP, plan)),
         )
         bar = BARS.get((ranks, experts))

@@ -1,4 +1,4 @@
-"""The plan of balanced experts: equal to plain loops, within its bounds, made without a value read.
+"""The plan of replicated experts: equal to plain loops, within its bounds, made without a value read.
 
 Legend: P ranks, E experts, T tokens, K experts per token.
 """
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuzz.balance import KINDS, balance_case, check_balance
-from helpers.balance_loops import alias_table, candidates, surplus_to_room
-from trimtab.dispatch.replication.plan import BalanceConfig, balance_plan, own_cells, physical_ids
+from fuzz.replication import KINDS, balance_case, check_balance
+from helpers.replica_plan_loops import alias_table, candidates, surplus_to_room
+from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan, slot_shares, physical_ids
 from trimtab.errors import ConfigError
 
-AUTO = BalanceConfig(copy_cost=20)
+AUTO = ReplicationConfig(copy_cost=20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_that_of_plain_loops_and_keeps_what_it_promises(kind: str) -> None:
-    """A few of the 10,000 draws of `python -m fuzz.balance 10000`."""
+    """A few of the 10,000 draws of `python -m fuzz.replication 10000`."""
     for index in range(list(KINDS).index(kind), 600, len(KINDS)):
         case = balance_case(0, index)
         assert not check_balance(case), f"{kind}, case 0:{index}"
@@ -35,7 +35,7 @@ def test_the_draws_reach_every_way_and_most_caps() -> None:
     for index in range(480):
         case = balance_case(0, index, most_ranks=8, most_experts=32)
         loads, ranks = case.counts_HPE.sum((0, 1)).tolist(), case.counts_HPE.shape[1]
-        cap = int(balance_plan(case.counts_HPE, case.config).cap)
+        cap = int(replica_plan(case.counts_HPE, case.config).cap)
         if case.config.tolerance is None:
             caps.add([one.cap for one in candidates(loads, ranks, None, 0)].index(cap))
         moves, alias = surplus_to_room(loads, ranks, cap), alias_table(loads, ranks, cap)
@@ -46,10 +46,10 @@ def test_the_draws_reach_every_way_and_most_caps() -> None:
 
 
 def of_rank_1(counts_HPE: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
-    plan = balance_plan(counts_HPE, AUTO)
-    cells_EP = own_cells(plan, counts_HPE, 0, 1)
+    plan = replica_plan(counts_HPE, AUTO)
+    cells_EP = slot_shares(plan, counts_HPE, 0, 1)
     ids = physical_ids(ids_TK, cells_EP, plan)
-    return plan.slots_EP, plan.place_EP, plan.copies_PP, plan.cap, plan.checksum, plan.loads_P, cells_EP, ids
+    return plan.slots_EP, plan.place_EP, plan.replicas_PP, plan.cap, plan.checksum, plan.loads_P, cells_EP, ids
 
 
 def counted(g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -78,26 +78,26 @@ def test_no_value_is_read(tracing: str) -> None:
 
 def test_the_checksum_tells_counts_and_plans_apart() -> None:
     counts = torch.randint(5, 50, (2, 4, 12), generator=torch.Generator().manual_seed(0))
-    sums = {int(balance_plan(counts, BalanceConfig(tolerance=t, copy_cost=0)).checksum) for t in (0, 0.01, 0.5)}
+    sums = {int(replica_plan(counts, ReplicationConfig(tolerance=t, copy_cost=0)).checksum) for t in (0, 0.01, 0.5)}
     for swapped in ((0, 1, 3), (1, 2, 11)):
         h, rank, expert = swapped
         other = counts.clone()
         other[h, rank, expert] += 1
         other[h, rank - 1, expert] -= 1  # the same loads, from other sources
-        sums.add(int(balance_plan(other, BalanceConfig(tolerance=0, copy_cost=0)).checksum))
+        sums.add(int(replica_plan(other, ReplicationConfig(tolerance=0, copy_cost=0)).checksum))
     assert len(sums) == 5
-    assert int(balance_plan(counts, AUTO).checksum) == int(balance_plan(counts.clone(), AUTO).checksum)
+    assert int(replica_plan(counts, AUTO).checksum) == int(replica_plan(counts.clone(), AUTO).checksum)
 
 
 def test_ids_of_one_rank_alone_and_of_no_tokens() -> None:
     counts = torch.tensor([[[2, 0, 1]]])
-    plan = balance_plan(counts, AUTO)
+    plan = replica_plan(counts, AUTO)
     ids = torch.tensor([[2, -1], [0, 0]])
-    assert torch.equal(physical_ids(ids, own_cells(plan, counts, 0, 0), plan), ids)
+    assert torch.equal(physical_ids(ids, slot_shares(plan, counts, 0, 0), plan), ids)
     nothing = torch.zeros(1, 2, 4, dtype=torch.int64)
-    plan = balance_plan(nothing, AUTO)
-    assert physical_ids(ids[:0], own_cells(plan, nothing, 0, 1), plan).shape == (0, 2)
-    assert int(plan.cap) == int(plan.copies_PP.sum()) == 0
+    plan = replica_plan(nothing, AUTO)
+    assert physical_ids(ids[:0], slot_shares(plan, nothing, 0, 1), plan).shape == (0, 2)
+    assert int(plan.cap) == int(plan.replicas_PP.sum()) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_ids_of_one_rank_alone_and_of_no_tokens() -> None:
 )
 def test_what_is_no_tolerance_and_no_cost_is_refused(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        BalanceConfig(**options)
+        ReplicationConfig(**options)

@@ -1,4 +1,4 @@
-"""A layer with balanced experts on real ranks, however the tokens fall, against the oracle over all ranks' tokens.
+"""A layer with replicated experts on real ranks, however the tokens fall, against the oracle over all ranks' tokens.
 
 Legend: P ranks, E experts, e at home on each, T tokens of a rank, K experts per token, D model dim.
 """
@@ -126,20 +126,20 @@ def compare(found: dict[str, Tensor], true: Solved) -> dict[str, float]:
 def too_far_on_rank(
     solved: bytes, transports: Sequence[str], ways: Sequence[str], tolerances: Sequence[Any]
 ) -> tuple[dict[str, float], int]:
-    """What is off by more than 1e-12, and how many copies this rank was sent in all."""
-    mesh, bad, copies = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
+    """What is off by more than 1e-12, and how many replicas this rank was sent in all."""
+    mesh, bad, replicas = init_device_mesh("cpu", (dist.get_world_size(),)), {}, 0
     truths: dict[str, Solved] = unpacked(solved)
     for transport, combine, tolerance in itertools.product(transports, COMBINE_MODES, tolerances):
         moe = build("moe")
-        style = trimtab.ExpertParallel(transport=transport, combine=combine, balance=tolerance, copy_cost=0)
+        style = trimtab.ExpertParallel(transport=transport, combine=combine, replicate_experts=tolerance, copy_cost=0)
         trimtab.parallelize(moe, mesh, {"": style})
         for way, (pattern, true) in itertools.product(ways, truths.items()):
             for name, error in compare(step(moe, way, pattern), true).items():
                 if not error <= 1e-12:
                     bad[f"{transport} {combine} {tolerance} {way} {pattern} {name}"] = error
-            assert moe.dispatcher.balanced is not None
-            copies += int(moe.dispatcher.balanced.copies_P[dist.get_rank()])
-            loads = moe.dispatcher.balanced.loads_after_P
+            assert moe.dispatcher.replicated is not None
+            replicas += int(moe.dispatcher.replicated.replicas_P[dist.get_rank()])
+            loads = moe.dispatcher.replicated.loads_after_P
             if not isinstance(tolerance, str):
                 assert int(loads.max()) <= -(-int(loads.sum()) // len(loads)) * (1 + tolerance)
-    return bad, copies
+    return bad, replicas

@@ -1,4 +1,4 @@
-"""Two layers with balanced experts, of every kind that experts come in and run in every way, over meshes of ranks.
+"""Two layers with replicated experts, of every kind that experts come in and run in every way, over meshes of ranks.
 
 The truth is one process with the same layers over all ranks' tokens.
 """
@@ -149,7 +149,7 @@ def truth(kind: Kind, ranks: int, divisor: float) -> Truth:
 
 def spread(kind: Kind, mesh: Any, **options: Any) -> Blocks:
     model = kind.build()
-    style = trimtab.ExpertParallel(balance=0.0, copy_cost=0, **options)
+    style = trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0, **options)
     trimtab.parallelize(model, mesh, {"layers.*": style})
     return model
 
@@ -163,7 +163,7 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> dict
 
 
 def step(model: Any, scale: float = 1.0) -> dict[str, Tensor]:
-    """Two micro-batches of this rank; copies were made."""
+    """Two micro-batches of this rank; replicas were made."""
     rank = dist.get_rank()
     if model.way != "rounded" or rank:
         own = backward(model, rank, 0, scale) | backward(model, rank, 1, scale)
@@ -171,8 +171,8 @@ def step(model: Any, scale: float = 1.0) -> dict[str, Tensor]:
         with perturbed() as log:
             own = backward(model, rank, 0, scale) | backward(model, rank, 1, scale)
         assert log == [False, False, True, True] * 2
-    reports = [layer.dispatcher.balanced for layer in model.layers]
-    assert all(report.copies_P.any() for report in reports)
+    reports = [layer.dispatcher.replicated for layer in model.layers]
+    assert all(report.replicas_P.any() for report in reports)
     return own
 
 

@@ -1,4 +1,4 @@
-"""What balanced experts cost in collectives: a gather and a movement of weights more in the forward, a movement in the
+"""What replicated experts cost in collectives: a gather and a movement of weights more in the forward, a movement in the
 backward, on every rank, whatever the routing; no gather where a block is run again. And their numbers are plain ones'.
 """
 
@@ -22,14 +22,14 @@ from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.host_memory import HostMemory
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.experts.copied import copied_in_words
+from trimtab.experts.replicated import weights_in_words
 from trimtab.experts.module import ExpertMLP
 from trimtab.routing.recompute import replay_in_recompute
 
 E, K, D, F = 8, 3, 16, 8
-EVEN = BalanceConfig(tolerance=0.0, copy_cost=0)
+EVEN = ReplicationConfig(tolerance=0.0, copy_cost=0)
 
 
 @contextmanager
@@ -44,18 +44,18 @@ def met() -> Iterator[list[str]]:
 class Layer(nn.Module):
     """Dispatch, real experts, combine; all ranks' experts are drawn alike."""
 
-    def __init__(self, transport: Any, combine: Any, balance: BalanceConfig | None) -> None:
+    def __init__(self, transport: Any, combine: Any, replication: ReplicationConfig | None) -> None:
         super().__init__()
-        self.dispatcher = Dispatcher(E, transport, combine=combine, balance=balance, layer="moe")
+        self.dispatcher = Dispatcher(E, transport, combine=combine, replicate_experts=replicate_experts, layer="moe")
         m, first = self.dispatcher.experts_per_rank, dist.get_rank() * self.dispatcher.experts_per_rank
         self.experts = ExpertMLP(m, D, F, bias=True, dtype=torch.float64)
         for param, whole in zip(self.experts.parameters(), drawn(), strict=True):
             param.data.copy_(whole[first : first + m])
 
     def forward(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> Tensor:
-        copied = copied_in_words(self.experts.named_parameters())
+        copied = weights_in_words(self.experts.named_parameters())
         rows = self.dispatcher.dispatch(x, ids, w, mask, copied=copied)
-        own = {"num_slots": rows.num_slots, "copies": rows.copies}
+        own = {"num_slots": rows.num_slots, "replicas": rows.replicas}
         return self.dispatcher.combine(self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own), rows)
 
 

@@ -1,4 +1,4 @@
-"""Experts that lend each other copies for one call: outputs and gradients are those of one module with all experts."""
+"""Experts that lend each other replicas for one call: outputs and gradients are those of one module with all experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
-from helpers.copied_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
+from helpers.replicated_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
 from trimtab.experts.adapting import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS, scales_of
@@ -84,7 +84,7 @@ def run(part: ExpertMLP, rows: Rows, lent: Lent | None, ids: Tensor, again: bool
     x, w = rows.x.clone().requires_grad_(), rows.w.clone().requires_grad_()
 
     def forward(x: Tensor, w: Tensor) -> Tensor:
-        return part(x, ids, w, copies=lent)
+        return part(x, ids, w, replicas=lent)
 
     y = checkpoint(forward, x, w, use_reentrant=False) if again else forward(x, w)
     y.backward(rows.dy)
@@ -173,7 +173,7 @@ def test_under_autocast_and_in_two_backwards(mode: str) -> None:
             for param in (part.gate_up, part.down):
                 param.main_grad = torch.zeros_like(param) if not hasattr(param, "main_grad") else param.main_grad
         with torch.autocast("cpu", torch.bfloat16):
-            y = part(rows.x, ids, rows.w, copies=lent)
+            y = part(rows.x, ids, rows.w, replicas=lent)
         y.backward(rows.dy, retain_graph=True)
         y.backward(rows.dy)
 
@@ -209,7 +209,7 @@ def movements(change: Callable[[ExpertMLP], Any], work: Callable[..., Any], **op
 
     def on(rank: int) -> None:
         rows = given[rank]
-        work(parts[rank], rows.x.requires_grad_(), lambda: parts[rank](rows.x, rows.ids, rows.w, copies=lents[rank]))
+        work(parts[rank], rows.x.requires_grad_(), lambda: parts[rank](rows.x, rows.ids, rows.w, replicas=lents[rank]))
 
     in_threads(on)
     return [[what for what, _ in lent.log] for lent in lents]
@@ -268,7 +268,7 @@ def test_under_recompute_no_copy_lives_between_forward_and_backward(which: str, 
         x = rows.x.requires_grad_()
 
         def forward(x: Tensor) -> Tensor:
-            return parts[rank](x, rows.ids, rows.w, copies=lent)
+            return parts[rank](x, rows.ids, rows.w, replicas=lent)
 
         y = checkpoint(forward, x, use_reentrant=False) if again else forward(x)
         meeting.barrier.wait()

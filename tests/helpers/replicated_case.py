@@ -1,7 +1,7 @@
 """Ranks as threads of one process that lend each other experts, without a dispatcher: their rows are where they are to
 be computed. The truth is one module that has all experts and all rows.
 
-Legend: P ranks, e experts at home on each, n copies on one, M rows, K slots per row, D model dim.
+Legend: P ranks, e experts at home on each, n replicas on one, M rows, K slots per row, D model dim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trimtab.experts.module import ExpertMLP
 
 D, F, K, P, HOME = 64, 64, 2, 3, 2
 HELD = ([], [(0, 1), (2, 0)], [(0, 0), (0, 1), (1, 1)])
-"""For each rank the (home rank, expert there) of its copies, in order."""
+"""For each rank the (home rank, expert there) of its replicas, in order."""
 
 
 class Meeting:
@@ -38,12 +38,12 @@ class Meeting:
 
 @dataclass(kw_only=True)
 class Lent:
-    """`trimtab.experts.copied.Copies` of one rank. log: its movements, with the widths and dtypes that moved."""
+    """`trimtab.experts.replicated.Replicas` of one rank. log: its movements, with the widths and dtypes that moved."""
 
     meeting: Meeting
     rank: int
     held: Sequence[Sequence[tuple[int, int]]] = HELD
-    home_slots: int | None = None
+    num_home_slots: int | None = None
     num_slots: int | None = None
     log: list[tuple[str, list[tuple[torch.dtype, torch.Size]]]] = field(default_factory=list)
 
@@ -60,9 +60,9 @@ class Lent:
             for i, t in enumerate(tensors)
         ]
 
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
-        everyone = self.meeting.all(self.rank, list(copies))
-        self.log.append(("home", [(t.dtype, t.shape[1:]) for t in copies]))
+    def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
+        everyone = self.meeting.all(self.rank, list(replicas))
+        self.log.append(("home", [(t.dtype, t.shape[1:]) for t in replicas]))
         for r, held in enumerate(self.held):
             for j, (home, expert) in enumerate(held):
                 for i, target in enumerate(into):

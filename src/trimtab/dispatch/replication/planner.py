@@ -18,8 +18,8 @@ from torch import Tensor
 from trimtab.dispatch import handshake
 from trimtab.dispatch.exchange import Exchange, told_to
 from trimtab.dispatch.handshake import CallId
-from trimtab.dispatch.replication.plan import BalanceConfig, BalancePlan, balance_plan, own_cells, physical_ids
-from trimtab.dispatch.replication.route import BalanceReport, CopyRoute, leaving
+from trimtab.dispatch.replication.plan import ReplicationConfig, ReplicaPlan, replica_plan, slot_shares, physical_ids
+from trimtab.dispatch.replication.route import ReplicationReport, ReplicaRoute, leaving
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids
@@ -31,38 +31,38 @@ _NOT_NEGATIVE = (1 << 62) - 1
 class Placed:
     """Where the slots of one rank's call go.
 
-    ids_TK: r * 2 m + place, for place m and on the copies on rank r; -1 where the slot is dropped.
+    ids_TK: r * 2 m + place, for place m and on the replicas on rank r; -1 where the slot is dropped.
     columns: what the ranks compare and learn of it in their handshake.
     """
 
     ids_TK: Tensor
-    plan: BalancePlan
+    plan: ReplicaPlan
     columns: dict[int, Tensor]
-    report: BalanceReport
+    report: ReplicationReport
 
-    def copies(self, rows: Exchange, told: Handshake, *, known: bool) -> CopyRoute:
+    def replicas(self, rows: Exchange, told: Handshake, *, known: bool) -> ReplicaRoute:
         """The way of the weights. rows: the way of the call's rows. told: the handshake that had these columns. known:
         whether ranks have compared in it what their weights are."""
         if known:
             rows.told.add(("experts", "forward"))
-        splits, home = told.split_sizes(handshake.COPIES), self.plan.place_EP.shape[0] // rows.transport.size
-        of_copies = sum(said[handshake.COPY_SLOTS] for said in told.received)
-        return CopyRoute(
+        splits, home = told.split_sizes(handshake.REPLICAS), self.plan.place_EP.shape[0] // rows.transport.size
+        of_replicas = sum(said[handshake.REPLICA_SLOTS] for said in told.received)
+        return ReplicaRoute(
             transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, told=rows.told, home=home,
-            num_slots=of_copies, home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_copies,
+            num_slots=of_replicas, num_home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_replicas,
             expert_M=leaving(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
             report=self.report,
         )  # fmt: skip
 
 
-class Balancer:
+class ReplicaPlanner:
     """One layer's. etp: over the ranks that share F, where it is shared: they compute each other's slots too.
 
     run: `layer_frame` of the layer.
     """
 
     def __init__(
-        self, config: BalanceConfig, num_experts: int, transport: Transport, etp: Transport | None,
+        self, config: ReplicationConfig, num_experts: int, transport: Transport, etp: Transport | None,
         run: Callable[..., Any],
     ) -> None:  # fmt: skip
         self.config, self.num_experts, self.transport, self.etp, self._run = config, num_experts, transport, etp, run
@@ -75,17 +75,17 @@ class Balancer:
         mine_E = counts_HPE[0 if self.etp is None else self.etp.rank, rank]
         fits = (mine_E == own_E).all()
         mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
-        plan = balance_plan(counts_HPE, self.config)
-        cells_EP = own_cells(plan, counts_HPE, 0 if self.etp is None else self.etp.rank, rank)
+        plan = replica_plan(counts_HPE, self.config)
+        cells_EP = slot_shares(plan, counts_HPE, 0 if self.etp is None else self.etp.rank, rank)
         columns = {
-            handshake.COPIES: plan.copies_PP[rank],
-            handshake.COPY_SLOTS: (cells_EP * (plan.place_EP >= self.home)).sum(0),
+            handshake.REPLICAS: plan.replicas_PP[rank],
+            handshake.REPLICA_SLOTS: (cells_EP * (plan.place_EP >= self.home)).sum(0),
             handshake.PLAN: torch.where(fits, plan.checksum & _NOT_NEGATIVE, handshake.UNFIT),
         }
-        report = BalanceReport(
+        report = ReplicationReport(
             loads_before_P=plan.slots_EP.sum(1).view(-1, self.home).sum(1),
             loads_after_P=plan.loads_P,
-            copies_P=plan.copies_P,
+            replicas_P=plan.replicas_P,
         )
         return Placed(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns, report=report)
 

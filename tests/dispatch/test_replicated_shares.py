@@ -1,4 +1,4 @@
-"""Balanced experts beside what else there is: ranks that share F plan together, a compiled layer has eager mode's bits,
+"""Replicated experts beside what else there is: ranks that share F plan together, a compiled layer has eager mode's bits,
 and on a device nothing is read between counts and experts."""
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.test_balanced_exchange import EVEN, D, E, K, factors
-from dispatch.test_balanced_schedule import Layer
+from dispatch.test_replicated_exchange import EVEN, D, E, K, factors
+from dispatch.test_replicated_schedule import Layer
 from dispatch.test_schedule import OneSync
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
@@ -33,22 +33,22 @@ def groups(transport: Any) -> tuple[Any, Any]:
 def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
     rank, ranks, m, errors = dist.get_rank(), 4, E // 2, {}
     over_ep, over_etp = groups(transport)
-    dispatcher = Dispatcher(E, over_ep, combine=combine, balance=EVEN, etp=over_etp, layer="moe")
+    dispatcher = Dispatcher(E, over_ep, combine=combine, replicate_experts=EVEN, etp=over_etp, layer="moe")
     shares = ExpertTensorGroup(over_etp, "moe")
     for pattern in PATTERNS:
         x, ids, w, mask = case(pattern, rank, ranks, E, K, D, torch.float64)
         own = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
-        assert own.copies is not None
+        assert own.replicas is not None
         rows = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
         first = rank // 2 * m
-        (copies,) = own.copies.send([torch.arange(first, first + m)[:, None]])
-        factor = factors()[torch.cat((torch.arange(first, first + m), copies[:, 0]))].requires_grad_()
+        (replicas,) = own.replicas.send([torch.arange(first, first + m)[:, None]])
+        factor = factors()[torch.cat((torch.arange(first, first + m), replicas[:, 0]))].requires_grad_()
         each_MK = factor[rows.ids_MK.clamp(0)] * rows.weights_MK
         half = rows.x_MD * each_MK.masked_fill(rows.ids_MK < 0, 0).sum(1)[:, None] / 2
         y = dispatcher.combine(shares.combine(half, rows), own)
         dx, dfactor = torch.autograd.grad(y.sum(), (x, factor))
         home = dfactor[:m].clone()
-        own.copies.add_home([dfactor[m:]], [home])
+        own.replicas.add_home([dfactor[m:]], [home])
         real = ids >= 0 if mask is None else (ids >= 0) & mask[:, None]
         clean = x.detach() if mask is None else x.detach().masked_fill(~mask[:, None], 0)
         f_TK = (factors()[ids.clamp(0)] * real * w.detach()).sum(1, keepdim=True)
@@ -57,7 +57,7 @@ def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
         dist.all_reduce(truth_E)
         pairs = {"y": (y, clean * f_TK), "dx": (dx, f_TK.expand_as(dx)), "experts": (home, truth_E[first : first + m])}
         errors |= {f"{pattern} {name}": relative_error(ours, truth) for name, (ours, truth) in pairs.items()}
-        report = dispatcher.balanced
+        report = dispatcher.replicated
         assert report is not None
         assert int((rows.ids_MK >= 0).sum()) == int(report.loads_after_P[rank // 2])
         assert int(report.loads_after_P.max()) <= -(-int(report.loads_before_P.sum()) // 2)
@@ -75,13 +75,13 @@ def broken_on_rank(transport: Any, what: str) -> tuple[str, tuple[int, ...], str
     guilty, shares = dist.get_rank() == 3, ExpertTensorGroup(over_etp, "moe")
     x, ids, w, _ = case("random", dist.get_rank(), 4, E, K, D, torch.float32)
 
-    def call(balance: BalanceConfig | None, x: Tensor, ids: Tensor) -> None:
-        own = Dispatcher(E, over_ep, balance=balance, etp=over_etp, layer="moe").dispatch(x, ids, w)
+    def call(replication: ReplicationConfig | None, x: Tensor, ids: Tensor) -> None:
+        own = Dispatcher(E, over_ep, replicate_experts=replicate_experts, etp=over_etp, layer="moe").dispatch(x, ids, w)
         shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
 
     call(EVEN, x, ids)
     wrong: dict[str, Any] = {
-        "rule": lambda: call(BalanceConfig(copy_cost=3) if guilty else EVEN, x, ids),
+        "rule": lambda: call(ReplicationConfig(copy_cost=3) if guilty else EVEN, x, ids),
         "shape": lambda: call(EVEN, x[0] if guilty else x, ids),
         "ids, plain": lambda: call(None, x, ids + E if guilty else ids),
     }
@@ -129,13 +129,13 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode() -> None:
 def test_nothing_is_read_back_from_a_device_but_the_headers(combine: CombineMode) -> None:
     """Tensors on `meta` have no values: any read by the host would raise. In a first call settings are compared too."""
     group = OneSync()
-    dispatcher = Dispatcher(E, group, combine=combine, balance=EVEN)
+    dispatcher = Dispatcher(E, group, combine=combine, replicate_experts=EVEN)
     dispatcher.calls = 1
     x = torch.randn(7, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
     rows = dispatcher.dispatch(x, torch.zeros(7, 2, dtype=torch.int64, device="meta"), torch.rand(7, 2, device="meta"))
-    assert rows.copies is not None
-    (copies,) = rows.copies.send([torch.empty(E // 2, 3, D, device="meta", dtype=torch.bfloat16)])
-    rows.copies.add_home([copies], [torch.empty(E // 2, 3, D, device="meta", dtype=torch.bfloat16)])
+    assert rows.replicas is not None
+    (replicas,) = rows.replicas.send([torch.empty(E // 2, 3, D, device="meta", dtype=torch.bfloat16)])
+    rows.replicas.add_home([replicas], [torch.empty(E // 2, 3, D, device="meta", dtype=torch.bfloat16)])
     y = dispatcher.combine(rows.x_MD * 2, rows)
     y.sum().backward()
     assert (y.shape, x.grad.shape) == (x.shape, x.shape)  # type: ignore[union-attr]
