@@ -12,8 +12,6 @@ from typing import Any
 
 from benchmarks import (
     adapters,
-    replica_model,
-    replica_plan,
     gpu,
     imbalance,
     loading,
@@ -21,6 +19,8 @@ from benchmarks import (
     overhead,
     quantized,
     replay,
+    replica_model,
+    replica_plan,
     step,
 )
 from benchmarks.campaign import Campaign
@@ -118,7 +118,14 @@ def build_parser() -> argparse.ArgumentParser:
     uneven("--dtype", nargs="+", default=["bf16"], choices=tuple(DTYPES))
     uneven("--transports", nargs="+", default=["shared_memory", "alltoall"], choices=DIRECT)
     uneven("--workloads", nargs="+", default=list(UNEVEN), choices=WORKLOADS)
-    uneven("--replicate-experts", nargs="+", type=_balance, default=["auto"], metavar="HOW", help="auto, or a tolerance: 0, 0.1")
+    uneven(
+        "--replicate-experts",
+        nargs="+",
+        type=_replication,
+        default=["auto"],
+        metavar="HOW",
+        help="auto, or a tolerance: 0, 0.1",
+    )
     uneven("--copy-cost", type=_positive, default=COPY_COST, metavar="SLOTS")
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
@@ -169,7 +176,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _balance(text: str) -> Replication:
+def _replication(text: str) -> Replication:
     return text if text == "auto" else float(text)  # type: ignore[return-value]
 
 

@@ -53,7 +53,7 @@ def test_there_and_back_with_equal_dims(name: str, dtype: torch.dtype, tmp_path:
     assert_same(state_of(model), state_of(other))
     back = convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")
     assert_same(names_and_bits(tmp_path / "hf"), names_and_bits(tmp_path / "again"))
-    assert (there.source_hash, there.hash) == (back.hash, back.source_hash)
+    assert (there.record.source_hash, there.record.hash) == (back.record.hash, back.record.source_hash)
     assert back.recorded
     opened, report = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
@@ -92,7 +92,7 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     assert_same(names_and_bits(tmp_path / "hf"), _read_all(SafetensorsFolder(tmp_path / "hf")))
     assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")))
     back = convert(tmp_path / "hf", tmp_path / "back", to="dcp")
-    assert back.hash == done.source_hash
+    assert back.record.hash == done.record.source_hash
 
 
 def test_weights_that_are_one_lie_once_in_safetensors_and_twice_in_a_checkpoint(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_record_and_the_index_say_what_is_there(tmp_path: Path) -> None:
     build("gpt_oss", experts=4).save_pretrained(tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     record: dict[str, Any] = json.loads((done.folder / "convert.json").read_text())
-    assert (record["source_hash"], record["hash"]) == (done.source_hash, done.hash)
+    assert (record["source_hash"], record["hash"]) == (done.record.source_hash, done.record.hash)
     index = read_index(done.folder)
     assert index.experts["model.layers.1.mlp.experts"]["gate_up_proj"] == [4, 16, 32]
     assert (index.step, index.world) == (0, 0)

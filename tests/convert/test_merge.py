@@ -17,7 +17,7 @@ from helpers.families import build_model, family_names
 from helpers.peft_case import fill, lora
 from trimtab.checkpoint import save
 from trimtab.cli.main import main
-from trimtab.convert.merge import Merged, merge
+from trimtab.convert.convert import Merged, merge
 from trimtab.errors import ConfigError, InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 
 
 def same_as_peft(folder: Path, done: Merged) -> None:
-    ours, theirs = tensors_of(done.folder), tensors_of(folder / "truth")
+    ours, theirs = tensors_of(done.written.folder), tensors_of(folder / "truth")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert tensor.dtype == ours[name].dtype

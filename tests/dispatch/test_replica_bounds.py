@@ -1,4 +1,4 @@
-"""With a tolerance, and equal numbers of tokens, the sizes of a balanced call are known before it is routed.
+"""With a tolerance, and equal numbers of tokens, the sizes of a call with replicas are known before it is routed.
 
 Legend: P ranks, E experts, e = E / P local ones, T tokens of a rank, K experts per token, D model dim, F hidden dim.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.workloads import WORKLOADS, draw
+from helpers.replica_bounds import replica_bounds
 from trimtab import ExpertMLP, oracle
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
-from helpers.replica_bounds import replica_bounds
-from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan, slot_shares, physical_ids
-from trimtab.dispatch.replication.route import leaving
+from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replication.route import experts_to_send
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_call import ExpertWeights
 
@@ -50,11 +50,11 @@ class AsMany:
 
 def test_the_bounds_by_hand() -> None:
     # 4 ranks x 24 tokens x 3 = 288 slots: 72 on a rank, and 102 of 1024 parts of them.
-    assert (BOUNDS.expert_rows, BOUNDS.rows, BOUNDS.replicas, BOUNDS.copies_sent) == (79, 79, 2, 4)
+    assert (BOUNDS.expert_rows, BOUNDS.rows, BOUNDS.replicas, BOUNDS.replicas_sent) == (79, 79, 2, 4)
     few = replica_bounds(TENTH, tokens=5, top_k=8, num_experts=64, ranks=8)
-    assert (few.expert_rows, few.rows, few.replicas, few.copies_sent) == (5, 5, 8, 14)
+    assert (few.expert_rows, few.rows, few.replicas, few.replicas_sent) == (5, 5, 8, 14)
     alone = replica_bounds(TENTH, tokens=5, top_k=2, num_experts=4, ranks=1)
-    assert (alone.expert_rows, alone.rows, alone.replicas, alone.copies_sent) == (10, 5, 0, 0)
+    assert (alone.expert_rows, alone.rows, alone.replicas, alone.replicas_sent) == (10, 5, 0, 0)
     loose = replica_bounds(ReplicationConfig(tolerance=9, copy_cost=0), tokens=5, top_k=2, num_experts=4, ranks=2)
     assert (loose.expert_rows, loose.rows) == (10, 5)
     with pytest.raises(ConfigError, match="give a tolerance"):
@@ -78,7 +78,7 @@ def test_from_counts_to_experts_nothing_is_read_and_every_size_is_the_bound(way:
         places_TK = physical_ids(ids_TK, slot_shares(plan, counts_HPE, 0, 1), plan)
         sent = plan_ranks(sort_by_rank(places_TK, 2 * HOME, P), T * min(K, P), T * K)
         assert sent.row_token_M.shape == (T * min(K, P),)
-        assert leaving(plan, 1, HOME, BOUNDS.copies_sent).shape == (BOUNDS.copies_sent,)
+        assert experts_to_send(plan, 1, HOME, BOUNDS.replicas_sent).shape == (BOUNDS.replicas_sent,)
         x_MD = torch.zeros(BOUNDS.rows, D, requires_grad=True)
         ids_MK, w_MK = torch.zeros(BOUNDS.rows, K, dtype=torch.int32), torch.zeros(BOUNDS.rows, K, requires_grad=True)
         weights = experts.expert_weights()
@@ -110,7 +110,7 @@ def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers
         assert int(here_TK.sum()) <= BOUNDS.expert_rows
         assert tokens.shape[0] <= BOUNDS.rows
         assert copied.shape[0] <= BOUNDS.replicas
-        assert int(plan.replicas_PP[rank].sum()) <= BOUNDS.copies_sent
+        assert int(plan.replicas_PP[rank].sum()) <= BOUNDS.replicas_sent
         x_MD, w_MK = x_TD.new_zeros(BOUNDS.rows, D), w_TK.new_zeros(BOUNDS.rows, K)
         ids_MK = torch.full((BOUNDS.rows, K), -1)
         x_MD[: len(tokens)], w_MK[: len(tokens)] = x_TD[tokens], w_TK[tokens]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuzz.replication import KINDS, balance_case, check_balance
+from fuzz.replication import KINDS, check_plan, plan_case
 from helpers.replica_plan_loops import alias_table, candidates, surplus_to_room
-from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan, slot_shares, physical_ids
+from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
 
 AUTO = ReplicationConfig(copy_cost=20)
@@ -25,15 +25,15 @@ AUTO = ReplicationConfig(copy_cost=20)
 def test_a_plan_is_that_of_plain_loops_and_keeps_what_it_promises(kind: str) -> None:
     """A few of the 10,000 draws of `python -m fuzz.replication 10000`."""
     for index in range(list(KINDS).index(kind), 600, len(KINDS)):
-        case = balance_case(0, index)
-        assert not check_balance(case), f"{kind}, case 0:{index}"
+        case = plan_case(0, index)
+        assert not check_plan(case), f"{kind}, case 0:{index}"
 
 
 def test_the_draws_reach_every_way_and_most_caps() -> None:
     ways: Counter[str] = Counter()
     caps = set()
     for index in range(480):
-        case = balance_case(0, index, most_ranks=8, most_experts=32)
+        case = plan_case(0, index, most_ranks=8, most_experts=32)
         loads, ranks = case.counts_HPE.sum((0, 1)).tolist(), case.counts_HPE.shape[1]
         cap = int(replica_plan(case.counts_HPE, case.config).cap)
         if case.config.tolerance is None:

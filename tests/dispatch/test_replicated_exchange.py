@@ -117,7 +117,7 @@ def gradients_of(replicas: list[int], rank: int) -> list[Tensor]:
 
 def weights_on_rank(transport: str) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher, m, moved = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), replicate_experts=EVEN), E // ranks, 0
+    dispatcher, m, moved = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), replication=EVEN), E // ranks, 0
     for seed, pattern in enumerate(("one_expert", "one_rank", "empty_source", "empty_world")):
         x, ids, w, _ = case(pattern, rank, ranks, E, K, D, torch.float32, seed)
         rows = dispatcher.dispatch(x, ids, w)

@@ -28,7 +28,11 @@ from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
-RULE, DEAR, LOOSE = ReplicationConfig(copy_cost=2), ReplicationConfig(copy_cost=3), ReplicationConfig(copy_cost=2, tolerance=0.25)
+RULE, DEAR, LOOSE = (
+    ReplicationConfig(copy_cost=2),
+    ReplicationConfig(copy_cost=3),
+    ReplicationConfig(copy_cost=2, tolerance=0.25),
+)
 PROMPT, DEADLINE = 8.0, 40.0
 """Seconds: of an error, on a machine that does other things too; and of all cases of a transport. A guard's are 300."""
 ALONE, EP, ETP = (3,), (1, 3), (2, 3)

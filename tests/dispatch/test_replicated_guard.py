@@ -1,5 +1,5 @@
-"""Replicated experts where ranks do not agree: each mistake of one rank is named on every rank, before weights move, and
-the group lives on."""
+"""Replicated experts where ranks do not agree: each mistake of one rank is named on every rank, before weights move,
+and the group lives on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def said_of(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str, list[st
 
 
 CONFIGS: dict[str, tuple[ReplicationConfig | None, ReplicationConfig | None]] = {
-    "copy_cost": (RULE, ReplicationConfig(copy_cost=3)), "tolerance": (RULE, ReplicationConfig(copy_cost=2, tolerance=0.25)),
+    "copy_cost": (RULE, ReplicationConfig(copy_cost=3)),
+    "tolerance": (RULE, ReplicationConfig(copy_cost=2, tolerance=0.25)),
     "off": (RULE, None), "on": (None, RULE),
 }  # fmt: skip
 
@@ -77,16 +78,16 @@ def configs_on_rank(transport: Callable[..., Transport], guard: bool) -> dict[st
     rank, made, found = dist.get_rank(), transport(dist.group.WORLD, guard=guard), {}
     x, ids, w, _ = case("one_rank", rank, RANKS, E, K, D, torch.float32)
     for what, (others, guilty) in CONFIGS.items():
-        dispatcher = Dispatcher(E, made, layer="moe", replicate_experts=guilty if rank == 1 else others)
+        dispatcher = Dispatcher(E, made, layer="moe", replication=guilty if rank == 1 else others)
         found[what] = said_of(lambda d=dispatcher: d.dispatch(x, ids, w))
-    wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", replicate_experts=RULE)
+    wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", replication=RULE)
     found["experts"] = said_of(lambda: wide.dispatch(x, ids, w))
-    dispatcher = Dispatcher(E, made, layer="moe", replicate_experts=RULE)
+    dispatcher = Dispatcher(E, made, layer="moe", replication=RULE)
     found["good"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up, down"))
     found["copied"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up" if rank == 1 else "up, down"))
     found["good again"] = said_of(lambda: dispatcher.dispatch(x, ids, w))
     for what in ("sent", "received"):
-        changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", replicate_experts=RULE)
+        changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", replication=RULE)
         found[what] = said_of(lambda d=changed: d.dispatch(x, ids, w))
     widths = dispatcher.dispatch(x, ids, w).replicas
     assert widths is not None
@@ -138,7 +139,7 @@ def test_ranks_that_would_plan_or_send_otherwise_are_named_on_every_rank(transpo
 
 def unusable_on_rank(guard: bool) -> list[tuple[str, tuple[int, ...], str, list[str]]]:
     guilty = dist.get_rank() == 1
-    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), replicate_experts=RULE)
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=guard), replication=RULE)
     x, ids, w, mask = case("masked", dist.get_rank(), RANKS, E, K, D, torch.float32)
     wrong: list[Callable[[], tuple[Tensor, ...]]] = [
         lambda: (x[None], ids, w, mask), lambda: (x, ids[1:], w, mask), lambda: (x, ids, w, mask),
@@ -185,7 +186,7 @@ def test_a_backward_that_is_asked_for_less_on_one_rank_is_named_on_every_rank() 
 
 def undecided_on_rank() -> list[tuple[str, tuple[int, ...], str, list[str]]]:
     """A block whose router, not one of ours, takes another expert when it runs again, on one rank."""
-    dispatcher, runs = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe", replicate_experts=RULE), [0]
+    dispatcher, runs = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe", replication=RULE), [0]
     x, ids, w, _ = case("one_rank", dist.get_rank(), RANKS, E, K, D, torch.float32)
 
     def block(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What replicated experts cost in collectives: a gather and a movement of weights more in the forward, a movement in the
-backward, on every rank, whatever the routing; no gather where a block is run again. And their numbers are plain ones'.
+"""What replicated experts cost in collectives: a gather and a movement of weights more in the forward, a movement in
+the backward, on every rank, whatever the routing; no gather where a block is run again. Their numbers are plain ones'.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
 from trimtab.dispatch.host_memory import HostMemory
 from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
-from trimtab.experts.replicated import weights_in_words
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.replicated import weights_in_words
 from trimtab.routing.recompute import replay_in_recompute
 
 E, K, D, F = 8, 3, 16, 8
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
     def __init__(self, transport: Any, combine: Any, replication: ReplicationConfig | None) -> None:
         super().__init__()
-        self.dispatcher = Dispatcher(E, transport, combine=combine, replicate_experts=replicate_experts, layer="moe")
+        self.dispatcher = Dispatcher(E, transport, combine=combine, replication=replication, layer="moe")
         m, first = self.dispatcher.experts_per_rank, dist.get_rank() * self.dispatcher.experts_per_rank
         self.experts = ExpertMLP(m, D, F, bias=True, dtype=torch.float64)
         for param, whole in zip(self.experts.parameters(), drawn(), strict=True):

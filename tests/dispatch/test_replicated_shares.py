@@ -1,5 +1,5 @@
-"""Replicated experts beside what else there is: ranks that share F plan together, a compiled layer has eager mode's bits,
-and on a device nothing is read between counts and experts."""
+"""Replicated experts beside what else there is: ranks that share F plan together, a compiled layer has eager mode's
+bits, and on a device nothing is read between counts and experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def groups(transport: Any) -> tuple[Any, Any]:
 def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
     rank, ranks, m, errors = dist.get_rank(), 4, E // 2, {}
     over_ep, over_etp = groups(transport)
-    dispatcher = Dispatcher(E, over_ep, combine=combine, replicate_experts=EVEN, etp=over_etp, layer="moe")
+    dispatcher = Dispatcher(E, over_ep, combine=combine, replication=EVEN, etp=over_etp, layer="moe")
     shares = ExpertTensorGroup(over_etp, "moe")
     for pattern in PATTERNS:
         x, ids, w, mask = case(pattern, rank, ranks, E, K, D, torch.float64)
@@ -65,7 +65,7 @@ def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("transport", "combine"), [(AllToAll, "sum"), (SharedMemory, "ordered")])
-def test_ranks_that_share_f_balance_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
+def test_ranks_that_share_f_plan_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
     assert run_ranks(shares_on_rank, 4, transport, combine) == [{}] * 4
 
 
@@ -76,7 +76,7 @@ def broken_on_rank(transport: Any, what: str) -> tuple[str, tuple[int, ...], str
     x, ids, w, _ = case("random", dist.get_rank(), 4, E, K, D, torch.float32)
 
     def call(replication: ReplicationConfig | None, x: Tensor, ids: Tensor) -> None:
-        own = Dispatcher(E, over_ep, replicate_experts=replicate_experts, etp=over_etp, layer="moe").dispatch(x, ids, w)
+        own = Dispatcher(E, over_ep, replication=replication, etp=over_etp, layer="moe").dispatch(x, ids, w)
         shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
 
     call(EVEN, x, ids)
@@ -129,7 +129,7 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode() -> None:
 def test_nothing_is_read_back_from_a_device_but_the_headers(combine: CombineMode) -> None:
     """Tensors on `meta` have no values: any read by the host would raise. In a first call settings are compared too."""
     group = OneSync()
-    dispatcher = Dispatcher(E, group, combine=combine, replicate_experts=EVEN)
+    dispatcher = Dispatcher(E, group, combine=combine, replication=EVEN)
     dispatcher.calls = 1
     x = torch.randn(7, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
     rows = dispatcher.dispatch(x, torch.zeros(7, 2, dtype=torch.int64, device="meta"), torch.rand(7, 2, device="meta"))

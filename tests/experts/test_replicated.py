@@ -1,4 +1,4 @@
-"""Experts that lend each other replicas for one call: outputs and gradients are those of one module with all experts."""
+"""Experts that lend each other replicas for one call: outputs and gradients are those of one module of all experts."""
 
 from __future__ import annotations
 

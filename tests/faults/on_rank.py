@@ -133,8 +133,10 @@ class Layer:
         saboteur.layer = index
         fingerprint = "hidden 24" if saboteur.wants("fingerprint", step=-1) else "hidden 16"
         name = f"layers.{index}"
-        rule = ReplicationConfig(tolerance=0.0, copy_cost=0) if f.balanced else None
-        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, replication=rule)
+        rule = ReplicationConfig(tolerance=0.0, copy_cost=0) if f.replicated else None
+        self.dispatcher = Dispatcher(
+            E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, replication=rule
+        )
         self.experts = ExpertMLP(self.dispatcher.experts_per_rank, D, F)
         self.wide = ExpertMLP(self.dispatcher.experts_per_rank, D + 8, F)
 
@@ -167,7 +169,7 @@ class Layer:
     def _at(self, phase: str, direction: str) -> None:
         """Between movements, but where a movement is meant."""
         self.saboteur.layer = self.index
-        if not self.saboteur.fault.balanced:
+        if not self.saboteur.fault.replicated:
             self.saboteur.at(phase, direction)
 
 

@@ -1,5 +1,5 @@
-"""`python -m fuzz.replication 10000`: random and adversarial counts through the plan of replicated experts, against loops
-over Python's integers and against what a plan promises. With tests/ on the path.
+"""`python -m fuzz.replication 10000`: random and adversarial counts through the plan of replicated experts, against
+loops over Python's integers and against what a plan promises. With tests/ on the path.
 
 Legend: P ranks, E experts, e = E / P local ones, H ranks that split each expert's F.
 """
@@ -16,10 +16,17 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from helpers.replica_bounds import replica_bounds
 from helpers.replica_plan_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
-from helpers.replica_bounds import replica_bounds
-from trimtab.dispatch.replication.plan import ReplicationConfig, ReplicaPlan, replica_plan, home, slot_shares, physical_ids
+from trimtab.dispatch.replication.plan import (
+    ReplicaPlan,
+    ReplicationConfig,
+    home_view,
+    physical_ids,
+    replica_plan,
+    slot_shares,
+)
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -27,7 +34,7 @@ COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceCase:
+class PlanCase:
     """Counts [H, P, E] and what is asked of their plan. `kind`: how the counts were drawn."""
 
     kind: str
@@ -115,7 +122,7 @@ KINDS: dict[str, Callable[[int, int, int, torch.Generator], Tensor]] = {
 }  # fmt: skip
 
 
-def balance_case(seed: int, index: int, most_ranks: int = 64, most_experts: int = 512) -> BalanceCase:
+def plan_case(seed: int, index: int, most_ranks: int = 64, most_experts: int = 512) -> PlanCase:
     """The case of a number: small ones, and one in four as large as asked for."""
     g = torch.Generator().manual_seed(seed * 1_000_003 + index)
     large = index // len(KINDS) % 4 == 3
@@ -126,12 +133,12 @@ def balance_case(seed: int, index: int, most_ranks: int = 64, most_experts: int 
     counts = KINDS[kind]((1, 1, 1, 2, 3)[int(_ints(5, (), g))], ranks, e, g)
     tolerance = TOLERANCES[int(_ints(len(TOLERANCES), (), g))]
     cost = int(counts.sum()) * COSTS[int(_ints(len(COSTS), (), g))] // ranks
-    return BalanceCase(
+    return PlanCase(
         kind=kind, counts_HPE=counts, config=ReplicationConfig(tolerance=tolerance, copy_cost=min(int(cost), 2**32))
     )
 
 
-def check_balance(case: BalanceCase) -> list[str]:
+def check_plan(case: PlanCase) -> list[str]:
     """What is wrong with the plan of a case, in words."""
     counts_HPE, config = case.counts_HPE, case.config
     plan = replica_plan(counts_HPE, config)
@@ -144,7 +151,7 @@ def check_balance(case: BalanceCase) -> list[str]:
     found = candidates(loads, ranks, config.parts, config.copy_cost)
     chosen = best(found)
     moves = plan.slots_EP.clone()
-    home(moves).zero_()
+    home_view(moves).zero_()
     here = {(int(e), int(rank)): int(moves[e, rank]) for e, rank in moves.nonzero()}
     if here != dict(chosen.moves):
         wrong.append(f"moves {here}, in loops {dict(chosen.moves)}")
@@ -168,7 +175,7 @@ def _broken_promises(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor, c
     loads_E = counts_HPE.sum((0, 1))
     mean = -(-int(loads_E.sum()) // ranks)
     is_replica_EP = plan.slots_EP > 0
-    home(is_replica_EP).fill_(False)
+    home_view(is_replica_EP).fill_(False)
     pairs = int(is_replica_EP.view(ranks, e, ranks).any(1).sum())
     most = int(plan.loads_P.max())
     before = int(loads_E.view(ranks, e).sum(1).max())
@@ -195,7 +202,7 @@ def _broken_promises(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor, c
         promises["bounds that are known before"] = (
             most <= bounds.expert_rows
             and int(into_P.max()) <= bounds.replicas
-            and int(plan.replicas_PP.sum(1).max()) <= bounds.copies_sent
+            and int(plan.replicas_PP.sum(1).max()) <= bounds.replicas_sent
         )
     if config.tolerance is None:
         promises["never dearer than moving nothing"] = cost <= before
@@ -227,8 +234,8 @@ def main() -> int:
     torch.set_num_threads(1)
     progress, start, failures = Progress(options.cases), time.perf_counter(), 0
     for index in range(options.cases):
-        case = balance_case(options.seed, index)
-        if wrong := check_balance(case):
+        case = plan_case(options.seed, index)
+        if wrong := check_plan(case):
             failures += 1
             print(f"\ncase {options.seed}:{index} ({case.kind}, {case.config}): {'; '.join(wrong)[:2000]}")
         progress.step(f"{failures} failed")

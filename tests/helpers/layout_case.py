@@ -114,7 +114,7 @@ class Ranks:
         style = ExpertParallel(
             transport=o.transport, tokens=o.tokens, combine=o.combine,  # type: ignore[arg-type]
             tp_mesh=self.dense["tp"] if o.tokens != "own" else None, cp_mesh=self.dense["cp"] if o.cp > 1 else None,
-            etp="etp" if o.etp > 1 else None, replicate_experts=o.balance, copy_cost=0,
+            etp="etp" if o.etp > 1 else None, replicate_experts=o.replicate_experts, copy_cost=0,
         )  # fmt: skip
         on = self.experts["etp", "ep"] if o.etp > 1 else self.experts["ep"]
         parallelize(model, on, {"layers.*.moe": style})
@@ -254,5 +254,5 @@ def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layou
             for name, error in ranks.step(case, truth).items():
                 errors.setdefault(layout, {})[f"{case} {name}"] = error
         check_replicated(ranks.runner)
-        assert (ranks.replicas > 0) == (layout.balance != "off" and layout.ep > 1), layout
+        assert (ranks.replicas > 0) == (layout.replicate_experts != "off" and layout.ep > 1), layout
     return errors

@@ -115,12 +115,12 @@ def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple
 
 
 def train_in_trainer(case: Case, folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """With and without `average_replicated`, and with replicated experts, whose loads are in the last file: two batches a
-    step and rank."""
+    """With and without `average_replicated`, and with replicated experts, whose loads are in the last file: two batches
+    a step and rank."""
     quiet()
     trimtab.integrations.transformers.register()
     trimtab.integrations.transformers.register(REPLICATED, replicate_experts=0.0, copy_cost=0)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
-    balanced = replace(case, experts=REPLICATED, exchange=REPLICATED)
-    ways = (case, False), (case, True), (balanced, True)
+    replicated = replace(case, experts=REPLICATED, exchange=REPLICATED)
+    ways = (case, False), (case, True), (replicated, True)
     return [run_trainer(load(case, folder), folder, 2, average) for case, average in ways]

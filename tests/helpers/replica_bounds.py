@@ -18,25 +18,27 @@ from trimtab.validation import check_sizes
 class ReplicaBounds:
     """The most that any rank has in one call, whatever the router says.
 
-    expert_rows: slots that it computes, its own experts' and replicas' together; either may have them all. Segments that
-        are padded to an alignment have up to (alignment - 1) more for each of the 2e experts.
+    expert_rows: slots that it computes, its own experts' and replicas' together; either may have them all. Segments
+        that are padded to an alignment have up to (alignment - 1) more for each of the 2e experts.
     rows: rows that it receives, one per token that needs one of its experts or replicas.
     replicas: experts of other ranks that it is sent.
-    copies_sent: replicas of its own experts that it sends.
+    replicas_sent: replicas of its own experts that it sends.
     """
 
     expert_rows: int
     rows: int
     replicas: int
-    copies_sent: int
+    replicas_sent: int
 
 
-def replica_bounds(config: ReplicationConfig, *, tokens: int, top_k: int, num_experts: int, ranks: int) -> ReplicaBounds:
+def replica_bounds(
+    config: ReplicationConfig, *, tokens: int, top_k: int, num_experts: int, ranks: int
+) -> ReplicaBounds:
     """The bounds of any call with at most so many tokens on all ranks together, those that share F included.
 
     A rank computes at most ceil(T K / P) slots and the tolerance of that: the plan moves whatever is above, and fewer
-    slots, as where some are dropped, have no larger cap. A received row has a slot here and a token of its own. Replicas
-    come to a rank at most e, see `rule`; and what a donor gives is cut at most where one of
+    slots, as where some are dropped, have no larger cap. A received row has a slot here and a token of its own.
+    Replicas come to a rank at most e, see `rule`; and what a donor gives is cut at most where one of
     its e experts or one of its P - 1 receivers begins.
 
     Raises:
@@ -53,5 +55,5 @@ def replica_bounds(config: ReplicationConfig, *, tokens: int, top_k: int, num_ex
         expert_rows=most,
         rows=min(most, tokens),
         replicas=e if ranks > 1 else 0,
-        copies_sent=min(e * (ranks - 1), e + ranks - 2) if ranks > 1 else 0,
+        replicas_sent=min(e * (ranks - 1), e + ranks - 2) if ranks > 1 else 0,
     )

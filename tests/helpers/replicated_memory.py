@@ -73,5 +73,5 @@ def held(replicate_experts: Any, again: bool, main_grad: bool) -> Held:
 
 
 def on_rank(main_grad: bool) -> list[tuple[Held, Held]]:
-    """Plain and balanced; kept, and recomputed."""
+    """Plain and replicated; kept, and recomputed."""
     return [(held("off", again, main_grad), held(0.0, again, main_grad)) for again in (False, True)]

@@ -14,24 +14,27 @@ from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
 from mutants.patching import Mutant, Patches, RanksTest
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication import balancer
-from trimtab.dispatch.replication import plan as balance
+from trimtab.dispatch.replication import plan, planner
 from trimtab.dispatch.replication.planner import ReplicaPlanner
 from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.replication.rule import Pieces
-from trimtab.experts import copied
+from trimtab.experts import replicated
 from trimtab.routing.recompute import replaying
 
 
 def _times(p: Patches, factor: int) -> None:
     @p.around(ReplicaRoute, "add_home")
-    def add_home(original: Any, self: ReplicaRoute, replicas: Sequence[Tensor], into: Sequence[Tensor], *then: Any) -> None:
+    def add_home(
+        original: Any, self: ReplicaRoute, replicas: Sequence[Tensor], into: Sequence[Tensor], *then: Any
+    ) -> None:
         original(self, [factor * grad for grad in replicas], into, *then)
 
 
 def _home_last(p: Patches) -> None:
     @p.around(ReplicaRoute, "add_home")
-    def add_home(original: Any, self: ReplicaRoute, replicas: Sequence[Tensor], into: Sequence[Tensor], *then: Any) -> None:
+    def add_home(
+        original: Any, self: ReplicaRoute, replicas: Sequence[Tensor], into: Sequence[Tensor], *then: Any
+    ) -> None:
         sums = [torch.zeros_like(home) for home in into]
         original(self, replicas, sums, *then)
         for home, of_replicas in zip(into, sums, strict=True):
@@ -50,21 +53,21 @@ def _local_counts(p: Patches) -> None:
 def _own_constants(p: Patches) -> None:
     @p.around(Dispatcher, "__init__")
     def init(original: Any, self: Dispatcher, experts: int, transport: Any = None, **options: Any) -> None:
-        rule = options.get("balance")
+        rule = options.get("replication")
         if rule is not None and transport is not None:
-            options["replicate_experts"] = replace(rule, copy_cost=rule.copy_cost + transport.rank)
+            options["replication"] = replace(rule, copy_cost=rule.copy_cost + transport.rank)
         original(self, experts, transport, **options)
 
 
 def _one_slot_short(p: Patches) -> None:
-    @p.around(balance, "pieces_of")
+    @p.around(plan, "pieces_of")
     def pieces_of(original: Any, *args: Any) -> Pieces:
         made: Pieces = original(*args)
         return replace(made, slots_n=(made.slots_n - 1).clamp(min=0))
 
 
 def _one_slot_astray(p: Patches) -> None:
-    @p.around(balancer, "slot_shares")
+    @p.around(planner, "slot_shares")
     def slot_shares(original: Any, *args: Any) -> Tensor:
         cells_EP: Tensor = original(*args)
         starts, last = cells_EP.argmax(1), cells_EP.shape[1] - 1
@@ -76,8 +79,8 @@ def _one_slot_astray(p: Patches) -> None:
 
 
 def _wrong_expert(p: Patches) -> None:
-    @p.around(balancer, "leaving")
-    def leaving(original: Any, plan: Any, rank: int, home: int, replicas: int) -> Tensor:
+    @p.around(planner, "experts_to_send")
+    def experts_to_send(original: Any, plan: Any, rank: int, home: int, replicas: int) -> Tensor:
         expert_M: Tensor = original(plan, rank, home, replicas)
         return home - 1 - expert_M
 
@@ -92,7 +95,7 @@ def _not_sent_again(p: Patches) -> None:
 
 
 def _main_grad_lost(p: Patches) -> None:
-    p.wrap(copied._OfCopies, "take", lambda take: lambda self: take(self).zero_())
+    p.wrap(replicated._OfCopies, "take", lambda take: lambda self: take(self).zero_())
 
 
 def main_grads_on_rank() -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import trimtab
-from helpers.replicated_ranks import D, E, F, K, build, given, solve
 from helpers.comparing import assert_close
 from helpers.layer_case import slope
 from helpers.ranks import preload, run_ranks, unpacked
+from helpers.replicated_ranks import D, E, F, K, build, given, solve
 from trimtab.errors import ConfigError, DesyncError
 from trimtab.experts.recipes import FP8Blockwise
 
@@ -40,9 +40,9 @@ def test_experts_that_keep_something_between_calls() -> None:
         "a recipe": {"recipe": FP8Blockwise(backend="emulated")},
     }.items():
         moe, mesh = build("moe", dtype=torch.float32, **more), cast(DeviceMesh, None)  # which is not asked
-        with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
+        with pytest.raises(ConfigError, match=f"experts with {name} are not replicated"):
             trimtab.ExpertParallel(replicate_experts="auto").check(moe, mesh)
-        with pytest.raises(ConfigError, match=f"experts with {name} are not balanced"):
+        with pytest.raises(ConfigError, match=f"experts with {name} are not replicated"):
             moe.experts(torch.ones(1, D), torch.zeros(1, 1).long(), torch.ones(1, 1), replicas=cast(Any, "some"))
 
 
@@ -72,7 +72,9 @@ def seen_on_rank(mode: str) -> list[tuple[str, torch.Tensor]]:
     moe, seen = build("moe", main_grad=mode), []
     names = [name for name, _ in moe.named_parameters()]
     keys = list(moe.state_dict())
-    trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)})
+    trimtab.parallelize(
+        moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)}
+    )
 
     def hook(name: str) -> Any:
         def see(param: Any) -> None:
@@ -106,13 +108,15 @@ def test_hooks_see_each_parameter_once_and_whole(mode: str) -> None:
             assert_close(grad, wanted, 1e-12, name)
 
 
-def test_a_group_of_one_has_nothing_to_balance() -> None:
+def test_a_group_of_one_has_nothing_to_replicate() -> None:
     assert run_ranks(alone_on_rank, 1) == [True]
 
 
 def alone_on_rank() -> bool:
     moe, same = build("moe"), build("moe")
-    trimtab.parallelize(moe, init_device_mesh("cpu", (1,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)})
+    trimtab.parallelize(
+        moe, init_device_mesh("cpu", (1,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)}
+    )
     x = torch.randn(5, D, dtype=torch.float64)
     assert (moe.dispatcher.replication, moe.dispatcher.replicated) == (None, None)
     assert moe.experts.num_experts == E

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from helpers.replicated_models import KINDS, WAYS, on_four_ranks, on_two_ranks, truths_of
 from helpers.ranks import preload, run_ranks
+from helpers.replicated_models import KINDS, WAYS, on_four_ranks, on_two_ranks, truths_of
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 FULL = pytest.mark.replicated_full

@@ -1,26 +1,26 @@
-"""Replicated experts hold replicas, their gradients while they go home, and nothing as large as all experts of a rank."""
+"""Replicated experts hold replicas, their gradients while they go home, and nothing as large as a rank's experts."""
 
 from __future__ import annotations
 
 import pytest
 
-from helpers.replicated_memory import COPY, on_rank
 from helpers.ranks import preload, run_ranks
+from helpers.replicated_memory import COPY, on_rank
 
 preload("torch._dynamo")
 ODD = 0.3
-"""Of a replica's bytes: rows, pre-activations and indices, which are elsewhere than without replicate_experts."""
+"""Of a replica's bytes: rows, pre-activations and indices, which are elsewhere than without replicas."""
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_two_copies_of_four_experts(main_grad: bool) -> None:
     donor, receiver = run_ranks(on_rank, 2, main_grad)
     for rank, found in enumerate((donor, receiver)):
-        for again, (plain, balanced) in enumerate(found):
+        for again, (plain, replicated) in enumerate(found):
             replicas = 2 * rank
-            assert balanced.replicas == replicas
+            assert replicated.replicas == replicas
             forward, kept, backward = (
-                (getattr(balanced, when) - getattr(plain, when)) / COPY for when in ("forward", "kept", "backward")
+                (getattr(replicated, when) - getattr(plain, when)) / COPY for when in ("forward", "kept", "backward")
             )
             assert abs(kept - (0 if again else replicas)) <= ODD, "replicas, and none under recompute"
             assert forward <= 2 + ODD, "what leaves or comes"

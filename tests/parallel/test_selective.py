@@ -59,7 +59,13 @@ def selective_on_rank(replicate_experts: Any) -> dict[str, float]:
         model = build(torch.float32)
         mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
         parallelize(
-            model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0)}
+            model,
+            mesh,
+            {
+                "layers.*.moe": ExpertParallel(
+                    etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0
+                )
+            },
         )
         for layer in model.layers:
             layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
@@ -72,7 +78,7 @@ def selective_on_rank(replicate_experts: Any) -> dict[str, float]:
     return gaps
 
 
-@pytest.mark.parametrize("balance", ["off", 0.0])
+@pytest.mark.parametrize("replicate_experts", ["off", 0.0])
 def test_what_a_policy_keeps_is_what_was_brought(replicate_experts: Any) -> None:
     for gaps in run_ranks(selective_on_rank, 2, replicate_experts):
         assert len(gaps) == 2 * len(KEPT)

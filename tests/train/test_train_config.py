@@ -72,7 +72,7 @@ def test_refuses_senseless_options(options: dict[str, object]) -> None:
         TrainConfig(**options)  # type: ignore[arg-type]
 
 
-def test_balance_is_a_word_or_a_number() -> None:
+def test_replicate_experts_is_a_word_or_a_number() -> None:
     assert [TrainConfig(replicate_experts=given).tolerance for given in ("off", "auto", "0.1")] == ["off", "auto", 0.1]
 
 

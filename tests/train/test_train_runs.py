@@ -301,7 +301,16 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
-    dry = [*map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--replicate-experts", "auto"]
+    dry = [
+        *map(str, options),
+        "--batch-size",
+        "4",
+        "--out",
+        str(tmp_path / "run"),
+        "--dry-run",
+        "--replicate-experts",
+        "auto",
+    ]
     assert main(["train", *dry]) == 0
     said = capsys.readouterr().out
     for words in (

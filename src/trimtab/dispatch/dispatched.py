@@ -24,7 +24,7 @@ class Dispatched:
     ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
     weights_MK: [M', K] float32 (float64 for float64 tokens).
     num_slots: how many ids are not -1, or how many at most, where the host knows it.
-    replicas: with replicated experts, where replicas of other ranks' come from; ids of them follow those of the rank's own.
+    replicas: with replicated experts, the way of the weights; ids of replicas follow those of the rank's own experts.
     """
 
     x_MD: Tensor

@@ -21,8 +21,8 @@ from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.exchange import told_to
 from trimtab.dispatch.handshake import NOTHING, CallId, Shared
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.planner import ReplicaPlanner
 from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.planner import ReplicaPlanner
 from trimtab.dispatch.replication.route import ReplicationReport
 from trimtab.dispatch.route import (
     Combine,
@@ -67,10 +67,10 @@ class Dispatcher:
         balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
             slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
         etp: the ranks that share each expert's F. Under a guard an error of this group's is told to them, who would
-            wait; and where experts are balanced they plan together, for each computes the slots of all.
+            wait; and where experts are replicated they plan together, for each computes the slots of all.
 
     balance: the rule by which experts are copied, None where none are.
-    balanced: what balancing did in the last call; None where nothing is balanced.
+    replicated: what replication did in the last call; None where nothing is replicated.
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -106,8 +106,9 @@ class Dispatcher:
         self._etp_guard: Guard | None = getattr(etp, "guard", None)
         self.replicated: ReplicationReport | None = None
         self.replication, self._planner = None, None
-        if balance is not None and transport is not None:
-            self.replication, self._planner = balance, ReplicaPlanner(balance, num_experts, transport, etp, self._run)
+        if replication is not None and transport is not None:
+            self.replication = replication
+            self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)
         self._places = self.experts_per_rank * (1 if self._planner is None else 2)
 
     def begin(self) -> None:
@@ -139,7 +140,7 @@ class Dispatcher:
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
             copied: with replicated experts, what of them is copied and what of that has gradients, the same on every
-                rank; see `trimtab.experts.replicated.weights_in_words`. Without it, ranks under a guard compare the weights
+                rank; see `trimtab.experts.replicated.weights_in_words`. Without it, ranks under a guard compare weights
                 in a message of its own before they move.
 
         Raises:

@@ -3,7 +3,7 @@ compare the same columns, so a rank out of step is an error with both sides' nam
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
                          GRAD, LINES and SIZES of what is shared,
-                         REPLICAS, REPLICA_SLOTS and PLAN where balanced
+                         REPLICAS, REPLICA_SLOTS and PLAN of replicated experts
     the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
 

@@ -64,7 +64,7 @@ _LIKELY = re.compile(r"(trace|rank).*\d(\.(json|pickle|pkl))?$")
 
 
 class _Plain(pickle.Unpickler):
-    """Of builtin containers and numbers."""
+    """Unpickles builtin containers and numbers alone."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise InputError(

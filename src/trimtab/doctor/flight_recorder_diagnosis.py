@@ -143,7 +143,7 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
 
 
 def _differences(stop: Stop) -> str:
-    """How the entries of one collective differ between ranks in a way that cannot work; "" if they agree."""
+    """The difference between ranks in one collective that cannot work; "" if they agree."""
     entries = list(stop.here.values())
     places = [place_of(e) for e in entries]
     # Everything, but for rows in an all-to-all, whose number is each rank's own.
@@ -207,38 +207,37 @@ class Place:
 
 def place_of(entry: Entry) -> Place:
     """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
-    inside = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
-    names = {name for file, name in inside if file.startswith("dispatch/")}
-    maps = {name for file, name in inside if file == "dispatch/route.py"}
+    calls = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
+
+    def called(where: str) -> set[str]:
+        return {name for file, name in calls if file.startswith(where)}
+
+    names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replication/"))
     # Of our own functions: below a forward that is computed again lies torch's backward.
-    backward = any(file.startswith("dispatch/") and name == "backward" for file, name in inside)
-    layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
+    backward, checked = "backward" in names, "handshake" in names
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
     phase = "dispatch" if out != backward else "combine"
-    copies = {name for file, name in inside if file == "dispatch/replication/route.py"} & {"send", "add_home"}
+    rows = out != home and not checked
     if names & {"join_shards", "unshard", "take_shard"}:
-        what, phase = "sequence shards put together", "shard"
-    elif copies:
-        what, phase, backward = "copies of experts", "experts", "add_home" in copies
-    elif ("dispatch/balancer.py", "gather") in inside:
-        what, phase, backward = "slots of each expert", "route", False
-    elif "handshake" in names and out == home:
-        what, phase, backward = "exchange of counts", "count", False
-    elif "handshake" in names:
-        what = f"check before {phase}"
+        what, phase, rows = "sequence shards put together", "shard", False
+    elif replication & {"send", "add_home"}:
+        what, phase, backward, rows = "replicas of experts", "experts", "add_home" in replication, not checked
+    elif "gather" in replication:
+        what, phase, backward, rows = "slots of each expert", "route", False, False
     elif out != home:
         what = phase
+    elif checked:
+        what, phase, backward, checked = "exchange of counts", "count", False, False
     else:
         what, phase, backward = _other(entry), "", False
-    checked = phase in ("experts", "route") and "handshake" in names
     return Place(
-        what=f"check before {what}" if checked else what, phase=phase, backward=backward, layer=layer,
-        rows=what == phase or (phase == "experts" and not checked), at=_users(entry.frames),
+        what=f"check before {what}" if checked else what, phase=phase, rows=rows, backward=backward,
+        layer=next((f.name for f in entry.frames if f.file == LAYER_FILE), ""), at=_users(entry.frames),
     )  # fmt: skip
 
 
 def _other(entry: Entry) -> str:
-    """What is not an exchange of ours."""
+    """The name of a collective that is not an exchange of ours."""
     backward = any(f.name == "backward" for f in entry.frames)
     kinds = {"all_gather": "gathers parameters", "reduce_scatter": "scatters gradients"}
     fsdp = next((says for op, says in kinds.items() if op in entry.op), "reduces gradients over replicas")

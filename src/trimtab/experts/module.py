@@ -29,8 +29,8 @@ from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, hold
 
 if TYPE_CHECKING:
     from trimtab.experts.adapters import Adapters
-    from trimtab.experts.replicated import Replicas
     from trimtab.experts.recipes.base import Recipe
+    from trimtab.experts.replicated import Replicas
 
 
 def check_activation(name: str) -> None:
@@ -182,7 +182,13 @@ class ExpertMLP(GroupedModule):
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, replicas: Replicas | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
@@ -192,8 +198,8 @@ class ExpertMLP(GroupedModule):
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
-            replicas: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
-                gradients of replicas are added to those of their homes in the backward, see `trimtab.experts.replicated`.
+            replicas: those of other ranks' experts that have rows here in this call, of ids from E on. Collective then;
+                the backward adds their gradients to those of their homes, see `trimtab.experts.replicated`.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.

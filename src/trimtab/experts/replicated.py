@@ -4,8 +4,8 @@
     backward    home gradient += C^T gradients of replicas, then that of x
 
 One autograd function has both, so that on every rank, replicas or none, weights' gradients are at home before the rows'
-gradients leave, by data dependency. A replica is no parameter: hooks, norms, optimizers and reductions see the home alone,
-once, and complete. Frozen weights and codes go out and nothing of them comes back; adapters go with their experts.
+gradients leave, by data dependency. A replica is no parameter: hooks, norms, optimizers and reductions see the home
+alone, once, and complete. Frozen weights and codes go out and nothing of them comes back; adapters go with experts.
 
 Legend: e experts at home, n replicas on this rank, M rows, K slots per row, D model dim.
 """
@@ -37,7 +37,7 @@ Empty = Callable[..., Tensor]
 class Replicas(Protocol):
     """The way of one call's weights over the expert group. Both methods are collectives.
 
-    number: n. num_home_slots, num_slots: kept slots of the experts at home and of the replicas, where the host knows them.
+    number: n. num_home_slots, num_slots: kept slots of the experts at home and of the replicas, where known.
     """
 
     @property
@@ -67,7 +67,7 @@ def check_replicable(experts: GroupedModule, layer: str = "") -> None:
     for name, has in (("delay_wgrad", experts.delay_wgrad), ("a recipe", experts.recipe is not None)):
         if has:
             raise ConfigError(
-                f"experts with {name} are not balanced: a replica is there for one call, and could not keep what that "
+                f"experts with {name} are not replicated: a replica lives for one call, and could not keep what that "
                 "keeps. Leave one of the two out",
                 layer=layer, phase="experts",
             )  # fmt: skip
@@ -77,21 +77,21 @@ def run_with_replicas(
     run: Run, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas, *,
     main_grad: MainGradMode = "off", empty_like: Empty = torch.empty_like, num_slots: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`run` on the experts at home, ids 0 .. e - 1, plus `run` on the replicas, ids e .. e + n - 1. Collective, whatever
-    this rank has.
+    """`run` on the experts at home, ids 0 .. e - 1, plus `run` on the replicas, ids e .. e + n - 1. Collective,
+    whatever this rank has.
 
     main_grad: where the gradients of up and down go. Those of replicas are made in its dtype, by `empty_like`.
     num_slots: a bound for each of both, where `replicas` does not know those of the rows.
 
     Which tensors are trained, and what a backward is asked for, must be the same on every rank.
     """
-    home, replicas_, x_MD = with_replicas(weights, x_MD, replicas, main_grad, empty_like)
+    home, of_others, x_MD = with_replicas(weights, x_MD, replicas, main_grad, empty_like)
     of_home = replicas.num_home_slots if num_slots is None else num_slots
     y = run(home, x_MD, ids_MK, w_MK, of_home)
     if not replicas.number:
         return y
     of_replicas = replicas.num_slots if num_slots is None else num_slots
-    return y.add_(run(copied, x_MD, ids_MK - weights.down.shape[0], w_MK, of_replicas))
+    return y.add_(run(of_others, x_MD, ids_MK - weights.down.shape[0], w_MK, of_replicas))
 
 
 def with_replicas(
@@ -100,8 +100,8 @@ def with_replicas(
 ) -> tuple[ExpertWeights, ExpertWeights, Tensor]:  # fmt: skip
     """The weights at home, those of the replicas, and the rows, tied. Collective.
 
-    Neither of the weights keeps memory alive for a backward that autograd does not save: under recomputation replicas are
-    gone between forward and backward.
+    Neither of the weights keeps memory alive for a backward that autograd does not save: under recomputation replicas
+    are gone between forward and backward.
     """
     parts = _parts(weights)
     experts = weights.down.shape[0]
@@ -109,13 +109,13 @@ def with_replicas(
     trained = [i for i in moved if torch.is_grad_enabled() and parts[i].requires_grad]
     fused = [i for i in trained if i < 2 and main_grad != "off"]
     call = _Call(replicas=replicas, parts=parts, moved=moved, trained=trained)
-    home, replicas_, x_MD = _tie(call, x_MD)
-    owners = [_outline(copy, i in trained) for i, copy in enumerate(copied[:4])]
+    home, copies, x_MD = _tie(call, x_MD)
+    owners = [_outline(copy, i in trained) for i, copy in enumerate(copies[:4])]
     for i in fused:
         main = call.fused[trained.index(i)] = _OfCopies(parts[i], owners[i], main_grad, empty_like)
         main.offer()
     call.forget()
-    return _rebuilt(weights, home, parts[:4]), _rebuilt(weights, copied, owners), x_MD
+    return _rebuilt(weights, home, parts[:4]), _rebuilt(weights, copies, owners), x_MD
 
 
 def tied(weights: Sequence[Tensor], x_MD: Tensor, replicas: Replicas) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -138,7 +138,7 @@ def _tie(call: _Call, x_MD: Tensor) -> tuple[list[Any], list[Any], Tensor]:
         call.send()
     for i, copy in call.frozen.items():
         copied[i] = copy
-    return home, replicas_, x_MD
+    return home, copied, x_MD
 
 
 def _parts(weights: ExpertWeights) -> list[Any]:
@@ -173,7 +173,7 @@ def _outline(copy: Tensor | None, trained: bool) -> Tensor | None:
 
 @dataclass(eq=False)
 class _OfCopies:
-    """The gradient of replicas of a weight whose own goes into `main_grad`: in the same dtype, made when a backward asks.
+    """The gradient of replicas of a weight whose own goes into `main_grad`: in its dtype, made when a backward asks.
 
     owner: the weight at home. outline: of its replicas, at which the gradient is left.
     """

@@ -17,8 +17,8 @@ from trimtab.dispatch.replication.plan import COPY_COST, Replication, replicatio
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
-from trimtab.experts.replicated import check_replicable
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.replicated import check_replicable
 from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ParallelExperts, check_split
@@ -52,8 +52,8 @@ class ExpertParallel(ParallelStyle):
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows go to
             all of the group before the experts, and the parts of their outputs come back to be summed.
         combine: as in `Dispatcher`; the layer's own if not given.
-        replicate_experts: whether hot experts are copied, for one call, to ranks that have room, so that no rank computes much
-            more than the mean: "off"; "auto", where that is worth `copy_cost`; or how far above the mean the busiest
+        replicate_experts: copy hot experts, for one call, to ranks that have room, so that no rank computes much more
+            than the mean: "off"; "auto", where that is worth `copy_cost`; or how far above the mean the busiest
             rank may be, 0.1 for 10 %. Replicas' gradients come home: parameters and all that sees them are as without.
         copy_cost: how many slots a replica must take off the busiest rank to be worth its way there and back.
 
@@ -122,7 +122,7 @@ class ExpertParallel(ParallelStyle):
         split = None if self.etp is None else over(1 - place.ep_dim)
         moe.dispatcher = Dispatcher(
             old.num_experts, over(place.ep_dim), combine=self.combine or old.combine_mode, layer=name,
-            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", replicate_experts=self.replication, etp=split,
+            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", replication=self.replication, etp=split,
         )  # fmt: skip
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)

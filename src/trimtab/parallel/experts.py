@@ -25,10 +25,10 @@ from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
 from trimtab.experts.adapters import Adapters
-from trimtab.experts.replicated import Replicas
 from trimtab.experts.expert_call import ExpertWeights
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
+from trimtab.experts.replicated import Replicas
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.adapters import cut_adapter, summed_over_copies
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
@@ -83,7 +83,13 @@ class ParallelExperts(ExpertMLP):
     reduce_delayed: Callable[[], None] | None
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, replicas: Replicas | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync.
 

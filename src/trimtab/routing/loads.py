@@ -90,7 +90,7 @@ def load_scalars(layers: dict[str, dict[str, Any]], most_keys: int = 64) -> dict
 
     Keys are `loads/NAME` and `loads/NAME/LAYER`, of which there are never more than `most_keys` (at least 5), whatever
     the model. Tokens per expert are not among them. No layers, no numbers. Where experts are copied, `busiest_before`
-    and `busiest_after` are those of the worst layer, `replicas` and `replica_bytes` of all, if there is room for 9 keys.
+    and `busiest_after` are those of the worst layer, `replicas` and `replica_bytes` of all, where 9 keys have room.
     """
     if not layers:
         return {}

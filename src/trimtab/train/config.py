@@ -196,7 +196,8 @@ class TrainConfig:
         except ValueError:
             above = math.nan
         if not 0 <= above < math.inf:
-            raise ConfigError(f"--replicate-experts {self.replicate_experts}: must be off, auto or a number from 0 on, 0.1 for 10 %")
+            given = self.replicate_experts
+            raise ConfigError(f"--replicate-experts {given}: must be off, auto or a number from 0 on, 0.1 for 10 %")
         return above
 
     def resolved(self) -> TrainConfig:

@@ -14,8 +14,8 @@ from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
 from trimtab.integrations.transformers.lora.config import lora_config
-from trimtab.integrations.transformers.quantized.params import expect
-from trimtab.integrations.transformers.quantized.prequantized import kept_format
+from trimtab.integrations.transformers.quantized.params import allocate_params
+from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
@@ -105,7 +105,8 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
         )
     if config.replicate_experts != "off" and mesh.ep == 1:
         raise ConfigError(
-            f"--replicate-experts {config.replicate_experts}: every rank has all experts (ep 1); raise --ep, or --replicate-experts off"
+            f"--replicate-experts {config.replicate_experts}: every rank has all experts (ep 1); raise --ep, or leave "
+            "that off"
         )
     if len(tokenizer) > rows:
         raise ConfigError(
@@ -146,7 +147,7 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
 
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, replication=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:
@@ -232,11 +233,11 @@ def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
     model, name = deepcopy(skeleton), config.quantize
     try:
         if name == "keep":
-            name = None if config.model in PRESETS else kept_format(AutoConfig.from_pretrained(config.model))
+            name = None if config.model in PRESETS else prequantized_format(AutoConfig.from_pretrained(config.model))
             if name is None:
                 raise ConfigError(f"the experts of {config.model} are no codes that can be kept; use nf4 or int8")
         for module in experts_in(model) if name else ():
-            expect(module, name or "")
+            allocate_params(module, name or "")
     except ConfigError as error:
         raise ConfigError(f"--quantize {config.quantize}: {error}") from None
     return model

@@ -113,10 +113,11 @@ class Plan:
         yield f"experts {of_experts:,} parameters in {len(layers)} layers: {shapes}"
         if self.source and self.source.summary:
             yield f"files   {self.source.summary}"
-        balanced = "" if config.balance == "off" else f", hot ones copied (--replicate-experts {config.balance})"
+        rule = config.replicate_experts
+        replicated = "" if rule == "off" else f", hot ones copied (--replicate-experts {rule})"
         yield (
             f"ranks   {mesh.world} = replicate {mesh.replicate} x fsdp {mesh.fsdp} x tp {mesh.tp}; experts over "
-            f"{mesh.ep}{balanced}"
+            f"{mesh.ep}{replicated}"
         )
         tokens = config.batch_size * (config.seq_len or 0)
         yield (

@@ -17,8 +17,8 @@ from trimtab.verify.patterns import PATTERNS, Pattern
 from trimtab.verify.topologies import (
     QUICK,
     Topology,
-    replicating_topologies,
     default_topologies,
+    replicating_topologies,
     topologies_for,
     topology_named,
 )

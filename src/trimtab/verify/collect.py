@@ -21,7 +21,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why.
+    """The verdict of all ranks together on one case. `lacking`: the implementation can't be asked for it; says why.
     `refused`: on every rank its own code raised, by a statement that says so.
     replicas: experts that were sent to other ranks, in all.
 

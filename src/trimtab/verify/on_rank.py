@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trimtab.errors import TrimtabError
-from trimtab.verify.adapters import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.cases import DTYPES, Case
+from trimtab.verify.implementation import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.patterns import make_problem
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve
@@ -37,8 +37,8 @@ READY = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one rank says of one case. errors: relative error by column. fault: what broke the case off, and whether
-    that was said by whom it concerns. replicas: experts sent to this rank; hot: whether there had to be some."""
+    """One rank's result of one case. errors: relative error by column. fault: the error that broke the case off;
+    refused: it was raised on purpose. replicas: experts sent to this rank; hot: there had to be some."""
 
     rank: int
     errors: dict[str, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Finding:
 
     @classmethod
     def get(cls, store: Store, index: int, rank: int) -> Finding:
-        """What `put` left, once it is there."""
+        """Wait for what `put` left."""
         return cls(**json.loads(store.get(key_of(index, rank))))
 
 
@@ -134,7 +134,7 @@ class Bench:
         for run in range(2, repeat + 1):
             again = compare(_tensors(subject.step(share)), got, 0.0, {})
             wrong += [said and f"in run {run}, {said}" for _, said in again.values()]
-        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "balanced"]
+        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "replicas"]
         changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
@@ -145,28 +145,28 @@ class Bench:
 
 
 def has_to_replicate(t: Topology, loads_E: Tensor) -> bool:
-    """Whether with these loads, over all expert groups, one rank at least has more slots than the mean of its group's,
-    rounded up. Where groups have uneven numbers of tokens some that do are not known."""
+    """True if with these loads, over all expert groups, at least one rank has more slots than the mean of its group's,
+    rounded up. Where groups have uneven numbers of tokens some such ranks are not known."""
     loads_P = loads_E.view(t.ep, -1).sum(1)
     groups = t.edp  # ranks that split experts compute their slots together
-    return t.replicas == "balanced" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
+    return t.replicas == "replicas" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
 
 
 def more_than_mean(slots_P: Tensor) -> str:
-    """What is wrong with how many slots the ranks of a group compute; "" if no rank has more than the mean."""
+    """The complaint about a rank of a group that computes more slots than the mean; "" if none does."""
     most, mean = int(slots_P.max()), -(-int(slots_P.sum()) // slots_P.shape[0])
     return "" if most <= mean else f"a rank computes {most} slots where {mean} are the mean"
 
 
 def raised_on_purpose(error: Exception) -> bool:
-    """Whether a `raise` or an `assert` of somebody's own code said so, rather than PyTorch or Python."""
+    """True if a `raise` or an `assert` of an implementation's own code did it, rather than PyTorch or Python."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     file, stated = Path(frame.filename), (frame.line or "").startswith(("raise ", "assert "))
     return stated and "torch" not in file.parts and Path(__file__).parent not in file.parents
 
 
 def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
-    """What this rank is given, in memory of its own, the data-parallel rank whose batch it is cut from, and where."""
+    """(this rank's part, in memory of its own; the data-parallel rank whose batch it is cut from; where)."""
     d, t = divmod(place.rank, place.topology.tp)
     batch = problem.batches[d]
     whole = place.topology.tokens == "replicated"

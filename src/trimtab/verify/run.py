@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trimtab.processes import leave_group
-from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect
+from trimtab.verify.implementation import get_implementation, home_of
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
 LONGEST = 71
 """Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
 _PRELOAD = ["torch.distributed.tensor", "trimtab.moe", "trimtab.verify.run", "trimtab.verify.tested_kernels"]
-"""What the server imports before it forks: ranks start in milliseconds."""
+"""Modules that the server imports before it forks, so that ranks start in milliseconds."""
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 """Entered by each rank around its cases; picklable."""
 Report = Callable[[Verdict], None]
@@ -180,7 +180,7 @@ def forkserver() -> ForkServerContext:
 
 
 def _last_words(code: int | None, log: Path) -> str:
-    """How a process ended, if it did, and the last line that it said."""
+    """The exit of a process, if it ended, and the last line that it printed."""
     how = "" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return ", ".join(filter(None, (how, *lines[-1:])))

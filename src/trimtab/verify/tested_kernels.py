@@ -1,4 +1,4 @@
-"""What ranks inherit from the server that forks them: the compiled kernels, loaded and tested once, if they are built.
+"""Compiled kernels that ranks inherit from the server that forks them, loaded and tested once, if they are built.
 
 That server imports it, and nobody else: a server can be told of nothing else to do beforehand.
 """

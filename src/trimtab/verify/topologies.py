@@ -57,7 +57,7 @@ class Topology:
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
     adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active;
         "mergedlora", one that was merged before the first step.
-    replicas: "balanced", hot experts are copied until no rank of a group computes a slot more than the mean;
+    replicas: "replicas", hot experts are copied until no rank of a group computes a slot more than the mean;
         "autoreplicas", where a replica takes two slots off the busiest rank.
     rerun: "recomputed", each layer is run again in the backward.
     """
@@ -72,7 +72,7 @@ class Topology:
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
     adapter: Literal["none", "lora", "sharedlora", "twolora", "mergedlora"] = "none"
-    replicate_experts: Literal["none", "balanced", "autoreplicas"] = "none"
+    replicas: Literal["none", "replicas", "autoreplicas"] = "none"
     rerun: Literal["none", "recomputed"] = "none"
 
     @property
@@ -95,7 +95,7 @@ class Topology:
         """Short and unique: what `--only` matches, and `topology_named` reads."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
         words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
-        words += [self.adapter, self.replication, self.rerun]
+        words += [self.adapter, self.replicas, self.rerun]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
 
@@ -113,8 +113,8 @@ def topology_named(name: str) -> Topology:
             given["combine"] = word
         elif word.endswith("lora"):
             given["adapter"] = word
-        elif word.endswith("balanced"):
-            given["replicate_experts"] = word
+        elif word.endswith("replicas"):
+            given["replicas"] = word
         elif word == "recomputed":
             given["rerun"] = word
         elif word in values:
@@ -137,7 +137,7 @@ def default_topologies() -> list[Topology]:
 def replicating_topologies() -> list[Topology]:
     """The default ones over ranks that share experts, each with replicated experts, and each recomputed besides."""
     spread = [t for t in default_topologies() if t.ep > 1 and t.replicas == t.rerun == "none"]
-    return [replace(t, replicate_experts="balanced", rerun=rerun) for t in spread for rerun in ("none", "recomputed")]
+    return [replace(t, replicas="replicas", rerun=rerun) for t in spread for rerun in ("none", "recomputed")]
 
 
 def topologies_for(world: int) -> list[Topology]:

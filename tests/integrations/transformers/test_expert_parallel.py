@@ -36,7 +36,7 @@ LAYOUTS = ("gpt_oss", "muse_spark", "nemotron_h", "aria", "openai_privacy_filter
 ranks4 = pytest.mark.xdist_group("ranks4")
 
 
-def balanced(case: Case) -> Case:
+def replicated(case: Case) -> Case:
     """With replicas of hot experts on ranks that have room."""
     return replace(case, experts=REPLICATED, exchange=REPLICATED)
 
@@ -67,7 +67,7 @@ def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
         in_float32 = ("natural", "hot")  # every pattern is judged in float64
         cases += [replace(c, dtype=torch.float32, patterns=in_float32) for c in cases if c.family in PRESETS]
     unequal = [replace(c, patterns=("cold", "hot")) for c in cases if c.family in ("qwen3_moe", "gpt_oss")]
-    verify([*cases, *(balanced(c) for c in unequal if c.dtype == torch.float64)], tmp_path)
+    verify([*cases, *(replicated(c) for c in unequal if c.dtype == torch.float64)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     verify(both_precisions(case), tmp_path)
 
 
-def test_shared_memory_and_balanced_experts_of_every_layout(tmp_path: Path) -> None:
+def test_shared_memory_and_replicated_experts_of_every_layout(tmp_path: Path) -> None:
     name = "trimtab_shared"
     case = Case(family="qwen3_moe", mesh=TWO, experts=name, exchange=name, dtype=torch.float64, patterns=PATTERNS)
-    verify([case, *(balanced(replace(case, family=name)) for name in LAYOUTS)], tmp_path)
+    verify([case, *(replicated(replace(case, family=name)) for name in LAYOUTS)], tmp_path)
 
 
 def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_ways_to_train(family: str, tmp_path: Path) -> None:
         {"recompute": "not reentrant", "steps": 2},
     ]
     cases = [replace(case, **way) for way in ways]
-    verify([*cases, *(balanced(one) for one in cases if one.frozen != "embed_tokens")], tmp_path)
+    verify([*cases, *(replicated(one) for one in cases if one.frozen != "embed_tokens")], tmp_path)
 
 
 @ranks4
@@ -147,14 +147,14 @@ def test_what_one_rank_does_wrong_every_rank_refuses(tmp_path: Path) -> None:
         "weight not a number": ("InputError", slot), "another top-k": ("DesyncError", "top-1, "),
     }  # fmt: skip
     stock = {"all eager": ("", ""), "one eager": ("", "")}
-    of_balanced = {
+    of_replicated = {
         "all eager": ("ConfigError", "'eager' runs no replicas of experts: with replicate_experts= choose"),
         "one eager": ("DesyncError", "are in another call"),
     }
     case = Case(family="qwen3_moe", mesh=TWO)
-    expected = [*(wrong | stock).values(), *(wrong | of_balanced).values()]
+    expected = [*(wrong | stock).values(), *(wrong | of_replicated).values()]
     for refusals in run_ranks(
-        run_broken, 2, [case, balanced(case)], tuple(wrong | stock), str(tmp_path), deadline=60.0
+        run_broken, 2, [case, replicated(case)], tuple(wrong | stock), str(tmp_path), deadline=60.0
     ):
         for (kind, says), refusal in zip(expected, refusals, strict=True):
             assert refusal.kind == kind, refusal

@@ -88,7 +88,9 @@ def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_pat
             assert (copied["replicas"] > 0) == (copied["busiest_before"] > copied["busiest_after"])
         scalars = load_scalars(layers, most_keys=9)
         assert scalars["loads/replicas"] == sum(layer["replicated"]["replicas"] for layer in layers.values()) > 0
-        assert scalars["loads/replica_bytes"] == sum(layer["replicated"]["replica_bytes"] for layer in layers.values()) > 0
+        assert (
+            scalars["loads/replica_bytes"] == sum(layer["replicated"]["replica_bytes"] for layer in layers.values()) > 0
+        )
         assert len(scalars) == 9
         assert "loads/replicas" not in load_scalars(layers, most_keys=8)
 

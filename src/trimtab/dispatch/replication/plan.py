@@ -1,5 +1,5 @@
-"""Replicated experts: the plan of one call. Hot experts are copied to ranks with room, so that no rank computes more than
-a cap. Made on every rank from the same counts, in tensors on their device, without a value read.
+"""Replicated experts: the plan of one call. Hot experts are copied to ranks with room, so that no rank computes more
+than a cap. Made on every rank from the same counts, in tensors on their device, without a value read.
 
     plan  = replica_plan(counts, config)               slots of each expert on each rank, and replicas
     cells = slot_shares(plan, counts, etp_rank, rank)    of this rank's own slots, how many go where
@@ -65,11 +65,13 @@ def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COS
     """What a user's words mean; None for "off".
 
     Raises:
-        ConfigError: a replicate_experts that is neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
+        ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
     """
     if isinstance(replicate_experts, str):
         if replicate_experts not in ("off", "auto"):
-            raise ConfigError(f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1")
+            raise ConfigError(
+                f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1"
+            )
         config = ReplicationConfig(copy_cost=copy_cost)
         return None if replicate_experts == "off" else config
     return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
@@ -112,9 +114,9 @@ def replica_plan(counts_HPE: Tensor, config: ReplicationConfig) -> ReplicaPlan:
     slots_EP = torch.zeros(experts * ranks, dtype=torch.int64, device=device)
     slots_EP = slots_EP.scatter_add_(0, pieces.expert_n * ranks + pieces.rank_n, pieces.slots_n).view(experts, ranks)
     is_replica_EP = slots_EP > 0
-    home(slots_EP).copy_((loads_E - slots_EP.sum(1)).view(ranks, e))
+    home_view(slots_EP).copy_((loads_E - slots_EP.sum(1)).view(ranks, e))
     place_EP = torch.where(is_replica_EP, is_replica_EP.cumsum(0) + (e - 1), -1)
-    home(place_EP).copy_(torch.arange(e, device=device))
+    home_view(place_EP).copy_(torch.arange(e, device=device))
     return ReplicaPlan(
         slots_EP=slots_EP,
         place_EP=place_EP,
@@ -162,7 +164,7 @@ def physical_ids(ids_TK: Tensor, cells_EP: Tensor, plan: ReplicaPlan) -> Tensor:
     return torch.empty_like(ids_N).scatter_(0, order_N, sorted_N).view_as(ids_TK)
 
 
-def home(t_EP: Tensor) -> Tensor:
+def home_view(t_EP: Tensor) -> Tensor:
     """[P, e] view of an [E, P] tensor: what stands there for each rank's own experts."""
     experts, ranks = t_EP.shape
     return t_EP.view(ranks, experts // ranks, ranks).diagonal(dim1=0, dim2=2).T

@@ -18,8 +18,8 @@ from torch import Tensor
 from trimtab.dispatch import handshake
 from trimtab.dispatch.exchange import Exchange, told_to
 from trimtab.dispatch.handshake import CallId
-from trimtab.dispatch.replication.plan import ReplicationConfig, ReplicaPlan, replica_plan, slot_shares, physical_ids
-from trimtab.dispatch.replication.route import ReplicationReport, ReplicaRoute, leaving
+from trimtab.dispatch.replication.plan import ReplicaPlan, ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replication.route import ReplicaRoute, ReplicationReport, experts_to_send
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids
@@ -28,7 +28,7 @@ _NOT_NEGATIVE = (1 << 62) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class Placement:
     """Where the slots of one rank's call go.
 
     ids_TK: r * 2 m + place, for place m and on the replicas on rank r; -1 where the slot is dropped.
@@ -50,7 +50,7 @@ class Placed:
         return ReplicaRoute(
             transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, told=rows.told, home=home,
             num_slots=of_replicas, num_home_slots=sum(said[handshake.SLOTS] for said in told.received) - of_replicas,
-            expert_M=leaving(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
+            expert_M=experts_to_send(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
             report=self.report,
         )  # fmt: skip
 
@@ -68,7 +68,7 @@ class ReplicaPlanner:
         self.config, self.num_experts, self.transport, self.etp, self._run = config, num_experts, transport, etp, run
         self.home = num_experts // transport.size
 
-    def place(self, ids_TK: Tensor, call: CallId) -> Placed:
+    def place(self, ids_TK: Tensor, call: CallId) -> Placement:
         """The plan of a call, and where this rank's slots go by it; -1 drops a slot. Collective."""
         rank, own_E = self.transport.rank, count_ids(ids_TK.long(), self.num_experts)
         counts_HPE = self.gather(own_E, call)
@@ -87,7 +87,7 @@ class ReplicaPlanner:
             loads_after_P=plan.loads_P,
             replicas_P=plan.replicas_P,
         )
-        return Placed(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns, report=report)
+        return Placement(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns, report=report)
 
     def gather(self, own_E: Tensor, call: CallId, *, usable: bool = True) -> Tensor:
         """Every rank's slots of each expert: [H, P, E]. Collective, but not in the second run of a checkpointed block:

@@ -41,7 +41,7 @@ class ReplicaRoute(Exchange):
     """Each method is a collective of the group, which every rank calls, with replicas or without. On every rank the
     tensors have the same widths and dtypes, in the same order.
 
-    home: m. num_slots, num_home_slots: how many slots of this rank's rows are for its replicas, and for its own experts.
+    home: m. num_slots, num_home_slots: rows of this rank computed by replicas, and by its own experts.
     expert_M: [M] which of this rank's experts leave, by destination and then by expert. splits: how many.
     """
 
@@ -59,8 +59,8 @@ class ReplicaRoute(Exchange):
 
     @not_in_graphs
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What there is of each of this rank's experts, [m, *] of any dtype, to where replicas are wanted: [n, *] of the
-        replicas here, contiguous, in the order of experts."""
+        """Send this rank's experts, [m, *] of any dtype each, to their replicas: [n, *] of the replicas here, in the
+        order of experts, contiguous."""
         rows = [_rows(t) for t in tensors]
         self.report.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
         tokens = (self.home,) * self.transport.size
@@ -73,7 +73,7 @@ class ReplicaRoute(Exchange):
 
     @not_in_graphs
     def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
-        """Gradients [n, *] of replicas, added in place into [m, *] of the experts at home, in the order of ranks. Both in
+        """Add gradients [n, *] of replicas in place into [m, *] of the experts at home, in the order of ranks. Both in
         the same dtype. then: outlines [0, *] of the rows whose gradients leave next: announced here, with these."""
         rows, splits, tokens = [_rows(t) for t in replicas], self.splits.reversed(), (self.home,) * self.transport.size
         send = partial(self.transport.combine, rows, splits, tokens)
@@ -95,7 +95,7 @@ def _add_rows(home: Tensor, experts_n: Tensor, grads: Tensor) -> None:
         home[expert].add_(grad)
 
 
-def leaving(plan: ReplicaPlan, rank: int, home: int, replicas: int) -> Tensor:
+def experts_to_send(plan: ReplicaPlan, rank: int, home: int, replicas: int) -> Tensor:
     """Which of a rank's `home` experts are copied, by destination and then by expert: [replicas] int64."""
     place_Pm = plan.place_EP[rank * home : (rank + 1) * home].T
     expert_Pm = torch.arange(home, device=place_Pm.device).expand(place_Pm.shape)

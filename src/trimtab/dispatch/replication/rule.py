@@ -5,9 +5,9 @@ lies end to end on a line, each one's experts largest first; from its back come 
 end on the same line. A piece is what lies between two neighboring cuts: one expert, one receiver. No loop, no sort of
 pieces, nothing read, integers throughout; so every rank that has the same counts finds the same pieces.
 
-Where some rank would hold more than e replicas, receivers are filled as in Walker's alias table: each whole from the one
-donor in whose part of the line its room begins. A donor that gives more than its surplus gets what it then lacks from
-the next donor, from the front of that one's experts. So a rank's replicas come from one rank, which has e experts.
+Where some rank would hold more than e replicas, receivers are filled as in Walker's alias table: each whole from the
+one donor in whose part of the line its room begins. A donor that gives more than its surplus gets what it then lacks
+from the next donor, from the front of that one's experts. So a rank's replicas come from one rank, which has e experts.
 
 Legend: P ranks, E experts, e = E / P local ones, B caps, W = 2 ways (surplus to room, alias table).
 """

@@ -58,7 +58,7 @@ class TokenDispatcher(Base):  # type: ignore[misc]
         """Plan replicas of hot experts from the next `wire_meshes` on. Raises ConfigError: there is padding."""
         old = self.exchange
         self.exchange = TokenExchange(
-            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, replicate_experts=replicate_experts
+            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, replication=replication
         )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:

@@ -61,13 +61,13 @@ class TokenExchange:
         top_k: K.
         pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
             8, 16, 32, 128: what low-precision grouped GEMMs ask for.
-        combine, replicate_experts: as in `trimtab.dispatch.dispatcher.Dispatcher`. With replicate_experts, rows of replicas follow those of
-            the rank's own experts; `sent.rows.replicas` is where their weights come from.
+        combine, replication: as in `trimtab.dispatch.dispatcher.Dispatcher`. With replication, rows of replicas follow
+            those of the rank's own experts; `sent.rows.replicas` is where their weights come from.
 
-    copied: for replicate_experts, as in `Dispatcher.dispatch`.
+    copied: for replication, as in `Dispatcher.dispatch`.
 
     Raises:
-        ConfigError: names or sizes that do not fit; replicate_experts with padding, which replicas would not have.
+        ConfigError: names or sizes that do not fit; replication with padding, which replicas would not have.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class TokenExchange:
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
         check_combine(combine)
-        if replicate_experts is not None and pad_multiple > 1:
+        if replication is not None and pad_multiple > 1:
             raise ConfigError(f"pad_multiple={pad_multiple}: replicated experts take no padding, so no low precision")
         self.num_experts, self.top_k = num_experts, top_k
-        self.pad_multiple, self.combine_mode, self.replication, self.copied = pad_multiple, combine, replicate_experts, ""
+        self.pad_multiple, self.combine_mode, self.replication, self.copied = pad_multiple, combine, replication, ""
         self.wire(None)
 
     def wire(self, transport: Transport | None, layer: str = "") -> None:
@@ -90,7 +90,7 @@ class TokenExchange:
             ConfigError: the experts do not divide over the ranks.
         """
         self.dispatcher = Dispatcher(
-            self.num_experts, transport, combine=self.combine_mode, layer=layer, replicate_experts=self.replication
+            self.num_experts, transport, combine=self.combine_mode, layer=layer, replication=self.replication
         )
 
     def dispatch(

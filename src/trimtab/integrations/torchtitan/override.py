@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from trimtab.dispatch.replication.plan import COPY_COST, Replication
-from trimtab.integrations.torchtitan.replicated import RoutedExperts
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.integrations.torchtitan.exchange import HOME
+from trimtab.integrations.torchtitan.replicated import RoutedExperts
 
 _config: Any = import_module("torchtitan.config.override")
 
@@ -34,4 +34,6 @@ def replicated_experts(
 ) -> Any:
     """Every layer's routed experts. Not beside `token_dispatcher`, which this one comes with."""
     sent = token_dispatcher(cfg.token_dispatcher, combine=combine)
-    return _config.derive(cfg, RoutedExperts.Config, token_dispatcher=sent, replicate_experts=replicate_experts, copy_cost=copy_cost)
+    return _config.derive(
+        cfg, RoutedExperts.Config, token_dispatcher=sent, replicate_experts=replicate_experts, copy_cost=copy_cost
+    )

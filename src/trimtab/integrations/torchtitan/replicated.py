@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
 from trimtab.errors import ConfigError
-from trimtab.experts.replicated import Replicas, weights_in_words, tied
+from trimtab.experts.replicated import Replicas, tied, weights_in_words
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.parallel.meshes import local_part
 from trimtab.parallel.moe import standing_in
@@ -34,7 +34,7 @@ _titan: Any = import_module("torchtitan.distributed.spmd_types")
 class RoutedExperts(Base):  # type: ignore[misc]
     """torchtitan's, whose dispatcher is ours. The parameters' names, and what a checkpoint holds, are as without.
 
-    Config: replicate_experts and copy_cost as in `trimtab.ExpertParallel`. Every rank must have the same, which is checked.
+    Config: replicate_experts and copy_cost as in `trimtab.ExpertParallel`. Every rank must have the same: checked.
 
     Raises:
         ConfigError: another dispatcher than ours, one with padding, or a replicate_experts that is none.
@@ -53,7 +53,7 @@ class RoutedExperts(Base):  # type: ignore[misc]
             )
         self.token_dispatcher.replicate_by(replication_config(config.replicate_experts, config.copy_cost))
         experts = type(self.inner_experts)
-        self.inner_experts.__class__ = type(f"Balanced{experts.__name__}", (_WithReplicas, experts), {})
+        self.inner_experts.__class__ = type(f"Replicated{experts.__name__}", (_WithReplicas, experts), {})
 
     def forward(
         self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
@@ -78,7 +78,7 @@ class _WithReplicas(nn.Module):
     def _run(self, x_RD: Tensor, counts_e: Tensor, replicas: Replicas) -> Tensor:
         names = [name for name, _ in self.named_parameters(recurse=False)]
         own = [local_part(getattr(self, name)) for name in names]
-        home, replicas_, x_RD = tied(own, x_RD, replicas)
+        home, copied, x_RD = tied(own, x_RD, replicas)
         e, places = own[0].shape[0], [(self, name) for name in names]
         assert replicas.num_home_slots is not None
         with standing_in(places, home):

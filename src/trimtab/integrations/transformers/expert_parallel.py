@@ -68,7 +68,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
             self.transport,
             combine=self.combine,
             layer=f"{type(experts).__name__} {next(self.built)}",
-            replicate_experts=self.replication if ep_mesh.size() > 1 else None,
+            replication=self.replication if ep_mesh.size() > 1 else None,
         )
 
     def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
@@ -119,7 +119,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         implementation = self.experts.config._experts_implementation
         if rows.replicas is not None:  # behind dispatch, in which all ranks have seen that they are of one mind
             raise ConfigError(
-                f"experts_implementation={implementation!r} runs no replicas of experts: with replicate_experts= choose "
+                f"experts_implementation={implementation!r} runs no replicas: with replicate_experts= choose "
                 f"experts_implementation={self.experts_name!r}, or register {self.experts_name!r} without it",
                 layer=self.dispatcher.layer,
             )

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.adapters import Adapters, Pair
-from trimtab.experts.replicated import Replicas, run_with_replicas
 from trimtab.experts.mlp import ExpertWeights, expert_mlp
 from trimtab.experts.ops import plan_for
 from trimtab.experts.quantized import Codes, packed
+from trimtab.experts.replicated import Replicas, run_with_replicas
 from trimtab.integrations.transformers.gates import gate_of
 from trimtab.integrations.transformers.quantized.params import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
@@ -49,7 +49,7 @@ def experts_forward(
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
         part: of adapters of all ranks' experts, those of the module's.
-        replicas: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.replicated`. Collective then.
+        replicas: of other ranks' experts, of ids from num_experts on, see `experts.replicated`. Collective then.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of

@@ -34,9 +34,9 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
     * to `folder/loads.jsonl`: one line, every layer's `max_vio`, `dead_experts`, `entropy`, `drop_rate` and
       `tokens_per_expert`, as `trimtab.routing.loads.load_metrics` has them, by the name of its router.
 
-    Where experts are copied to ranks with room (`replicate_experts=`), `busiest_before` and `busiest_after` are the rows of the
-    busiest rank over the mean, before and after (worst layer), `replicas` and `replica_bytes` what was sent (all layers); in
-    the file they are each layer's `balanced`.
+    With `replicate_experts=`, `busiest_before` and `busiest_after` are the rows of the busiest rank over the mean,
+    without replicas and with them (worst layer), `replicas` and `replica_bytes` what was sent (all layers); in the file
+    they are each layer's `replicated`.
 
     At the end `folder/load.png` shows load by layer and expert, and imbalance by step (with matplotlib).
 

@@ -1,4 +1,4 @@
-"""What replicas of hot experts do for a model's layers while it trains: counted on the device, read when it is reported.
+"""Counts what replicas of hot experts do for a model's layers while it trains, on the device, until it is reported.
 
 Legend: L layers, P ranks of an expert group.
 """
@@ -92,10 +92,12 @@ class ReplicaCounts:
             hook.remove()
 
 
-def with_replica_counts(layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Records of `load_metrics` by the names of routers or of experts, each with its block's as "balanced"."""
+def with_replica_counts(
+    layers: dict[str, dict[str, Any]], copied: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Records of `load_metrics` by the names of routers or of experts, each with its block's as "replicated"."""
     return {
-        name: record | ({"balanced": copied[_around(name)]} if _around(name) in copied else {})
+        name: record | ({"replicated": copied[_around(name)]} if _around(name) in copied else {})
         for name, record in layers.items()
     }
 

@@ -26,8 +26,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
+from peers.asked import reason, residual
 from trimtab.layout import shard_cuts
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, averaged, over_all_ranks, reason, residual
+from trimtab.verify.implementation import Outcome, Place, Share, Subject, averaged, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

@@ -1,4 +1,4 @@
-"""Peers under judgement: what they are asked for, what they are not and why, and what is said where one is missing."""
+"""transformers as a peer: right on two ranks, asked for what its configuration takes, and missing in one sentence."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import replace
 import pytest
 from transformers.distributed import DistributedConfig
 
-from trimtab.errors import BackendError
-from trimtab.verify.adapters import Implementation, get_implementation
+from trimtab.errors import ConfigError
 from trimtab.verify.cases import Case
+from trimtab.verify.implementation import Implementation, get_implementation
 from trimtab.verify.patterns import pattern_named
 from trimtab.verify.run import run_local
 from trimtab.verify.topologies import Topology, default_topologies
 
+GROUPED, EAGER = "peers.transformers_impl:Impl", "peers.transformers_impl:Eager"
 BY_NAME = {topology.name: topology for topology in default_topologies()}
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Implementation:
-    return get_implementation("transformers")
+    return get_implementation(GROUPED)
 
 
 def case(name: str) -> Case:
@@ -45,7 +46,7 @@ def test_transformers_holds_the_truth_on_two_ranks() -> None:
         "2r-fsdp-local/zipf1/float32",
         "2r-ddp-local/ragged/float32",
     )
-    verdicts = {v.case.name: v for v in run_local([case(name) for name in names], "transformers", deadline=60)}
+    verdicts = {v.case.name: v for v in run_local([case(name) for name in names], GROUPED, deadline=60)}
     assert {name: (v.status, v.details) for name, v in verdicts.items()} == {name: ("ok", []) for name in names}
     assert all(v.errors.keys() == {"y", "dx", "d router", "d up", "d down"} for v in verdicts.values())
     assert all(error > 0 for error in verdicts["2r-ep2/random/float32"].errors.values())  # another code's rounding
@@ -79,7 +80,7 @@ def test_transformers_says_what_it_lacks(
 
 
 def test_transformers_experts_in_a_loop_take_any_width() -> None:
-    (verdict,) = run_local([case("2r-ep2/zipf2/float32")], "transformers-eager", deadline=60)
+    (verdict,) = run_local([case("2r-ep2/zipf2/float32")], EAGER, deadline=60)
     assert (verdict.status, verdict.details) == ("ok", [])
 
 
@@ -104,6 +105,6 @@ def test_transformers_is_asked_for_what_its_configuration_takes(transformers: Im
 )
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch, name: str, needed: str) -> None:
     monkeypatch.setitem(sys.modules, needed, None)
-    monkeypatch.delitem(sys.modules, f"trimtab.verify.adapters.{name}_impl", raising=False)
-    with pytest.raises(BackendError, match=f"^--impl {name} .*{name}.*"):
-        get_implementation(name)
+    monkeypatch.delitem(sys.modules, f"peers.{name}_impl", raising=False)
+    with pytest.raises(ConfigError, match=f"^--impl peers.{name}_impl:Impl can't be judged here: .*{name}.*"):
+        get_implementation(f"peers.{name}_impl:Impl")

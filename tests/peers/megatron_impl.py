@@ -26,11 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor, nn
 
+from peers.asked import residual
 from trimtab.errors import InputError
 from trimtab.integrations.megatron import use
 from trimtab.integrations.megatron.linears import GroupedColumn, GroupedRow
 from trimtab.layout import shard_cuts
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, residual
+from trimtab.verify.implementation import Outcome, Place, Share, Subject
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

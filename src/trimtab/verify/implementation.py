@@ -1,6 +1,6 @@
-"""Implementations that can be judged: what one must offer, where its ranks stand, and how its results are read.
+"""The interface of a layer under judgment: where its ranks stand, what a rank is given, what it gives back.
 
-Each is imported when it is asked for, and only then.
+trimtab's own is imported when it is asked for, and so is one of `--impl MODULE:CLASS`.
 
 Legend: B sequences, l positions that this rank is given, D model dim, K experts per token, E experts.
 """
@@ -8,7 +8,7 @@ Legend: B sequences, l positions that this rank is given, D model dim, K experts
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,31 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trimtab.errors import BackendError, ConfigError
+from trimtab.errors import ConfigError
 from trimtab.parallel.meshes import local_part
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
 
-NAMES = {
-    "trimtab": "trimtab_impl:Impl",
-    "transformers": "transformers_impl:Impl",
-    "transformers-eager": "transformers_impl:Eager",
-    "torchtitan": "torchtitan_impl:Impl",
-    "torchtitan-local": "torchtitan_impl:Local",
-    "megatron": "megatron_impl:Impl",
-    "megatron-allgather": "megatron_impl:AllGather",
-    "megatron-trimtab": "megatron_impl:Trimtab",
-    "megatron-trimtab-router": "megatron_impl:TrimtabRouter",
-    "megatron-trimtab-dispatcher": "megatron_impl:TrimtabDispatcher",
-    "megatron-trimtab-linears": "megatron_impl:TrimtabLinears",
-}
-"""What `--impl` takes, and the class that it means, in a module of this package."""
+OWN = "trimtab.verify.trimtab_impl:Impl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands: device, and the meshes of the topology. All ranks of the topology hold one each.
+    """A rank's device and the meshes of the topology. All ranks of the topology hold one each.
 
     dense: ("dp", "tp"), or ("replicate", "shard", "tp") with data="hsdp". experts: ("edp", "etp", "ep").
     cp: those of the data-parallel ranks that have positions of the same sequences; None where none have.
@@ -76,7 +63,7 @@ def make_place(topology: Topology, rank: int, device: torch.device) -> Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What this rank is given of its data-parallel rank's batch: all positions ("replicated"), or its own.
+    """This rank's part of its data-parallel rank's batch: all positions ("replicated"), or its own.
 
     x_BlD in the case's dtype; ids_BlK and mask_Bl where the case has them.
     """
@@ -89,7 +76,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one forward and backward.
+    """The result of one forward and backward.
 
     y, dx: as x. grads: whole (unsharded) gradients by name, "0.router", "0.up", "0.down", "1.router" …, or None
     where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
@@ -108,7 +95,7 @@ class Outcome:
 class Subject(Protocol):
     """A model of `sizes.layers` MoE layers: h = h + moe(h) between them, y = moe(h) at the end.
 
-    It may have `expected(grads)`: what of the true gradients it is to give, where its parameters are not the weights.
+    Where its parameters are not the weights, `expected(grads)` makes the gradients that it must give of the true ones.
     """
 
     def step(self, share: Share) -> Outcome:
@@ -117,13 +104,13 @@ class Subject(Protocol):
 
 
 class Implementation(Protocol):
-    """A way to build subjects. `refusal`: what it raises, on every rank, for input that can't be used."""
+    """Builds subjects. `refusal`: the class of the error that every rank raises for input that can't be used."""
 
     name: str
     refusal: type[Exception]
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        """Why it can't be asked for this, or None."""
+        """The reason why it can't be asked for this, or None."""
         ...
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
@@ -132,52 +119,30 @@ class Implementation(Protocol):
 
 
 def home_of(name: str) -> tuple[str, str]:
-    """(module, class) of an implementation. Raises ConfigError where there is none of that name."""
-    module, _, attribute = name.partition(":")
-    if attribute:
-        return module, attribute
-    if name not in NAMES:
-        raise ConfigError(f"--impl {name}: must be one of {', '.join(NAMES)}, or MODULE:CLASS for one of your own")
-    module, _, attribute = NAMES[name].partition(":")
-    return f"{__name__}.{module}", attribute
+    """(module, class) of "trimtab" or of "MODULE:CLASS". Raises ConfigError for any other name."""
+    module, colon, attribute = (OWN if name == "trimtab" else name).partition(":")
+    if not colon:
+        raise ConfigError(
+            f"--impl {name}: must be trimtab, or MODULE:CLASS of an implementation; of other libraries the repository "
+            "has them: PYTHONPATH=tests trimtab verify --impl peers.transformers_impl:Impl"
+        )
+    return module, attribute
 
 
 def get_implementation(name: str) -> Implementation:
-    """The adapter of that name, or `MODULE:CLASS`, an `Implementation` of one's own.
+    """An instance of trimtab's implementation, or of the class that "MODULE:CLASS" names.
 
     Raises:
-        ConfigError: no such name, module or class. BackendError: a peer can't be imported here; says why.
+        ConfigError: no such name, module or class; a module that cannot be imported here; says why.
     """
     module, attribute = home_of(name)
     try:
         made: Implementation = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        kind = BackendError if name in NAMES else ConfigError
-        raise kind(f"--impl {name} can't be judged here: {error}") from error
+        raise ConfigError(f"--impl {name} can't be judged here: {error}") from error
     if absent := [part for part in ("name", "refusal", "lacks", "build") if not hasattr(made, part)]:
-        raise ConfigError(
-            f"--impl {name}: has no {', no '.join(absent)}, which trimtab.verify.adapters.Implementation describes"
-        )
+        raise ConfigError(f"--impl {name}: has no {', no '.join(absent)}, which {__name__}.Implementation describes")
     return made
-
-
-def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, grouped_mm: bool = True) -> str | None:
-    """Why a peer can't be asked: the first of its own reasons that holds, or of those that peers share; or None."""
-    shared = {
-        f"it has no transport {t.transport}": t.transport not in ("local", "alltoall"),
-        "it has no ordered combine": t.combine == "ordered",
-        "its experts have no adapters of their own": t.adapter != "none",
-        "it replicas no experts for one call": t.replicas != "none",
-        "it is not asked to run layers again": t.rerun != "none",
-        "it does not split experts over etp as well as over ep": t.etp > 1,
-        "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
-        "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),
-        "its ids come from its own top-k, so none is out of range": pattern.spoil == "id",
-        "it leaves open which of equal scores is chosen": pattern.ties,
-        "it promises no error for a NaN, which goes through as in PyTorch": pattern.spoil == "nan",
-        "its grouped_mm takes rows of multiples of 16 bytes alone": pattern.odd and grouped_mm,
-    }
-    return next((said for said, holds in {**lacking, **shared}.items() if holds), None)
 
 
 def averaged(grad: Tensor, place: Place, of_experts: bool) -> Tensor:
@@ -202,15 +167,6 @@ def gradients_of(
         layer, part = name.removeprefix("module.").removeprefix("layers.").split(".", 1)
         found[f"{layer}.{short[part]}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
-
-
-def residual(layers: Iterable[nn.Module], h: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-    """The layers in turn, h = h + layer(h) between them; the last one's own output."""
-    y = h
-    for i, layer in enumerate(layers):
-        h = h + y if i else h
-        y = run(layer, h)
-    return y
 
 
 def over_all_ranks(loads_E: Tensor, place: Place) -> Tensor:

@@ -19,7 +19,7 @@ from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
+from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import BALANCE, RANK, LayerWeights, Sizes
@@ -33,9 +33,11 @@ SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "do
 
 
 REPLICATED: dict[str, dict[str, Any]] = {
-    "none": {}, "balanced": {"replicate_experts": 0.0, "copy_cost": 0}, "autoreplicas": {"replicate_experts": "auto", "copy_cost": 2}
+    "none": {},
+    "replicas": {"replicate_experts": 0.0, "copy_cost": 0},
+    "autoreplicas": {"replicate_experts": "auto", "copy_cost": 2},
 }  # fmt: skip
-"""What `ExpertParallel` is told."""
+"""Options of `ExpertParallel`, by the topology's word."""
 
 
 class Impl:

@@ -22,7 +22,8 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, gradients_of, reason, residual
+from peers.asked import reason, residual
+from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes
