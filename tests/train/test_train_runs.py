@@ -153,7 +153,7 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
     for one, two in zip(metrics(alone), metrics(out), strict=True):
         assert_close(two, {key: one[key] for key in ("loss", "grad_norm")})
         for name, layer in two["layers"].items():
-            copied.append(layer.pop("balanced"))
+            copied.append(layer.pop("replicated"))
             loads = one["layers"][name]["tokens_per_expert"]
             most = max(sum(loads[:2]), sum(loads[2:]))
             assert copied[-1]["busiest_before"] == pytest.approx(most / (sum(loads) / 2))
@@ -164,7 +164,7 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
     assert sum(layer["replicas"] for layer in copied) > 0
     assert "ranks   the busiest had 1." in log(out)
     going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "replicate_experts": "auto"})
-    assert [(config.balance, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
+    assert [(config.replicate_experts, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
 
 
 def test_trackers_get_the_loads(alone: Path) -> None:
