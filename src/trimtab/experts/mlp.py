@@ -77,13 +77,15 @@ def expert_mlp(
         from trimtab.experts.composed import composed_experts
 
         return composed_experts(x_MD, w_MK, plan, up, down, activation, norm, kernels, dtype, sink, low_precision)
-    up, down = filled(up), filled(down)
+    adapted, seed = up.lora is not None or down.lora is not None, None
+    if adapted:
+        up, down, seed = filled(up), filled(down), seed_of(up, down)
     of_up, of_down = up.tensors(), down.tensors()
     tensors = of_up + of_down
     call = Call(
         plan, activation, None if isinstance(kernels, str) else kernels,
         kernels if isinstance(kernels, str) else name_of(kernels), up.form, down.form, len(of_up), len(tensors),
-        seed_of(up, down), torch.is_grad_enabled(), sink, low_precision,
+        seed, torch.is_grad_enabled(), sink, low_precision,
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
@@ -143,7 +145,7 @@ class Call:
 
     def gradients(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
         """Of those that are wanted."""
-        kinds = kinds_of(self.up_form, "up") + kinds_of(self.down_form, "down")
+        kinds = [*kinds_of(self.up_form, "up"), *kinds_of(self.down_form, "down")]
         empty_like = torch.empty_like if self.kernels is None else self.kernels.empty_like
         return Gradients(tensors, kinds, wanted, self.sink.main_grad, empty_like)
 
