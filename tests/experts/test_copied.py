@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
 from helpers.copied_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
-from trimtab.experts.adapting import add_adapter, set_adapter
+from trimtab.experts.lora_model import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.product import Product
 from trimtab.experts.quantized import FORMATS, scales_of
 
 ROWS = (13, 7, 0)
@@ -146,7 +147,7 @@ MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
 @pytest.fixture(autouse=True)
 def dropout_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same values whoever draws first."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, p: x * (1 - p))
+    monkeypatch.setattr(Product, "_dropped", lambda self, rows, lora, block: rows * (1 - lora.dropout))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recompute"])
