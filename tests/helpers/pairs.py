@@ -71,16 +71,6 @@ class Pair:
         return found | ({"codes"} if found & FORMATS.keys() else set())
 
     @property
-    def bound(self) -> float:
-        """A recipe is exact where a truth rounds what it rounds, else near."""
-        near = 0.6 if self.recipe == "nvfp4" else 0.25
-        return near if self.recipe and not self.exact else BOUNDS[self.dtype]
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
     def sizes(self) -> list[int]:
         """Rows of a linear's groups."""
         sizes = [2 + (3 * i) % 5 for i in range(self.experts)]
@@ -143,8 +133,9 @@ class Subject:
                 params[name] = nn.Parameter(params[name].detach().flatten(1, -2).mT.contiguous())
         if pair.own:
             params["gain"] = nn.Parameter(torch.full((1,), 1.5, dtype=pair.dtype))
+        fired = self.fired  # a hook that knew this object would keep it for good
         for name, param in params.items():
-            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: self.fired.append(name))
+            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
         used = sum(pair.sizes)
         rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else M
         self.dy, x = draw(rows, WIDTH), draw(rows, WIDTH)
@@ -228,7 +219,7 @@ class Subject:
         """The output and the gradient of every leaf that is trained in the pair."""
         pair, t = self.pair, {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         self.masks = [self._mask(i) if pair.dropout else 1.0 for i in range(len(self.names))]
-        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe and pair.exact else []
+        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe else []
         self.low = [state.call() for state in states] or [None, None]
         if self.linear:
             used = self.product(t, 0, t["x"][: sum(pair.sizes)], 1.0)
