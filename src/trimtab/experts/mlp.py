@@ -24,7 +24,7 @@ from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
 from trimtab.experts.passes import Pass, backward, run_forward
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.product import Sink
-from trimtab.experts.weight import GroupedWeight, filled
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
 from trimtab.experts.weight_grad import Defer, anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -73,12 +73,14 @@ def expert_mlp(
     if up.transposed and (low_precision is not None or up.format):
         raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
     dtype = up.computed_in
+    w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     if callable(activation) or norm is not None:
-        from trimtab.experts.composed import composed_experts
+        from trimtab.experts.own_functions import by_products
 
-        return composed_experts(x_MD, w_MK, plan, up, down, activation, norm, kernels, dtype, sink, low_precision)
-    adapted, seed = up.lora is not None or down.lora is not None, None
-    if adapted:
+        y: Tensor = by_products(x_MD.to(dtype), w, plan, up, down, activation, norm, kernels, sink, low_precision)
+        return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
+    seed = None
+    if up.lora is not None or down.lora is not None:
         up, down, seed = filled(up), filled(down), seed_of(up, down)
     of_up, of_down = up.tensors(), down.tensors()
     tensors = of_up + of_down
@@ -88,20 +90,11 @@ def expert_mlp(
         seed, torch.is_grad_enabled(), sink, low_precision,
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
-    w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
-    y: Tensor
     if sink.ordinary and low_precision is None:
         y = forward_of(_Experts, call, x, w, *tensors)
     else:
         y = forward_of(_WithState, call, x, w, *call.inputs(tensors, x_MD))
     return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
-
-
-def seed_of(*weights: GroupedWeight) -> Tensor | None:
-    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
-    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
-        return None
-    return torch.randint(1 << 60, (), device="cpu")
 
 
 @dataclass(slots=True, eq=False)

@@ -183,6 +183,13 @@ def filled(weight: GroupedWeight) -> GroupedWeight:
     return replace(weight, lora=replace(lora, a=a, b=b))
 
 
+def seed_of(*weights: GroupedWeight) -> Tensor | None:
+    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
+    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
+        return None
+    return torch.randint(1 << 60, (), device="cpu")
+
+
 def stack_factors(factors: Sequence[LoraFactors]) -> LoraFactors | None:
     """One pair of factors that gives the sum of all; None of none. dropout: the largest."""
     if len(factors) < 2:
