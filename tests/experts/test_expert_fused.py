@@ -19,8 +19,8 @@ from trimtab.errors import InputError
 from trimtab.experts import on_cpu
 from trimtab.experts.activations import clamped as clamped_word
 from trimtab.experts.mlp import expert_mlp
+from trimtab.experts.mlp_pass import Pass
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.passes import Pass
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight import GroupedWeight
 from trimtab.kernels.choose import get_backend

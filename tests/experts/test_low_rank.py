@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.weights import expert_weights
 from trimtab import oracle
+from trimtab.experts.lora import stack_factors
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.weight import GroupedWeight, LoraFactors, stack_factors
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.kernels.choose import KernelChoice
 
 NAMES = ("x", "w", "up", "down", "up_a", "up_b", "down_a", "down_b", "up_bias", "down_bias")
