@@ -77,7 +77,7 @@ def test_replicate_experts_is_a_word_or_a_number() -> None:
 
 
 def test_json_round_trip() -> None:
-    config = TrainConfig(data=("a", "b"), ep=2, lr=1e-3).resolved(preset=True)
+    config = TrainConfig(data=("a", "b"), ep=2, lr=1e-3).resolved()
     assert TrainConfig.from_json(config.to_json()) == config
     assert (config.max_steps, config.warmup) == (100, 10)
 

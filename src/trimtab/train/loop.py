@@ -25,11 +25,11 @@ from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.replicated_params import average_replicated
 from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.loads import load_metrics, load_scalars
-from trimtab.train.blocks import Blocks, RankBlocks
-from trimtab.train.chat import IGNORED
-from trimtab.train.checkpoints import Checkpoints
+from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.dataset import Blocks, RankBlocks
 from trimtab.train.loads import LoadCounter, balance_loss
+from trimtab.train.resume import Checkpoints
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
