@@ -85,14 +85,8 @@ def test_every_answer_lies_behind_its_prompt(tmp_path: Path, monkeypatch: pytest
 def test_what_does_not_fit_is_cut_or_left_out_and_counted(tmp_path: Path) -> None:
     long, prompt = conversation(100), conversation(5)
     prompt["messages"][0]["content"] = "x" * 100
-    rows = [
-        conversation(5),
-        long,
-        prompt,
-        {"messages": long["messages"][:1]},
-        {"text": ""},
-        {"prompt": "1", "completion": "2"},
-    ]
+    others = [{"messages": long["messages"][:1]}, {"text": ""}, {"prompt": "1", "completion": "2"}]
+    rows = [conversation(5), long, prompt, *others]
     (blocks, (report,)), (_, (dropped,)) = prepare(tmp_path, rows), prepare(tmp_path, rows, too_long="drop")
     assert report.summary() == (
         "2 conversation(s) and 1 completion(s), 150 tokens, 52 of them learnt, in 2 block(s); cut to a block: 1; left "

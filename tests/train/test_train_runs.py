@@ -93,7 +93,7 @@ def pair(options: list[object], text: Path, tmp_path_factory: pytest.TempPathFac
 @of_the_pair
 def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
     assert_same_run(pair, alone)
-    assert ["eval_loss" in record for record in metrics(pair)] == [False, True, True]  # of the last one, too
+    assert ["eval_loss" in record for record in metrics(alone)] == [False, True, True]  # of the last one, too
     one, two = (load_file(out / "final" / "model.safetensors") for out in (alone, pair))
     assert one.keys() == two.keys()
     for name, weight in one.items():
@@ -164,7 +164,7 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
     assert sum(layer["replicas"] for layer in copied) > 0
     assert "ranks   the busiest had 1." in log(out)
     going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "replicate_experts": "auto"})
-    assert [(config.replicate_experts, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
+    assert [(each.replicate_experts, each.copy_cost) for each in going_on] == [("0", 0), ("auto", 0)]
 
 
 def test_trackers_get_the_loads(alone: Path) -> None:

@@ -24,17 +24,10 @@ SMALL = {
     "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "eos_token_id": 256, "max_position_embeddings": 64,
 }  # fmt: skip
-LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {
-    f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
-}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3_moe", SMALL | {"head_dim": 16, "num_experts": 4, "tie_word_embeddings": True}),
     "mtp": (
@@ -126,16 +119,14 @@ def config_of(folder: Path, out: Path, **more: Any) -> TrainConfig:
 
 def test_files_that_are_not_whole_are_named_before_a_rank_starts(copy: Path, tmp_path: Path) -> None:
     file, config = copy / "model.safetensors", config_of(copy, tmp_path / "run")
-    whole = load_file(file)
-    name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({n: t for n, t in whole.items() if n != name}, file, metadata={"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2"
-    ):
-        plan_run(config, 2)
-    save_file({n: t for n, t in whole.items() if n != "model.norm.weight"}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight"):
-        plan_run(config, 2)
+    whole, expert = load_file(file), "model.layers.1.mlp.experts.2.up_proj.weight"
+    for without, words in {
+        expert: r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2",
+        "model.norm.weight": r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight",
+    }.items():
+        save_file({n: t for n, t in whole.items() if n != without}, file, metadata={"format": "pt"})
+        with pytest.raises(InputError, match=words):
+            plan_run(config, 2)
     save_file(whole, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):

@@ -137,7 +137,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Packer:
-    """How records become blocks.
+    """Turns records into blocks.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with an EOS token.

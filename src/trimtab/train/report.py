@@ -108,7 +108,7 @@ class Tally:
 
 
 class DataReport:
-    """What a group of files held: `tallies` by file and kind, a sample of each kind, `blocks`, and what is unread."""
+    """Contents of a group of files: `tallies` by file and kind, a sample of each kind, `blocks`, and what is unread."""
 
     def __init__(self, unread: Iterable[str]) -> None:
         self.tallies: dict[tuple[str, str], Tally] = {}

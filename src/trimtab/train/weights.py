@@ -85,11 +85,11 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     """
     inner = unwrapped(model)
     saved = _as_saved(_Live(inner), inner, source, dtype)
-    if not write:  # gathers with the others
+    if write:
+        _write_all(saved, source, folder, dtype)
+    else:  # gathers with the others
         for name in saved.infos:
             saved.read([name])
-        return
-    _write_all(saved, source, folder, dtype)
 
 
 def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
@@ -138,7 +138,7 @@ def copy_files(files: Iterable[Path], folder: Path, dtype: str | None) -> None:
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    """How a checkpoint's weights are quantized by its configuration; empty if they are not. Raises ConfigError."""
+    """A checkpoint's `quantization_config`; empty if there is none. Raises ConfigError for one that is not known."""
     try:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -252,6 +252,6 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """What some tensors are of, by the first two parts of their names."""
+    """The first two parts of the names of some tensors, each once."""
     heads = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
     return ", ".join(heads[:4]) + (" …" if len(heads) > 4 else "")
