@@ -12,7 +12,7 @@ Legend: e experts at home, n replicas on this rank, M rows, K slots per row, D m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -55,11 +55,6 @@ class Replicas(Protocol):
     def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """What is there of the replicas, [n, *] each, is added in place to `into`, [e, *] each, where they are at home,
         in the order of ranks. then: outlines [0, *] of the rows whose gradients leave next in this call."""
-
-
-def weights_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
-    """What there is of each expert, and what of it has gradients, for ranks to compare before replicas are sent."""
-    return ", ".join(f"{name} {t.dtype} {[*t.shape]}{' trained' * t.requires_grad}" for name, t in named)
 
 
 def check_replicable(experts: GroupedModule, layer: str = "") -> None:
