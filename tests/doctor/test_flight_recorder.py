@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import trimtab as package
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -192,6 +193,13 @@ STACKS = {
 }
 
 
+def test_stacks_are_of_functions_that_are_there() -> None:
+    """A dump is read by the names of our files and functions."""
+    for frame in (frame for stack in STACKS.values() for frame in stack):
+        _, ours, path = frame["filename"].partition("/x/trimtab/")
+        assert not ours or f"def {frame['name']}(" in (Path(package.__file__).parent / path).read_text(), frame
+
+
 def entry(seq: int, op: str, stack: str, state: str, size: list[int], group: str = "1") -> dict[str, Any]:
     """An entry as NCCL's recorder writes it (version 2.10)."""
     return {
@@ -232,7 +240,7 @@ def test_ranks_in_different_calls_are_a_desync(tmp_path: Path) -> None:
         (("dispatch", [3, 64]), ("ordered", [3, 64]), "different phases"),
         (("dispatch", [3, 64]), ("recomputed", [9, 64]), "all ranks came and it does not end"),
         (("dispatch backward", [3, 64]), ("recomputed", [3, 64]), "different phases"),
-        (("slots", [2, 64]), ("count", [2, 21]), "different phases"),
+        (("slots", [2, 64]), ("count", [2, 21]), "rank 0: slots of each expert, forward, [2, 64] BFloat16"),
         (("slots", [2, 64]), ("slots", [2, 32]), "sizes that do not fit"),
         (("copies", [0, 64]), ("copies", [2, 64]), "all ranks came and it does not end"),
         (("copies", [2, 64]), ("check of copies", [2, 64]), "rank 1: check before replicas of experts, forward"),

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.comparing import assert_close
-from helpers.linear_cases import BOUNDS, true_results
+from helpers.linear_truth import true_results
+from helpers.pairs import BOUNDS
 from trimtab.experts.grouped_linear import grouped_linear
 from trimtab.kernels.choose import KernelChoice
 

@@ -6,7 +6,9 @@ Each mutant is a real bug that users of MoE training met, injected into the code
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 
 from mutants import (
     adapter_bugs,
@@ -34,6 +36,19 @@ def mutant_named(name: str) -> Mutant:
         if mutant.name == name:
             return mutant
     raise ConfigError(f"no mutant {name!r}: choose one of {', '.join(m.name for m in MUTANTS)}")
+
+
+def mutants_named(*patterns: str) -> tuple[Mutant, ...]:
+    """Mutants by name, glob ("adapter_*") or file ("dispatch_bugs"); once each; all where no pattern is given.
+
+    Raises ConfigError where a pattern fits none.
+    """
+    found: list[Mutant] = []
+    for pattern in patterns:
+        files = sys.modules.get(f"{__name__}.{pattern}")
+        fits = files.MUTANTS if files else tuple(m for m in MUTANTS if fnmatchcase(m.name, pattern))
+        found += fits or (mutant_named(pattern),)
+    return tuple(dict.fromkeys(found)) if patterns else MUTANTS
 
 
 def mutated(name: str) -> AbstractContextManager[None]:

@@ -22,12 +22,12 @@ from trimtab.verify.patterns import PATTERNS
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""
 MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "refused": "R", "mismatch": "X", "error": "E", "hang": "H"}
-"""How the table shows each, from the best to the worst: a cell of several dtypes shows the worst."""
+"""A status in the table, from the best to the worst: a cell of several dtypes shows the worst."""
 
 
 @dataclass(kw_only=True)
 class Ledger:
-    """What was asked, of whom, and what came of it.
+    """A run: the implementation, the command, and the verdicts.
 
     program: "trimtab", or what starts it on a cluster. repeat: how often each case ran.
     """
@@ -129,7 +129,7 @@ class Ledger:
 
 
 def machine() -> dict[str, str]:
-    """What a number depends on. No host names."""
+    """Versions and hardware that a number depends on. No host names."""
     found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= {"processor": processor_name(), "cores": str(cores())}
     if torch.cuda.is_available():

@@ -28,7 +28,7 @@ from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.composed import FromExperts, ToExperts
+from trimtab.experts.expert_rows import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.layout import ALIGNMENTS
 

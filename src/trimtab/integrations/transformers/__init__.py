@@ -83,13 +83,13 @@ def register(
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
     from trimtab.integrations.transformers.lora.peft import teach_peft
-    from trimtab.integrations.transformers.quantized.prequantized import add_keepers
+    from trimtab.integrations.transformers.quantized.prequantized import add_prequantized
     from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
     from trimtab.kernels.choose import KernelChoice
 
     teach_peft()
     add_quantizer()
-    add_keepers()
+    add_prequantized()
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
