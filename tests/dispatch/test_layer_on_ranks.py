@@ -13,7 +13,8 @@ from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from helpers.weights import expert_weights
 from trimtab import oracle
-from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts

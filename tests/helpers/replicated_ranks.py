@@ -22,7 +22,7 @@ from helpers import cases
 from helpers.comparing import gradients, relative_error
 from helpers.layer_case import D, slope, truth
 from helpers.ranks import packed, unpacked
-from trimtab.dispatch.dispatcher import COMBINE_MODES
+from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 
