@@ -36,6 +36,7 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
         sys.modules[absent] = None  # type: ignore[assignment]
     import torch
 
+    from trimtab.train.plan import plan_run
     from trimtab.train.session import run_session
 
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -44,4 +45,4 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
-    run_session(config, prepared=False)
+    run_session(plan_run(config, ranks), prepared=False)

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from trimtab.errors import InputError
-from trimtab.train.chat import IGNORED, Piece, encode_chat
-from trimtab.train.tokens import byte_alphabet, byte_tokenizer
+from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
+from trimtab.train.presets import byte_alphabet, byte_tokenizer
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(
@@ -184,12 +184,7 @@ class Window(nn.Module):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_model_trained_on_a_template_answers_and_stops(name: str) -> None:
     tok = shipped(name)
-    messages = [
-        user("Uone"),
-        said("Aone"),
-        user("Utwo"),
-        said("Atwo"),
-    ]
+    messages = KINDS["two"]
     pieces = list(encode_chat(tok, messages, "here"))
     places = [(ids[:i], label) for ids, labels in pieces for i, label in enumerate(labels) if label != IGNORED]
     with torch.random.fork_rng():
@@ -288,6 +283,7 @@ def test_where_no_turn_is_ended_the_end_of_text_is_learnt_there() -> None:
 
 def test_the_template_is_told_of_tools_and_calls_are_learnt() -> None:
     tok = byte_tokenizer()
+    assert learnt(tok, [user("Uone"), said("Zone", weight=0), user("Utwo")]) == []
     messages = [user("one two"), said("", tool_calls=[CALL])]
     ((before, answer),) = runs(tok, next(encode_chat(tok, messages, "here", TOOLS)))
     assert before == f"<|start|>tools\n{json.dumps(TOOLS)}<|end|>\n<|start|>user\none two<|end|>\n<|start|>assistant\n"
@@ -308,29 +304,20 @@ def test_a_token_across_the_border_and_tokenizers_without_offsets() -> None:
     assert learnt(slow, KINDS["two"]) == ["Aone</s>", "Atwo</s>"]
 
 
-def test_nothing_to_learn_gives_nothing() -> None:
-    assert learnt(byte_tokenizer(), [user("Uone"), said("Zone", weight=0), user("Utwo")]) == []
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
         ("", KINDS["one"], "need a chat template, and the model's tokenizer has none"),
         ("{{ raise_exception('roles must alternate') }}", KINDS["one"], "refused the messages: roles must alternate"),
+        (None, [user("x"), said("y", weight=0.5)], 'message 2: {"weight": 0.5}: a message is learnt (1, true) or not'),
         (
-            None,
-            [user("x"), said("y", weight=0.5)],
-            r'message 2: {"weight": 0.5}: a message is learnt \(1, true\) or not',
-        ),
-        (
-            "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
-            KINDS["one"],
+            "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", KINDS["one"],
             "message 1 (user): the chat ",
         ),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_place(template: str | None, messages: Any, reason: str) -> None:
     tok = byte_tokenizer() if template is None else tokenizer(template)
     with pytest.raises(InputError, match=r"^chat\.jsonl:7: ") as error:
         list(encode_chat(tok, messages, "chat.jsonl:7"))
-    assert re.search(reason, str(error.value)) or reason in str(error.value)
+    assert reason in str(error.value)

@@ -18,7 +18,7 @@ INDEX = "index.json"
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:
-    """Which group each block comes from: after any number of blocks, each has its share as near as can be."""
+    """Yield the group of each block: after any number of blocks, each group has its share as near as can be."""
     taken = [0] * len(weights)
     for number in itertools.count(1):
         group = max(range(len(weights)), key=lambda n: weights[n] * number - taken[n])
@@ -31,41 +31,35 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     `position_ids`, of shape [seq_len], int64; `real` is False where a block is only filled up.
 
     Args:
-        held_out: a share of each group's blocks, by `seed`, that is set apart: those that are `evaluated`.
+        held_out: the share of each group's blocks, by `seed`, that is set apart: with `evaluated` those, else the rest.
     """
 
     def __init__(self, folder: Path, *, held_out: float = 0.0, seed: int = 0, evaluated: bool = False) -> None:
         held = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        self.packed, self.weights, self.sizes, self.said = (held[k] for k in ("packed", "weights", "blocks", "said"))
-        self._maps = [
-            np.memmap(folder / f"{n}.blocks", np.int32, "r", shape=(size, 3, held["seq_len"]))
-            for n, size in enumerate(self.sizes)
-        ]
-        self._order: list[Any] = []
-        for n, size in enumerate(self.sizes if held_out else ()):
-            cut = max(1, round(size * held_out))
-            if cut >= size:
+        self.packed, self.weights, self.summaries = (held[key] for key in ("packed", "weights", "summaries"))
+        self._maps, self._orders = [], []
+        for n, size in enumerate(held["blocks"]):
+            self._maps.append(np.memmap(folder / f"{n}.blocks", np.int32, "r", shape=(size, 3, held["seq_len"])))
+            cut = max(1, round(size * held_out)) if held_out else 0
+            if held_out and cut >= size:
                 raise InputError(f"{size} block(s) of {held['seq_len']} tokens are too few to hold some of them out")
-            order = np.random.default_rng([seed, n]).permutation(size)
-            self._order.append(order[:cut] if evaluated else order[cut:])
-        self.sizes = list(map(len, self._order)) or self.sizes
+            order = np.random.default_rng([seed, n]).permutation(size) if held_out else np.arange(size)
+            self._orders.append(order[:cut] if evaluated else order[cut:])
+        self.sizes = list(map(len, self._orders))
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        group = 0
-        while index >= self.sizes[group]:
-            index -= self.sizes[group]
-            group += 1
-        return self.of(group, index)
+        for group, size in enumerate(self.sizes):
+            if 0 <= index < size:
+                return self.of(group, index)
+            index -= size
+        raise IndexError(index)
 
     def of(self, group: int, index: int) -> dict[str, torch.Tensor]:
-        """A group's block."""
-        place = self._order[group][index] if self._order else index
-        ids, labels, positions = torch.from_numpy(self._maps[group][place].astype(np.int64))
+        """One block of a group."""
+        ids, labels, positions = torch.from_numpy(self._maps[group][self._orders[group][index]].astype(np.int64))
         block = {"input_ids": ids, "labels": labels, "real": positions >= 0}
         return block | {"position_ids": positions.where(positions >= 0, ~positions)} if self.packed else block
 
@@ -84,22 +78,21 @@ class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, blocks: Blocks, *, batch: int, rank: int, size: int, seed: int, skip: int = 0) -> None:
-        self.blocks, self.batch, self.rank, self.size, self.seed = blocks, batch, rank, size, seed
-        self.skip = skip
+        self.blocks, self.batch, self.rank, self.size, self.seed, self.skip = blocks, batch, rank, size, seed, skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        taken = [0] * len(self.blocks.sizes)
         orders: dict[int, tuple[int, Any]] = {}
-        left_out = self.skip
-        for number, group in enumerate(turns(self.blocks.weights)):
-            epoch, place = divmod(taken[group], self.blocks.sizes[group])
-            taken[group] += 1
-            if number // self.batch % self.size != self.rank:
-                continue
-            if left_out:
-                left_out -= 1
-                continue
+        for group, epoch, place in itertools.islice(self._places(), self.skip, None):
             if group not in orders or orders[group][0] != epoch:
                 rng = np.random.default_rng([self.seed, epoch, group])
                 orders[group] = epoch, rng.permutation(self.blocks.sizes[group])
             yield self.blocks.of(group, int(orders[group][1][place]))
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Group, epoch and place in that epoch's order of each of this rank's blocks."""
+        taken = [0] * len(self.blocks.sizes)
+        for number, group in enumerate(turns(self.blocks.weights)):
+            epoch, place = divmod(taken[group], self.blocks.sizes[group])
+            taken[group] += 1
+            if number // self.batch % self.size == self.rank:
+                yield group, epoch, place

@@ -1,12 +1,13 @@
-"""Where the answers lie in a conversation, as the tokenizer's own chat template renders it.
+"""Chat fine-tuning: the assistant's answers are learnt, in the context that they will have, and nothing else.
 
-For each answer the template is rendered up to it, with the generation prompt, and past it: what the second adds is the
-answer. TRL's marked templates are not put in the place of a tokenizer's own: they keep old reasoning, and a model would
-learn to answer after text that it never sees. Marks of the tokenizer's own template are obeyed.
+For each answer the tokenizer's own chat template is rendered up to it, with the generation prompt, and past it: the
+second adds the answer. TRL's marked templates are not put in the place of a tokenizer's own: they keep old reasoning,
+and a model would learn to answer after text that it never sees. Marks of the tokenizer's own template are obeyed.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +16,49 @@ from typing import Any
 
 from trimtab.errors import InputError
 
+IGNORED = -100
+"""The label of a token that carries no loss."""
+FLAGS = ("weight", "loss_mask", "train", "trainable")
+"""Keys of a message that say whether it is learnt (1, true) or not (0, false)."""
 OTHER = "\u0394\u0394other words\u0394\u0394"
 """Stands in the place of a message's words, to see where the template puts them."""
 
 Messages = list[dict[str, Any]]
+Piece = tuple[list[int], list[int]]
+"""Token ids and labels of equal length. A label is IGNORED or what is to be said there: the id that stands there, or
+the token that ends a turn, where the template has something else between an earlier answer and what follows."""
+
+
+def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) -> Iterator[Piece]:
+    """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        messages: `role` and `content`, strings, of each, and one of FLAGS where an answer is not to be learnt.
+        place: where the conversation lies, for messages.
+        tools: a list of the tools that the assistant may call, for the template, or None.
+
+    Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
+
+    Raises:
+        InputError: no template, one that refuses the messages or renders one as nothing, or a flag of another value.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    turns = [i for i, message in enumerate(messages) if _is_learnt(message, f"{place}: message {i + 1}")]
+    if not turns:
+        return
+    plain = [{key: value for key, value in message.items() if key not in FLAGS} for message in messages]
+    conversation = Conversation(tokenizer, plain, tools, place)
+    for chain in conversation.chains(turns):
+        yield _label(conversation, chain)
+
+
+def _is_learnt(message: dict[str, Any], place: str) -> bool:
+    flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    if wrong := {key: value for key, value in flags.items() if value not in (0, 1)}:
+        raise InputError(f"{place}: {json.dumps(wrong)}: a message is learnt (1, true) or not (0, false)")
+    return message["role"] == "assistant" and all(flags.values())
 
 
 @dataclass(frozen=True)
@@ -32,21 +72,17 @@ class Answer:
     stop: str
 
 
+@dataclass(frozen=True)
 class Conversation:
-    """One conversation and its renderings.
+    """One conversation and its renderings: messages and tools as the template takes them, and its place."""
 
-    Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: as the template takes them.
-        tools: the tools that the assistant may call, or None.
-        place: where the conversation lies, for messages.
-    """
-
-    def __init__(self, tokenizer: Any, messages: Messages, tools: Any, place: str) -> None:
-        self.tokenizer, self.messages, self.tools, self.place = tokenizer, messages, tools, place
+    tokenizer: Any
+    messages: Messages
+    tools: Any
+    place: str
 
     def chains(self, turns: list[int]) -> Iterator[list[Answer]]:
-        """The answers of `turns`. Those of a chain lie in its last one's text, each in the context that it will have.
+        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context.
 
         Raises InputError where the template refuses the messages, or renders one of them as nothing.
         """
@@ -57,7 +93,9 @@ class Conversation:
                 yield chain
                 chain = []
             chain.append(answer)
-        self._check_all_rendered(turns[-1], chain[-1].text)
+        for turn, message in enumerate(self.messages[: turns[-1]]):
+            if message["role"] != "assistant" and message["content"].strip() not in chain[-1].text:
+                self._check_rendered(turn, turns[-1] + 1)
         yield chain
 
     @cached_property
@@ -68,14 +106,14 @@ class Conversation:
         longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
         return re.compile(rf"\s*({'|'.join(longest_first) or '(?!)'})")
 
-    @property
+    @cached_property
     def has_marks(self) -> bool:
-        """Whether the template says itself what is generated."""
+        """True where the template says itself what is generated."""
         template = self.tokenizer.chat_template
         return isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template) is not None
 
     def is_answered(self, turn: int) -> bool:
-        """Whether another answer follows that of a turn."""
+        """True where another answer follows that of a turn."""
         return any(message["role"] == "assistant" for message in self.messages[turn + 1 : turn + 2])
 
     def _render(self, messages: Messages, *, prompt: bool = False) -> str:
@@ -85,7 +123,7 @@ class Conversation:
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # the template is the user's program: whatever it raises is about their data
-            raise self._refused(error) from error
+            raise InputError(f"{self.place}: the chat template refused the messages: {error}") from error
         return str(text).encode("utf-8", "replace").decode()
 
     def _tried(self, messages: Messages, *, prompt: bool = False) -> str | None:
@@ -95,14 +133,11 @@ class Conversation:
         except InputError:
             return None
 
-    def _refused(self, error: Exception) -> InputError:
-        return InputError(f"{self.place}: the chat template refused the messages: {error}")
-
     def _answer(self, turn: int) -> Answer:
         prompt = self._tried(self.messages[:turn], prompt=True)
         text = self._tried(self.messages[: turn + 1])
         if text is not None and self.has_marks:
-            found = self._marked_answer(turn)
+            found = self._marked_answer(turn, text)
         elif text is not None and prompt is not None and text.startswith(prompt):
             found = self._without_stop(turn, text, len(prompt), len(text))
         else:
@@ -113,12 +148,11 @@ class Conversation:
     def _without_stop(self, turn: int, text: str, start: int, end: int) -> Answer:
         said = text[start:end].rstrip()
         stop = next((m for m in self.special.finditer(said) if m.end() == len(said)), None)
-        if stop is None:
-            return Answer(turn, text, start, start + len(said), "")
-        return Answer(turn, text, start, start + stop.start(1), stop[1])
+        end = start + (len(said) if stop is None else stop.start(1))
+        return Answer(turn, text, start, end, "" if stop is None else stop[1])
 
     def _answer_by_words(self, turn: int, prompt: str | None) -> Answer:
-        """Where the answered conversation does not begin with the prompt: by other words in the answer's place.
+        """Find the answer by other words in its place, where the answered conversation does not begin with the prompt.
 
         The answer begins behind as much of what opens it as the template has left there.
         """
@@ -143,7 +177,7 @@ class Conversation:
         return self._without_stop(turn, text, start, end)
 
     def _opening(self, earlier: str | None, prompt: str | None) -> str:
-        """What the template adds where an answer is to come."""
+        """The text that the template adds where an answer is to come."""
         if prompt is None or earlier is None:
             user = [{"role": "user", "content": "x"}]
             prompt, earlier = self._tried(user, prompt=True) or "", self._tried(user) or ""
@@ -166,21 +200,15 @@ class Conversation:
     def _check_answer(self, found: Answer) -> None:
         """Raise InputError where an answer's calls, or its words if it has no calls, are rendered as nothing."""
         message, said = self.messages[found.turn], found.text[found.start : found.end]
-        names = _called(message)
+        calls = [call.get("function", call) for call in message.get("tool_calls", [])]
+        names = [call["name"] for call in calls if isinstance(call.get("name"), str)]
         if left_out := [name for name in names if name not in said]:
             raise InputError(
                 f"{self.place}: message {found.turn + 1} (assistant): the chat template renders no call of "
                 f"{', '.join(left_out)}; leave its tool_calls out, or use a template that has them"
             )
-        words = message["content"].rpartition("</think>")[2].strip()
-        if not names and words not in said:
+        if not names and message["content"].rpartition("</think>")[2].strip() not in said:
             self._check_rendered(found.turn, found.turn + 1)
-
-    def _check_all_rendered(self, last: int, text: str) -> None:
-        """Raise InputError if a message that is no answer, before the last one, is rendered as nothing."""
-        for turn, message in enumerate(self.messages[:last]):
-            if message["role"] != "assistant" and message["content"].strip() not in text:
-                self._check_rendered(turn, last + 1)
 
     def _check_rendered(self, turn: int, upto: int) -> None:
         """Raise InputError unless other words in a message make another text."""
@@ -193,10 +221,9 @@ class Conversation:
                 "it out, or use a template that has it"
             )
 
-    def _marked_answer(self, turn: int) -> Answer:
+    def _marked_answer(self, turn: int, text: str) -> Answer:
         """The answer as the template's `{% generation %}` mark has it."""
-        text, spans = self._render_marked(self.messages[: turn + 1])
-        earlier = self._render_marked(self.messages[:turn])[1] if turn else []
+        spans, earlier = self._marks(self.messages[: turn + 1]), self._marks(self.messages[:turn])
         if (marks := len(spans) - len(earlier)) != 1:
             raise InputError(
                 f"{self.place}: message {turn + 1} (assistant): the chat template marks {marks} spans "
@@ -204,27 +231,62 @@ class Conversation:
             )
         return self._without_stop(turn, text, *spans[-1])
 
-    def _render_marked(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and from where to where what is marked lies in it."""
+    def _marks(self, messages: Messages) -> list[tuple[int, int]]:
+        """Begin and end of each span that the template marks; none where it refuses the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            (text,), (spans,) = render_jinja_template(
-                [messages],
-                tools=self.tools,
-                chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # as above
-            raise self._refused(error) from error
-        return text, spans
+        if self._tried(messages) is None:
+            return []
+        template, names = self.tokenizer.chat_template, self.tokenizer.special_tokens_map
+        given = {"tools": self.tools, "chat_template": template, "return_assistant_tokens_mask": True, **names}
+        return list(render_jinja_template([messages], **given)[1][0])
 
 
-def _called(message: dict[str, Any]) -> list[str]:
-    """The names of the functions that a message calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls", [])]
-    return [call["name"] for call in calls if isinstance(call.get("name"), str)]
+def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
+    """Ids of the last answer's text, up to the end of that answer, labelled where one of the chain lies."""
+    text, tokenizer = chain[-1].text, conversation.tokenizer
+    spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learnt there in the place of what follows
+    for answer in chain:
+        after = conversation.special.match(text, answer.end)
+        if after and (after[1] == answer.stop or (not answer.stop and not conversation.is_answered(answer.turn))):
+            spans.append((answer.start, after.end(), ""))  # what opens the next turn may be what ends this one
+        else:
+            spans.append((answer.start, answer.end, answer.stop or _end_of_text(conversation)))
+    ids, begins, ends = _tokens(tokenizer, text[: spans[-1][1]], [border for span in spans for border in span[:2]])
+    labels = [IGNORED] * len(ids)
+    at = 0
+    for start, end, stop in spans:
+        while at < len(ids) and ends[at] <= start:
+            at += 1
+        while at < len(ids) and begins[at] < end:  # a token across the beginning is the answer's
+            labels[at] = ids[at]
+            at += 1
+        if stop and at == len(ids):
+            ids.append(tokenizer.convert_tokens_to_ids(stop))
+            labels.append(ids[-1])
+        elif stop:
+            labels[at] = tokenizer.convert_tokens_to_ids(stop)
+    return ids, labels
+
+
+def _end_of_text(conversation: Conversation) -> str:
+    if conversation.tokenizer.eos_token is None:
+        raise InputError(
+            f"{conversation.place}: the chat template ends no answer, and the model's tokenizer has no EOS token for it"
+        )
+    return str(conversation.tokenizer.eos_token)
+
+
+def _tokens(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Ids of `text`, and where each begins and ends in it, at least between which of the borders."""
+    if tokenizer.is_fast:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins, ends = zip(*made["offset_mapping"], strict=True)
+        return list(made["input_ids"]), list(begins), list(ends)
+    found: list[tuple[int, int, int]] = []
+    for start, end in zip([0, *borders], borders, strict=False):
+        found += [(i, start, end) for i in tokenizer(text[start:end], add_special_tokens=False)["input_ids"]]
+    return [i for i, _, _ in found], [start for _, start, _ in found], [end for _, _, end in found]
 
 
 def _common(one: str, other: str) -> int:
@@ -232,8 +294,5 @@ def _common(one: str, other: str) -> int:
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low

@@ -1,7 +1,7 @@
-"""Files become records: one text, one conversation, or a prompt with its completion, each with its place.
+"""Files as records: a text, a conversation, or a prompt with its completion, each with its file and line.
 
-Tables are read by `datasets`. JSON is not: it would not say on which line a record lies, and where rows are of several
-shapes it gives strings of JSON. Shapes that people write records in become one: who says what, with which tools.
+`datasets` reads tables. It does not read JSON here: it would not say on which line a record lies, and turns rows of
+several shapes into strings of JSON. The shapes that people write records in become one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from trimtab.errors import InputError, first_line
 
 LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""What `datasets` reads, and by which of its builders."""
+"""Suffixes that `datasets` reads, with the builder for each."""
 COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
 PIECE_CHARS = 1 << 18
@@ -30,7 +30,8 @@ LINE_CHARS = 1 << 16
 CONVERSATION = "a list of objects with `role` and `content`, or `from` and `value`"
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
-"""Names that other formats give to roles; any other is the template's affair."""
+"""Other formats' names of roles; the chat template judges any other."""
+NOT_REACHED = "rows that the steps of the run do not reach"
 _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|prompt|completion)"\s*:')
 
 
@@ -38,7 +39,7 @@ _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|promp
 class Record:
     """One document: a conversation (`messages`, `tools`), a completion (`text` after `prompt`) or a plain text.
 
-    `place` is its file, and line or row; `text` comes in pieces.
+    place: file, and line or row. text: in pieces. unread: columns of the row that are not read.
     """
 
     path: Path
@@ -47,79 +48,64 @@ class Record:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
+    unread: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> str:
-        """What a report calls it."""
+        """The word for it in a report."""
         return "conversation" if self.messages is not None else "text" if self.prompt is None else "completion"
 
 
 def kind_of(path: Path) -> str:
-    """The suffix by which a file is read, compression aside."""
+    """The suffix that decides how a file is read, compression aside."""
     return Path(path.stem).suffix.lower() if path.suffix in COMPRESSED else path.suffix.lower()
 
 
 def is_records(path: Path) -> bool:
-    """Whether a file holds records; any other is one text."""
+    """True for a file of records; any other is one text."""
     kind = kind_of(path)
     return kind in (*LINES, *TABLES) or (kind == ".json" and _RECORD.match(head_of(path)) is not None)
 
 
 def head_of(path: Path) -> bytes:
-    """A file's first bytes."""
+    """A file's first bytes, decompressed."""
     with opened(path) as file:
         return bytes(file.read(SNIFF_BYTES))
 
 
-def records(
-    files: Sequence[Path],
-    seed: int,
-    progress: Callable[[int], object],
-    unread: Callable[[Path, Iterable[str]], object],
-    enough: Callable[[], bool],
-) -> Iterator[Record]:
-    """All records of `files` once, checked, the files in the order that the seed gives.
+def read_records(files: Sequence[Path], seed: int, enough: Callable[[], bool]) -> Iterator[Record]:
+    """Yield all records of `files` once, checked, the files in an order that `seed` decides.
 
-    Args:
-        progress: is told of bytes that have been read.
-        unread: is told of columns that are not read.
-        enough: whether no more of plain text is needed.
+    enough: asked after each plain text of a table; once it holds, the rest of that table is not read.
 
-    Raises InputError for the first that is malformed, with its place.
+    Raises InputError for the first malformed record, with its place.
     """
     order = list(files)
     random.Random(f"{seed}/0").shuffle(order)
     for path in order:
-        size, told = path.stat().st_size, 0
-        columns: set[str] = set()
         if not is_records(path):
             yield Record(path, str(path), text=_read_text(path))
-        else:
-            for place, row, step in _rows(path, size) if kind_of(path) in TABLES else _objects(path):
-                record, used = _record(row, path, place)
-                columns |= row.keys() - used
-                told += step
-                progress(step)
-                yield record
-                if kind_of(path) in (".parquet", ".arrow") and used == {"text"} and enough():
-                    columns.add("rows that the steps of the run do not reach")
-                    break
-        progress(size - told)
-        if columns:
-            unread(path, columns)
+            continue
+        table = kind_of(path) in TABLES
+        for place, row in _rows(path) if table else _objects(path):
+            record = _record(row, path, place)
+            if table and record.kind == "text" and enough():
+                yield replace(record, unread=record.unread | {NOT_REACHED})
+                break
+            yield record
 
 
-def _objects(path: Path) -> Iterator[tuple[str, Any, int]]:
-    if kind_of(path) == ".json" and head_of(path).lstrip().startswith(b"["):  # an array: memory holds all of it
-        with opened(path) as file:
-            for number, row in enumerate(_parsed(file.read(), str(path), "an array"), start=1):
-                yield f"{path}: row {number}", row, 0
-        return
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+    array = kind_of(path) == ".json" and head_of(path).lstrip().startswith(b"[")
     with opened(path) as file:
+        if array:  # memory holds all of it
+            for number, row in enumerate(_parsed(file.read(), str(path), "an array"), start=1):
+                yield f"{path}: row {number}", row
+            return
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield place, _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line"), len(line)
+                yield place, _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
 
 
 def _parsed(text: bytes, place: str, expected: str) -> Any:
@@ -131,32 +117,23 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
         raise InputError(f"{place} is not JSON ({error}); expected {expected}") from None
 
 
-def _rows(path: Path, size: int) -> Iterator[tuple[str, Any, int]]:
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
     from datasets.utils import logging
 
     logging.set_verbosity(logging.CRITICAL)
-    kind, step = kind_of(path), 0
+    kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None
-    with tempfile.TemporaryDirectory(prefix="trimtab-") as locks:
-        try:
-            if kind == ".parquet":
-                from pyarrow import parquet
-
-                step = size // max(1, parquet.read_metadata(path).num_rows)
-            found = load_dataset(
-                TABLES[kind], data_files=[str(path)], split="train", streaming=True, cache_dir=locks, **options
-            )
-            for number, row in enumerate(found, start=1):
-                # One schema holds the keys of all rows: those that a row lacks come back as None.
-                yield f"{path}: row {number}", _without_none(row), step
-        except InputError:
-            raise
-        except Exception as error:  # of pandas, pyarrow, or what decompresses
-            raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as locks, _naming(path):
+        found = load_dataset(
+            TABLES[kind], data_files=[str(path)], split="train", streaming=True, cache_dir=locks, **options
+        )
+        for number, row in enumerate(found, start=1):
+            yield f"{path}: row {number}", _without_none(row)
 
 
 def _without_none(value: Any) -> Any:
+    """One schema holds the keys of all rows: those that a row lacks come back as None."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
@@ -164,8 +141,8 @@ def _without_none(value: Any) -> Any:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A file's bytes, decompressed. Raises InputError where it cannot be read, or not to its end."""
-    try:
+    """Open a file's bytes, decompressed. Raises InputError where it cannot be read, or not to its end."""
+    with _naming(path):
         if path.suffix in COMPRESSED:
             import pyarrow  # whose readers, unlike others, say where a stream ends early
 
@@ -174,9 +151,16 @@ def opened(path: Path) -> Iterator[Any]:
         else:
             with path.open("rb") as file:
                 yield file
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Whatever pandas, pyarrow or a decompressor raises becomes an InputError that names the file."""
+    try:
+        yield
     except InputError:
         raise
-    except Exception as error:  # of whatever decompresses
+    except Exception as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from None
 
 
@@ -188,27 +172,31 @@ def _read_text(path: Path) -> Iterator[str]:
             yield piece + file.readline(LINE_CHARS)
 
 
-def _record(row: Any, path: Path, place: str) -> tuple[Record, set[str]]:
-    """A row as a record, and the columns that were read."""
+def _record(row: Any, path: Path, place: str) -> Record:
     if not isinstance(row, dict):
         raise InputError(f"{place} has a {type(row).__name__}; expected an object with {EXPECTED}")
     has = {key for key, value in row.items() if value is not None}
     if name := next((name for name in ("messages", "conversations") if name in has), None):
-        return Record(path, place, messages=_messages(row[name], place, name), tools=_tools(row, place)), {
-            name,
-            "tools",
-        }
-    if {"prompt", "completion"} <= has:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str):
-            texts = _string(prompt, place, "prompt"), _string(completion, place, "completion")
-            return Record(path, place, prompt=texts[0], text=[texts[1]]), {"prompt", "completion"}
-        asked = [{**message, "train": False} for message in _messages(prompt, place, "prompt")]
-        messages = [*asked, *_messages(completion, place, "completion")]
-        return Record(path, place, messages=messages, tools=_tools(row, place)), {"prompt", "completion", "tools"}
-    if "text" in row:
-        return Record(path, place, text=[_string(row["text"], place, "text")]), {"text"}
-    raise InputError(f"{place} has the keys {sorted(map(str, row))}; expected {EXPECTED}")
+        read, made = {name}, Record(path, place, messages=_messages(row[name], place, name))
+    elif {"prompt", "completion"} <= has:
+        read, made = {"prompt", "completion"}, _answered(row, path, place)
+    elif "text" in row:
+        read, made = {"text"}, Record(path, place, text=[_string(row["text"], place, "text")])
+    else:
+        raise InputError(f"{place} has the keys {sorted(map(str, row))}; expected {EXPECTED}")
+    if made.messages is not None:
+        read, made = read | {"tools"}, replace(made, tools=_tools(row, place))
+    return replace(made, unread=frozenset(row.keys() - read))
+
+
+def _answered(row: dict[str, Any], path: Path, place: str) -> Record:
+    """A prompt and its completion: two strings, or two lists of messages of which the second is learnt."""
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        text = [_string(completion, place, "completion")]
+        return Record(path, place, prompt=_string(prompt, place, "prompt"), text=text)
+    asked = [{**message, "train": False} for message in _messages(prompt, place, "prompt")]
+    return Record(path, place, messages=[*asked, *_messages(completion, place, "completion")])
 
 
 def _string(value: Any, place: str, name: str) -> str:
@@ -218,7 +206,7 @@ def _string(value: Any, place: str, name: str) -> str:
 
 
 def _decoded(value: Any, place: str, name: str) -> Any:
-    """What some formats keep as JSON in a string, decoded once."""
+    """Decode, once, what some formats keep as JSON in a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -248,8 +236,7 @@ def _message(message: dict[str, Any], place: str, name: str) -> dict[str, Any]:
     if not isinstance(made.get("role"), str):
         raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
     made["role"] = ROLES.get(made["role"], made["role"])
-    # Templates print a content of None as "None".
-    made["content"] = _content(made.get("content", ""), place)
+    made["content"] = _content(made.get("content", ""), place)  # templates print a content of None as "None"
     if "tool_calls" in made:
         calls = _decoded(made["tool_calls"], place, "tool_calls")
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -274,6 +261,4 @@ def _content(content: Any, place: str) -> str:
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": _call(function, place)}
-    if "arguments" not in call:
-        return call
-    return {**call, "arguments": _decoded(call["arguments"], place, "arguments")}
+    return {**call, "arguments": _decoded(call["arguments"], place, "arguments")} if "arguments" in call else call
