@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from helpers.convert_case import assert_same, build, logits, state_of, swapped
 from helpers.convert_case import run as train_on_ranks
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.checkpoint import load, read_tensors, save
 from trimtab.convert.convert import convert
 from trimtab.convert.layouts import LAYOUTS, BlockLayout, Part, blocks_of, prove
 from trimtab.errors import ConfigError
 
-preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -11,17 +11,18 @@ import torch.distributed as dist
 from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
+from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatcher
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.choose import get_backend
 
 E, K, D, F = 8, 3, 16, 12
 
 
-def expert_weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def of_all(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(7)
     up = torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5
     down = torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5
@@ -37,12 +38,12 @@ def layer_on_rank(transport: str, combine: str, dtype: torch.dtype) -> dict[str,
     for seed, pattern in enumerate(PATTERNS):
         x, ids, w, mask = case(pattern, rank, ranks, E, K, D, dtype, seed)
         g = torch.Generator().manual_seed(99 + rank)
-        up_all, down_all = expert_weights(dtype)
+        up_all, down_all = of_all(dtype)
         up, down = (t[rank * e : rank * e + e].clone().requires_grad_() for t in (up_all, down_all))
         leaves = [x.requires_grad_(), w.requires_grad_()]
         rows = dispatcher.dispatch(x, ids, w, mask)
         plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
-        y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), "swiglu", kernels)
+        y = expert_mlp(rows.x_MD, rows.weights_MK, plan, *expert_weights(up=up, down=down), "swiglu", kernels)
         y = dispatcher.combine(y, rows)
         dy = torch.randn(y.shape, generator=g, dtype=torch.float64).to(dtype)
         grads = torch.autograd.grad(y, [*leaves, up, down], dy)

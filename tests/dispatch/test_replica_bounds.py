@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.workloads import WORKLOADS, draw
 from helpers.replica_bounds import replica_bounds
+from helpers.weights import expert_weights
 from trimtab import ExpertMLP, oracle
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replication.route import experts_to_send
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_call import ExpertWeights
 
 P, E, T, K, D, F = 4, 8, 24, 3, 8, 16
 HOME = E // P
@@ -117,7 +117,7 @@ def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers
         ids_MK[: len(tokens)] = torch.where(here_TK, places_TK - rank * 2 * HOME, -1)[tokens]
         experts = ExpertMLP(HOME, D, F, dtype=torch.float64)
         own = slice(rank * HOME, rank * HOME + HOME)
-        weights = ExpertWeights(up=up[own], down=down[own], up_bias=None, down_bias=None)
+        weights = expert_weights(up=up[own], down=down[own], up_bias=None, down_bias=None)
         replicas = AsMany((up[copied], down[copied]))
         y_MD = experts.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas, BOUNDS.expert_rows)
         y_TD.index_add_(0, tokens, y_MD[: len(tokens)])

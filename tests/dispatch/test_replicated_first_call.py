@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor
 from dispatch.test_replicated_exchange import D, E, K
 from dispatch.test_replicated_guard import Changed
 from helpers.cases import case
-from helpers.ranks import _rank_main, forkserver
+from helpers.forks import start
+from helpers.ranks import _rank_main
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Handshake
@@ -119,12 +121,11 @@ GONE = (
 def test_what_is_wrong_in_a_first_call_is_named_on_every_rank_at_once(
     transport: str, killed: str, tmp_path: Path
 ) -> None:
-    context, ranks, cases = forkserver(), [], list(MISTAKES)
+    ranks, cases = [], list(MISTAKES)
     for rank in range(4):
-        (ours, theirs), (failed, fails) = context.Pipe(), context.Pipe()
-        args = (calls_on_rank, rank, 4, str(tmp_path / "store"), DEADLINE, (theirs, transport, killed, cases), fails)
-        ranks.append((context.Process(target=_rank_main, args=args, daemon=True), ours, failed))
-        ranks[-1][0].start()
+        (ours, theirs), (failed, fails) = Pipe(), Pipe()
+        args = (calls_on_rank, rank, 4, str(tmp_path / "store"), DEADLINE, (transport, killed, cases))
+        ranks.append((start(_rank_main, *args, pipes=[theirs, fails]), ours, failed))
         theirs.close()
         fails.close()
     end = time.monotonic() + DEADLINE
@@ -143,4 +144,3 @@ def test_what_is_wrong_in_a_first_call_is_named_on_every_rank_at_once(
     finally:
         for process, *_ in ranks:
             process.kill()
-            process.join()

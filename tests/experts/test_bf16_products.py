@@ -18,9 +18,11 @@ from helpers import emulated
 from helpers.comparing import assert_close
 from helpers.emulated import INSTRUCTIONS, fenced, fences
 from helpers.threads import torch_threads
+from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.experts.activations import ACTIVATIONS
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.grad_sink import GradSink
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.compiled import CompiledKernels
@@ -162,9 +164,9 @@ def run(kernels: CompiledKernels, c: Case) -> dict[str, Tensor]:
     with torch_threads(c.threads), torch.autocast("cpu", torch.bfloat16, enabled=c.wide):
         y = expert_mlp(
             x, w, plan_experts(o.ids, E),
-            ExpertWeights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
+            *expert_weights(up=given[0], down=given[1], up_bias=up_bias, down_bias=down_bias, transposed=c.transposed),
             v.ours, kernels,
-            main_grad="off" if c.main is None else "overwrite" if c.overwrite else "accumulate",
+            sink=GradSink("off" if c.main is None else "overwrite" if c.overwrite else "accumulate"),
         )  # fmt: skip
         y.backward(o.dy)
     grads = [t.grad for t in leaves]
@@ -232,8 +234,8 @@ def test_gradients_are_added_to_every_element(
         up.main_grad, down.main_grad = (fenced(start, offset) for start in starts)  # type: ignore[attr-defined]
         with torch_threads(threads):
             y = expert_mlp(
-                x, w, plan_experts(ids, E), ExpertWeights(up=up, down=down, transposed=transposed), "swiglu",
-                kernels, main_grad=mode,  # type: ignore[arg-type]
+                x, w, plan_experts(ids, E), *expert_weights(up=up, down=down, transposed=transposed), "swiglu",
+                kernels, sink=GradSink(mode),  # type: ignore[arg-type]
             )  # fmt: skip
             y.sum().backward()
         found.append([p.grad if mode == "off" else p.main_grad for p in (up, down)])  # type: ignore[attr-defined]

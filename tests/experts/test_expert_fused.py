@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import test_expert_mlp as grid
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from helpers.comparing import assert_close, cut
 from helpers.threads import torch_threads
+from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.errors import InputError
 from trimtab.experts import on_cpu
 from trimtab.experts.activations import clamped as clamped_word
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.operands import Operands
+from trimtab.experts.passes import Pass
 from trimtab.experts.plan import plan_experts
+from trimtab.experts.weight import GroupedWeight
 from trimtab.kernels.choose import get_backend
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 
@@ -59,16 +61,13 @@ BUILT_IN = {
 
 def go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As experts do that C++ does not cover as a whole."""
-    monkeypatch.setattr(on_cpu, "covers", lambda operands: False)
+    monkeypatch.setattr(on_cpu, "covers", lambda p: False)
 
 
-def operands(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> Operands:
+def a_pass(activation: str = "swiglu", dtype: torch.dtype = torch.float32) -> Pass:
     up, down = torch.zeros(2, 8, 4, dtype=dtype), torch.zeros(2, 4, 4, dtype=dtype)
-    return Operands(
-        x=torch.zeros(1, 4, dtype=dtype), w=torch.ones(1, 1), up=up, down=down, up_bias=None, down_bias=None,
-        transposed=False, word=activation, plan=plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2),
-        kernels=compiled_kernels(),
-    )  # fmt: skip
+    plan, x = plan_experts(torch.zeros(1, 1, dtype=torch.int64), 2), torch.zeros(1, 4, dtype=dtype)
+    return Pass(x, torch.ones(1, 1), *expert_weights(up, down), activation, plan, compiled_kernels())
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ def _built_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", BUILT_IN)
 @pytest.mark.parametrize(("bias", "transposed"), [(False, False), (True, True), (True, False)])
 def test_fused_equals_oracle(dtype: torch.dtype, routing: str, variant: str, bias: bool, transposed: bool) -> None:
-    assert on_cpu.covers(operands(str(BUILT_IN[variant].ours), dtype))
+    assert on_cpu.covers(a_pass(str(BUILT_IN[variant].ours), dtype))
     grid.check("cpu", dtype, routing, variant, bias, transposed)
 
 
@@ -157,12 +156,19 @@ def test_transposed_gradients_take_as_many_hidden_values_at_once_as_any(
 
 
 def test_what_is_covered_and_what_goes_the_loop_s_way() -> None:
-    assert on_cpu.covers(operands())
-    assert not on_cpu.covers(operands(dtype=torch.float64))
-    assert not on_cpu.covers(operands(dtype=torch.float16))
-    assert not on_cpu.covers(replace(operands(), kernels=get_backend("torch", CPU)))
-    assert not on_cpu.covers(replace(operands(), up=torch.zeros(2, 4, 8).transpose(1, 2)))
-    assert not on_cpu.covers(replace(operands(), word="tanh"))
+    def differs(**fields: Any) -> Pass:
+        p = a_pass()
+        for name, value in fields.items():
+            setattr(p, name, value)
+        return p
+
+    assert on_cpu.covers(a_pass())
+    assert not on_cpu.covers(a_pass(dtype=torch.float64))
+    assert not on_cpu.covers(a_pass(dtype=torch.float16))
+    assert not on_cpu.covers(differs(kernels=get_backend("torch", CPU)))
+    assert not on_cpu.covers(differs(up=GroupedWeight(values=(torch.zeros(2, 4, 8).transpose(1, 2),))))
+    assert not on_cpu.covers(differs(up=GroupedWeight(values=(torch.zeros(8, 4), torch.zeros(8, 4)))))
+    assert not on_cpu.covers(differs(word="tanh"))
 
 
 E, K = 4, 2
@@ -180,7 +186,7 @@ def run(rows: Tensor, threads: int, dtype: torch.dtype, D: int = 80, F: int = 48
     ids = torch.where(rows[:, None] < 1400, ids, 3)  # the last hundred make one expert hot
     with torch_threads(threads):
         plan = plan_experts(ids, E)
-        y = expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("cpu", CPU))
+        y = expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", get_backend("cpu", CPU))
         dx, dw, d_up, d_down = torch.autograd.grad(y, (x, w, up, down), dy)
     return {"y": y.detach(), "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
@@ -210,7 +216,7 @@ def test_every_small_number_of_rows_has_the_bits_of_many(dtype: torch.dtype, tra
         leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
         y = expert_mlp(
             *leaves, plan_experts(torch.zeros(rows, 1, dtype=torch.int64), 1),
-            ExpertWeights(up=weights[0], down=weights[1], transposed=transposed), "swiglu",
+            *expert_weights(up=weights[0], down=weights[1], transposed=transposed), "swiglu",
             get_backend("cpu", CPU),
         )  # fmt: skip
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[:rows])]
@@ -335,6 +341,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (torch.ones(3, 4), torch.ones(2, 16, 8), torch.ones(2, 8, 8)),
         (torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 8)),
     ):
-        weights = ExpertWeights(up=up, down=down)
+        weights = expert_weights(up=up, down=down)
         with pytest.raises(InputError, match="do not fit together"):
-            expert_mlp(x, w, plan_experts(ids, 2), weights, "swiglu", compiled_kernels())
+            expert_mlp(x, w, plan_experts(ids, 2), *weights, "swiglu", compiled_kernels())

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from helpers.comparing import assert_close, cut, gradients, rounded
+from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.errors import BackendError
-from trimtab.experts.mlp import ExpertWeights, RowFunction, expert_mlp
+from trimtab.experts.mlp import RowFunction, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.choose import get_backend
 
@@ -108,7 +109,7 @@ def check(
         x,
         w,
         plan_experts(ids, E, alignment=alignment, static=kernels == "grouped_mm"),
-        ExpertWeights(up=flip(up), down=flip(down), up_bias=up_bias, down_bias=down_bias, transposed=transposed),
+        *expert_weights(up=flip(up), down=flip(down), up_bias=up_bias, down_bias=down_bias, transposed=transposed),
         v.ours,
         get_backend(kernels, CPU),
         norm=post,
@@ -168,7 +169,7 @@ def test_no_tokens_is_a_number_of_tokens(kernels: str, tokens: int, variant: str
 
 def layer(x: Tensor, w: Tensor, up: Tensor, down: Tensor) -> Tensor:
     plan = plan_experts(route("random", x.shape[0]), E)
-    return expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("auto", CPU))
+    return expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", get_backend("auto", CPU))
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -211,4 +212,4 @@ def test_kernels_are_refused_by_name() -> None:
     x, w, up, down = (t.double() for t in tensors())
     plan = plan_experts(route("random", T), E)
     with pytest.raises(BackendError, match="float64"):
-        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", get_backend("grouped_mm", CPU))
+        expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", get_backend("grouped_mm", CPU))

@@ -45,7 +45,7 @@ def experts(activation: str, dtype: torch.dtype = torch.float32, **options: obje
     torch.manual_seed(0)
     mlp = ExpertMLP(E, D, F, activation=activation, dtype=dtype, **options)
     with torch.no_grad():
-        mlp.expert_weights().up.mul_(6.0)  # so that gpt-oss's limit of 7 cuts some
+        mlp.expert_weights()[0].values[0].mul_(6.0)  # so that gpt-oss's limit of 7 cuts some
     return mlp
 
 
@@ -83,9 +83,10 @@ def compare(activation: str, bias: bool, kernels: str, dtype: torch.dtype, routi
     y = mlp(x, ids, w)
     y.backward(dy)
 
-    own = mlp.expert_weights()
+    up, down = mlp.expert_weights()
+    up_bias, down_bias = (of.biases[0] if of.biases else None for of in (up, down))
     truth = oracle.moe(
-        x, ids, w, own.up, own.down, up_bias_EI=own.up_bias, down_bias_ED=own.down_bias,
+        x, ids, w, up.values[0], down.values[0], up_bias_EI=up_bias, down_bias_ED=down_bias,
         activation=rounded(TRUTH[activation], dtype),
     )  # fmt: skip
     leaves = {"x": x, "w": w, **dict(mlp.named_parameters())}

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.weights import expert_weights
 from trimtab import oracle
-from trimtab.errors import ConfigError
-from trimtab.experts.adapters import Adapters, Pair, added, gate_and_up
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.weight_grad import DelayedGradients
+from trimtab.experts.weight import GroupedWeight, LoraFactors, stack_factors
 from trimtab.kernels.choose import KernelChoice
 
 NAMES = ("x", "w", "up", "down", "up_a", "up_b", "down_a", "down_b", "up_bias", "down_bias")
@@ -92,12 +91,13 @@ def truth(case: Case, given: dict[str, Tensor], ids: Tensor, dy: Tensor) -> dict
     return {"y": y.detach()} | {name: value.grad for name, value in t.items() if value.grad is not None}
 
 
-def weights_of(case: Case, t: dict[str, Tensor], dropout: float = 0.0) -> ExpertWeights:
-    pairs = {name: Pair(a=t[f"{name}_a"], b=t[f"{name}_b"], scale=SCALES[name]) for name in case.on}
+def weights_of(case: Case, t: dict[str, Tensor], dropout: float = 0.0) -> tuple[GroupedWeight, GroupedWeight]:
+    lora = {
+        name: LoraFactors(a=t[f"{name}_a"], b=t[f"{name}_b"], scale=SCALES[name], dropout=dropout) for name in case.on
+    }
     up, down = (t[name].mT.contiguous() if case.transposed else t[name] for name in ("up", "down"))
     biases = {name: t[name] if case.bias else None for name in ("up_bias", "down_bias")}
-    adapters = Adapters(**pairs, dropout=dropout)
-    return ExpertWeights(up=up, down=down, transposed=case.transposed, adapters=adapters, **biases)
+    return expert_weights(up=up, down=down, transposed=case.transposed, lora=lora, **biases)
 
 
 def ours(
@@ -106,7 +106,7 @@ def ours(
     t = {name: value.to(dy.dtype).clone().requires_grad_() for name, value in given.items()}
     plan = plan_experts(ids, case.experts)
     backend = KernelChoice(kernels).on(torch.device("cpu"), dy.dtype)
-    y = expert_mlp(t["x"], t["w"], plan, weights_of(case, t, **options), case.activation, backend)
+    y = expert_mlp(t["x"], t["w"], plan, *weights_of(case, t, **options), case.activation, backend)
     y.backward(dy)
     return {"y": y.detach()} | {name: value.grad for name, value in t.items() if value.grad is not None}
 
@@ -142,7 +142,7 @@ def test_frozen_weights_cost_no_product_and_get_no_gradient() -> None:
     plan = plan_experts(ids, case.experts)
     rows, (d, f, r) = int((ids >= 0).sum()), (case.dim, case.hidden, case.rank)
     with FlopCounterMode(display=False) as counter:
-        expert_mlp(t["x"], t["w"], plan, weights_of(case, t), "swiglu", "cpu").backward(dy)
+        expert_mlp(t["x"], t["w"], plan, *weights_of(case, t), "swiglu", "cpu").backward(dy)
     own, thin = 2 * rows * 3 * d * f, 2 * rows * r * (d + 2 * f + f + d)
     assert counter.get_total_flops() == own + thin + own + 2 * thin
     assert t["up"].grad is None
@@ -155,36 +155,29 @@ def test_saved_are_the_rows_the_pre_activations_and_thin_rows() -> None:
     t = {name: value.float().requires_grad_(name.endswith(("_a", "_b"))) for name, value in given.items()}
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
-        expert_mlp(t["x"], t["w"], plan_experts(ids, case.experts), weights_of(case, t), "swiglu", "cpu")
+        expert_mlp(t["x"], t["w"], plan_experts(ids, case.experts), *weights_of(case, t), "swiglu", "cpu")
     own = {value.data_ptr() for value in t.values()}
     floats = [tuple(s.shape) for s in saved if s.is_floating_point() and s.data_ptr() not in own]
     rows = int((ids >= 0).sum())
     assert sorted(floats) == sorted([(rows, 2 * case.hidden), (rows, case.rank), (rows, case.rank)])
 
 
-def test_pairs_of_gate_and_up_and_sums_of_adapters() -> None:
+def test_factors_of_several_adapters_are_one_adapter_s() -> None:
     g = torch.Generator().manual_seed(0)
 
-    def pair(experts: int, out: int, scale: float) -> Pair:
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=g, dtype=torch.float64)
+    def factors(groups: int, scale: float) -> LoraFactors:
+        a, b = (torch.randn(groups, *size, generator=g, dtype=torch.float64) for size in ((3, 8), (10, 3)))
+        return LoraFactors(a=a, b=b, scale=scale)
 
-        return Pair(a=drawn(experts, 3, 8), b=drawn(experts, out, 3), scale=scale)
+    def delta(of: LoraFactors) -> Tensor:
+        return of.scale * (of.b @ of.a)
 
-    def delta(p: Pair) -> Tensor:
-        return p.scale * (p.b @ p.a)
-
-    gate, up, both = pair(4, 5, 2.0), pair(1, 5, 0.5), pair(1, 10, 3.0)
-    joined = gate_and_up(gate, up, 5)
-    assert joined is not None
-    torch.testing.assert_close(delta(joined), torch.cat([delta(gate), delta(up).expand(4, -1, -1)], 1))
-    only = gate_and_up(None, up, 5)
-    assert only is not None
-    assert not delta(only)[:, :5].any()
-    total = added([joined, both])
+    own, shared = factors(4, 2.0), factors(1, 0.5)
+    total = stack_factors([own, shared])
     assert total is not None
-    torch.testing.assert_close(delta(total), delta(joined) + delta(both))
-    assert added([]) is None
+    torch.testing.assert_close(delta(total), delta(own) + delta(shared))
+    assert stack_factors([]) is None
+    assert stack_factors([own]) is own
 
 
 def test_dropout_is_of_the_rows_that_the_adapter_reads() -> None:
@@ -209,24 +202,13 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
         assert torch.equal(part["x"], whole["x"][:n])
 
 
-def test_delayed_gradients_are_refused() -> None:
-    case = Case()
-    given, ids, _ = tensors(case, torch.float32)
-    weights = weights_of(case, {name: value.float() for name, value in given.items()})
-    with pytest.raises(ConfigError, match="adapters take no recipe"):
-        expert_mlp(
-            given["x"].float(), given["w"].float(), plan_experts(ids, case.experts), weights, kernels="cpu",
-            defer=DelayedGradients().add,
-        )  # fmt: skip
-
-
 def test_compiled_without_a_break() -> None:
     case = Case()
     given, ids, dy = tensors(case, torch.float32)
     t = {name: value.float().requires_grad_() for name, value in given.items()}
 
     def run(x: Tensor, w: Tensor) -> Tensor:
-        return expert_mlp(x, w, plan, weights_of(case, t), "swiglu", "cpu")
+        return expert_mlp(x, w, plan, *weights_of(case, t), "swiglu", "cpu")
 
     plan = plan_experts(ids, case.experts)
     leaves = list(t.values())[:8]

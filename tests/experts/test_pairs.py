@@ -64,12 +64,8 @@ def _placed(pair: Pair, i: int) -> Pair:
 
 REFUSED: list[tuple[set[str], str]] = [
     ({"lora", "separate"}, "no module of GroupedLinear has weights"),
-    ({"codes", "recipe"}, "quantized once, .* without main_grad, delay_wgrad and a recipe"),
-    ({"codes", "delayed"}, "quantized once, .* without main_grad, delay_wgrad and a recipe"),
-    ({"codes", "main_grad"}, "quantized once, .* without main_grad, delay_wgrad and a recipe"),
-    ({"lora", "recipe"}, "recipe or delay_wgrad take no adapters"),
-    ({"lora", "delayed"}, "recipe or delay_wgrad take no adapters"),
-    ({"mlp", "dropout", "main_grad"}, "take no function of one's own, and no dropout"),
+    ({"linear", "lora", "recipe"}, "recipe or delay_wgrad takes no adapters"),
+    ({"linear", "lora", "delayed"}, "recipe or delay_wgrad takes no adapters"),
     ({"own", "main_grad"}, "take no function of one's own"),
     ({"own", "delayed"}, "take no function of one's own"),
     ({"own", "recipe"}, "take no function of one's own"),

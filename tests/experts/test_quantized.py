@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.weights import expert_weights
 from trimtab import oracle
 from trimtab.errors import ConfigError
-from trimtab.experts.adapters import Adapters, Pair
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.quantized import FORMATS, Codes, decoded, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of
+from trimtab.experts.weight import LoraFactors
 from trimtab.kernels.choose import KernelChoice
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 3e-2}
@@ -151,7 +153,7 @@ class Made:
         i = f if case.activation == "relu_squared" else 2 * f
         (up, up_scales), (down, down_scales) = drawn(name, (e, i, d), g), drawn(name, (e, d, f), g)
         self.case, self.dtype, self.codes = case, dtype, {"up": up, "down": down}
-        self.kind = Codes(format=name, up=up_scales, down=down_scales, dtype=dtype)
+        self.format, self.scales = name, {"up": up_scales, "down": down_scales}
         shapes = {"x": (t, d), "w": (t, 3)}
         if case.rank:
             r = case.rank
@@ -163,20 +165,25 @@ class Made:
         self.ids = ids.masked_fill(torch.rand(ids.shape, generator=g) >= case.kept, -1)
         self.dy = torch.randn(t, d, generator=g).to(dtype)
 
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What `codes` are, for `expert_weights`."""
+        scales = (self.scales["up"], self.scales["down"]) if self.format else (None, None)
+        return {"format": self.format, "scales": scales, "dtype": self.dtype}
+
     def run(self, kernels: str, **options: object) -> dict[str, Tensor]:
         t = {name: value.clone().requires_grad_() for name, value in self.given.items()}
         chosen = KernelChoice(kernels).on(torch.device("cpu"), self.dtype)
-        adapters = None
+        lora = {}
         if self.case.rank:
-            pairs = [Pair(a=t[f"{n}_a"], b=t[f"{n}_b"], scale=s) for n, s in (("up", 2.0), ("down", 0.5))]
-            adapters = Adapters(up=pairs[0], down=pairs[1])
-        weights = ExpertWeights(
-            **self.codes, codes=self.kind, adapters=adapters, up_bias=t.get("up_bias"), down_bias=t.get("down_bias")
+            lora = {n: LoraFactors(a=t[f"{n}_a"], b=t[f"{n}_b"], scale=s) for n, s in (("up", 2.0), ("down", 0.5))}
+        weights = expert_weights(
+            **self.codes, **self.kind, lora=lora, up_bias=t.get("up_bias"), down_bias=t.get("down_bias")
         )
         plan = plan_experts(self.ids, self.case.experts, kernels=chosen)
 
         def call(x: Tensor) -> Tensor:
-            return expert_mlp(x, t["w"], plan, weights, options.get("activation", self.case.activation), chosen)  # type: ignore[arg-type]
+            return expert_mlp(x, t["w"], plan, *weights, options.get("activation", self.case.activation), chosen)  # type: ignore[arg-type]
 
         y = checkpoint(call, t["x"], use_reentrant=False) if options.get("recompute") else call(t["x"])
         y.backward(self.dy)
@@ -185,7 +192,7 @@ class Made:
     def truth(self) -> dict[str, Tensor]:
         t = {name: value.double().requires_grad_() for name, value in self.given.items()}
         wide = {
-            name: decoded(codes, getattr(self.kind, name), self.kind.format, self.dtype).double()
+            name: decoded(codes, self.scales[name], self.format, self.dtype).double()
             for name, codes in self.codes.items()
         }
         if self.case.rank:
@@ -266,10 +273,10 @@ def test_flops_are_those_of_the_weights() -> None:
 
 def test_codes_take_no_recipe_and_lie_one_way() -> None:
     made = Made(CASES["plain"], "nf4", torch.float32)
-    weights = ExpertWeights(**made.codes, codes=made.kind, transposed=True)
+    weights = expert_weights(**made.codes, **made.kind, transposed=True)
     plan = plan_experts(made.ids, 6)
     with pytest.raises(ConfigError, match=r"\[e, out, in\]"):
-        expert_mlp(made.given["x"], made.given["w"], plan, weights)
+        expert_mlp(made.given["x"], made.given["w"], plan, *weights)
 
 
 def test_a_module_of_codes_saves_loads_and_trains_what_is_left() -> None:
@@ -302,9 +309,8 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left() -> None:
     for y, dx in found:
         assert torch.allclose(y, found[2][0], rtol=1e-5, atol=1e-6)
         assert torch.allclose(dx, found[2][1], rtol=1e-5, atol=1e-6)
-    for again in (experts, ExpertMLP(4, 128, 64, main_grad="accumulate")):
-        with pytest.raises(ConfigError, match="quantized once"):
-            again.quantize_("nf4")
+    with pytest.raises(ConfigError, match="quantized once"):
+        experts.quantize_("nf4")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -318,8 +324,8 @@ def test_cpp_has_the_bits_of_decoded_weights(name: str, threads: int) -> None:
             made = Made(Case(tokens=70, dim=160 if name == "int8" else 192, hidden=320, experts=4), name, dtype)
             got = made.run("cpu")
             for key in ("up", "down"):
-                made.codes[key] = decoded(made.codes[key], getattr(made.kind, key), name, dtype)
-            made.kind = None  # type: ignore[assignment]
+                made.codes[key] = decoded(made.codes[key], made.scales[key], name, dtype)
+            made.format = ""
             want = made.run("cpu")
             assert all(torch.equal(got[key], value) for key, value in want.items())
     finally:

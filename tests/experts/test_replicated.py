@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
 from helpers.replicated_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
-from trimtab.experts.adapting import add_adapter, set_adapter
+from trimtab.experts.lora_model import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.product import Product
 from trimtab.experts.quantized import FORMATS, scales_of
 
 ROWS = (13, 7, 0)
@@ -146,7 +147,7 @@ MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
 @pytest.fixture(autouse=True)
 def dropout_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same values whoever draws first."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, p: x * (1 - p))
+    monkeypatch.setattr(Product, "_dropped", lambda self, rows, lora, block: rows * (1 - lora.dropout))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recompute"])
@@ -197,7 +198,7 @@ def test_a_rank_without_rows_is_no_special_one(rows: tuple[int, ...]) -> None:
 def test_copies_gradients_reach_main_grad_in_its_dtype(mode: str, again: bool, dtype: torch.dtype) -> None:
     lents = compare(whole({"dtype": dtype, "main_grad": mode, "bias": True}, freeze()), again)
     (moved,) = [sizes for what, sizes in lents[0].log if what == "home"]
-    assert [kind for kind, _ in moved] == [torch.float32] * 2 + [dtype] * 2
+    assert [kind for kind, _ in moved] == [torch.float32, dtype] * 2
 
 
 def movements(change: Callable[[ExpertMLP], Any], work: Callable[..., Any], **options: Any) -> list[list[str]]:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,8 +196,13 @@ def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
         y_TD.square().sum().backward()  # type: ignore[no-untyped-call]
 
 
-def fault_main(fault: Fault, rank: int, store: str, deadline: float, pipe: Connection) -> None:
-    """What a rank's process runs. Ends it as the interpreter of a program would end."""
+def fault_main(fault: Fault, rank: int, store: str, deadline: float, log: Path, pipe: Connection) -> None:
+    """What a rank's process runs. Ends it as the interpreter of a program would end.
+
+    Errors go to `log`: an interpreter that ends with frozen objects has Triton's bindings report each as leaked.
+    """
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is not this process's to clear: it would cost a second at the end
     code = 1

@@ -1,4 +1,4 @@
-"""Whole runs in ranks that are forked with everything imported: what a rank under torchrun does, without its start."""
+"""Whole runs in ranks that are forked: what a rank under torchrun does, without its start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from helpers.forks import start
 from helpers.ports import free_port
 from trimtab.train.config import TrainConfig
-from trimtab.verify.run import forkserver, preload
 
-preload(
-    "torch._dynamo", "torch.distributed.fsdp", "trimtab.train.session",
-    "trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "matplotlib.figure",
-)  # fmt: skip
 DEADLINE = 240.0
 
 
@@ -26,19 +21,13 @@ def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
     """
     port = free_port()
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
-    context = forkserver()
-    processes = [
-        context.Process(target=_rank, args=(config, rank, ranks, port, str(log), absent)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    processes = [start(_rank, config, rank, ranks, port, str(log), absent) for rank in range(ranks)]
     end = time.monotonic() + DEADLINE
     for process in processes:
         process.join(max(0.1, end - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-        process.join()
     assert codes == [0] * ranks, (codes, log.read_text())
 
 

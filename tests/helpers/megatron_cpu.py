@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict
 from trimtab.verify.patterns import pattern_named
@@ -53,7 +53,6 @@ with patch("torch.compile", _as_it_is), warnings.catch_warnings(action="ignore")
     from megatron.core.transformer import spec_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-preload("helpers.megatron_cpu", "peers.megatron_impl")  # ranks start with all of it imported
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 
 

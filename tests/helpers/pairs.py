@@ -21,8 +21,8 @@ from helpers.recipe_cases import KINDS, RECIPES
 from helpers.stand_ins import PAIRS
 from trimtab import oracle
 from trimtab.experts.activations import activation_of
-from trimtab.experts.adapting import add_adapter
 from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.lora_model import add_adapter
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS, decoded, scales_of
@@ -216,8 +216,9 @@ class Subject:
             norm = patch("trimtab.experts.module.expert_mlp", partial(expert_mlp, norm=self._own))
         with norm:
             if "transposed" in self.words:
-                turned = dict(zip(("up", "down"), (self.leaves[name] for name in self.names), strict=True))
-                weights = replace(self.layer.expert_weights(), transposed=True, **turned)
+                leaves = [self.leaves[name] for name in self.names]
+                whole = zip(self.layer.expert_weights(), leaves, strict=True)
+                weights = tuple(replace(of, transposed=True, values=(leaf,)) for of, leaf in whole)
                 return self.layer.run(weights, x, self.ids, w)
             y = self.layer(x, self.ids, w)
         return y[0] if self.pair.module == "megatron" else y

@@ -10,11 +10,10 @@ import pytest
 
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.replicated_ranks import PATTERNS, WAYS, solve, too_far_on_rank
 from trimtab.dispatch.transports import TRANSPORTS
 
-preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 FULL, RANKS4 = pytest.mark.replicated_full, pytest.mark.xdist_group("ranks4")
 KINDS = [name for name in TRANSPORTS if name != "auto"]
 

@@ -13,12 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import trimtab
 from helpers.comparing import assert_close
 from helpers.layer_case import slope
-from helpers.ranks import preload, run_ranks, unpacked
+from helpers.ranks import run_ranks, unpacked
 from helpers.replicated_ranks import D, E, F, K, build, given, solve
 from trimtab.errors import ConfigError, DesyncError
 from trimtab.experts.recipes import FP8Blockwise
-
-preload("torch._dynamo")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.replicated_models import KINDS, WAYS, on_four_ranks, on_two_ranks, truths_of
 
-preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 FULL = pytest.mark.replicated_full
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.replicated_memory import COPY, on_rank
 
-preload("torch._dynamo")
 ODD = 0.3
 """Of a replica's bytes: rows, pre-activations and indices, which are elsewhere than without replicas."""
 

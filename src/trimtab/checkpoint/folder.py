@@ -184,7 +184,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def finish(unfinished: Path) -> Path:
-    """Give a folder whose files are all written and synced its name. One rank calls, after all have written."""
+    """Rename a folder whose files are all written and synced. One rank calls, after all have written."""
     folder = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     unfinished.rename(folder)
     sync(folder.parent)
@@ -199,7 +199,7 @@ def remove(folder: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link to one; nothing where nothing is."""
+    """Remove a folder with all that is in it, or a link to one; do nothing if neither exists."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -207,7 +207,7 @@ def clear(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's names."""
+    """fsync a file, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

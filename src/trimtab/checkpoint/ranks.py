@@ -26,8 +26,8 @@ State = dict[str, Any]
 
 
 def rank_state(model: nn.Module, extra: Any = None) -> State:
-    """Random numbers of Python, NumPy (where it is in use), torch, the accelerator and each router's own generator;
-    each router's loads; each recipe's state, and where among the ranks of its layer; and `extra`."""
+    """This rank's random states (Python, NumPy if it is imported, torch, the accelerator, each router's own generator),
+    each router's loads, each recipe's state with this rank's coordinates in its layer's mesh, and `extra`."""
     found = {plain_name(name): router for name, router in routers(unwrapped(model)).items()}
     return {
         "random": _get_random(),

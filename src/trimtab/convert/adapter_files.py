@@ -49,7 +49,7 @@ class WeightAdapter:
     second_is_input: bool
 
     def delta(self) -> Tensor:
-        """In the dtype of A and B, float32 at least; as peft sums it, bit for bit."""
+        """scale B A, bit for bit as peft sums it, in the dtype of A and B (float32 at least)."""
         if self.experts is None:
             return self.b @ self.a * self.scale
         a, b = self.a.view(self.experts, -1, self.a.shape[1]), self.b.view(self.b.shape[0], -1, self.experts)

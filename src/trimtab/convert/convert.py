@@ -19,7 +19,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.tensors import make_index
 from trimtab.convert import source as opened
 from trimtab.convert.adapter_files import WithAdapters, read_adapter
-from trimtab.convert.dcp_files import DcpFolder, write_dcp
+from trimtab.convert.dcp_files import DcpFolder, write_store
 from trimtab.convert.layouts import Blocks, experts_modules
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
 from trimtab.convert.source import FORMS, TRANSFORMERS, Record, Source, first_difference
@@ -29,6 +29,8 @@ from trimtab.errors import ConfigError, InputError
 
 OnTensor = Callable[[int, int], None]
 """Called with (tensors done, of how many)."""
+Back = Callable[[TensorStore], TensorStore]
+"""Makes the source's tensors of the written ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,35 +126,35 @@ def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: 
     dst = dst.resolve()  # a link's folder gets its name, not the link
     _check_new(dst, to)
     read = Hashed(source.store)
-    way = _to_dcp(source, read) if to == "dcp" else _to_safetensors(source, read)
-    planned = way.back(way.view).infos
+    view, back = _to_dcp(source, read) if to == "dcp" else _to_safetensors(source, read)
+    planned = back(view).infos
     if wrong := first_difference(read.infos, planned):
         raise InputError(
             f"{source.folder}: would not come back as it is: {wrong} on the way there and back. If it is of a base "
             f"model, convert what {type(source.model).__name__}.from_pretrained and save_pretrained make of it"
         )
-    total, done = len(way.view.infos) + len(planned), 0
+    total, done = len(view.infos) + len(planned), 0
 
     def step(_: str) -> None:
         nonlocal done
         done += 1
         on_tensor(done, total)
 
-    experts = _expert_shapes(way.view if to == "dcp" else read, experts_modules(source.model))
+    experts = _expert_shapes(view if to == "dcp" else read, experts_modules(source.model))
     with _unfinished(dst, to) as work:
         if to == "dcp":
-            write_dcp(way.view, work, done=step)
+            write_store(view, work, done=step)
         else:
-            write_safetensors(way.view, work, shard_bytes=shard_bytes, done=step)
+            write_safetensors(view, work, shard_bytes=shard_bytes, done=step)
         read.finish()
         if source.record is not None:
             source.record.check(source.folder, read.hashes)
         written = Hashed(DcpFolder(work, whole=False) if to == "dcp" else SafetensorsFolder(work))
-        back = Hashed(way.back(written))
-        for name in back.infos:
-            back.read([name])
+        again = Hashed(back(written))
+        for name in again.infos:
+            again.read([name])
             step(name)
-        if wrong := first_difference(read.hashes, back.hashes):
+        if wrong := first_difference(read.hashes, again.hashes):
             raise InputError(f"{source.folder}: what was written does not come back as it was: hash of {wrong}")
         record = Record(
             layout=source.blocks.layout.name if source.blocks.layout else TRANSFORMERS,
@@ -179,15 +181,7 @@ def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: 
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """One direction. view: the tensors to write. back: makes the source's tensors of the written ones."""
-
-    view: TensorStore
-    back: Callable[[TensorStore], TensorStore]
-
-
-def _to_dcp(source: Source, store: TensorStore) -> _Way:
+def _to_dcp(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     model, blocks, mapping = source.model, source.blocks, mapping_of(source.model)
     loaded = Mapped(store, loading_steps(model, mapping, store))
     opened.check_state(model, loaded, source.folder)
@@ -199,10 +193,10 @@ def _to_dcp(source: Source, store: TensorStore) -> _Way:
         theirs = opened.without(blocks.to_theirs(written, state), added)
         return Mapped(theirs, saving_steps(model, used, theirs))
 
-    return _Way(blocks.to_ours(state), back)
+    return blocks.to_ours(state), back
 
 
-def _to_safetensors(source: Source, store: TensorStore) -> _Way:
+def _to_safetensors(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     model, blocks = source.model, source.blocks
     state = blocks.to_theirs(store)
     opened.check_state(model, state, source.folder)
@@ -215,7 +209,7 @@ def _to_safetensors(source: Source, store: TensorStore) -> _Way:
         theirs = opened.without(theirs, (name for name in added if name not in repeated))
         return blocks.to_ours(theirs, store)
 
-    return _Way(Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back)
+    return Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back
 
 
 def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[str, list[int]]]:

@@ -80,7 +80,7 @@ class BlockLayout:
     def config(self, config: Any) -> MoEConfig:
         """The `trimtab.MoE` that computes what the block of a transformers configuration does.
 
-        Raises ConfigError for an activation that `ExpertMLP` has none of.
+        Raises ConfigError for an activation that `ExpertMLP` does not have.
         """
         activation = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}.get(config.hidden_act)
         if activation is None:
@@ -170,11 +170,11 @@ class Blocks:
         self.layout, self.names = layout, names
 
     def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """Under trimtab's names, in the dtypes of `like` where that is given."""
+        """The store under trimtab's names, in the dtypes of `like` if it is given."""
         return self._mapped(store, like, to_ours=True)
 
     def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """Under transformers' names, in the dtypes of `like` where that is given."""
+        """The store under transformers' names, in the dtypes of `like` if it is given."""
         return self._mapped(store, like, to_ours=False)
 
     def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:

@@ -1,4 +1,8 @@
-"""A folder as transformers' `save_pretrained` writes it: safetensors, one file or several with an index."""
+"""A folder as transformers' `save_pretrained` writes it: safetensors, one file or several with an index.
+
+Not by torch's HuggingFaceStorageReader and -Writer: one reads any safetensors that lie in the folder and no index, the
+other holds a file twice more in memory than `save_file`.
+"""
 
 from __future__ import annotations
 

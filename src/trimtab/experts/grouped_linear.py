@@ -20,7 +20,7 @@ from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 
 if TYPE_CHECKING:
-    from trimtab.experts.lowered import LoweredProducts
+    from trimtab.experts.low_precision import LowPrecisionProducts
 
 
 def grouped_linear(
@@ -61,7 +61,7 @@ def linear_of(
     transposed: bool = False,
     main_grad: MainGradMode = "off",
     defer: Defer | None = None,
-    low: LoweredProducts | None = None,
+    low: LowPrecisionProducts | None = None,
 ) -> Tensor:
     """`grouped_linear` in x's dtype, whatever the parameters': gradients are in their own.
 
@@ -106,7 +106,7 @@ class LinearCall:
     name: str
     main_grad: MainGradMode
     defer: Defer | None
-    low: LoweredProducts | None
+    low: LowPrecisionProducts | None
     trained: tuple[bool, ...]
     keep: bool
 

@@ -69,8 +69,8 @@ class GroupedModule(nn.Module):
         return self.get_parameter(name)
 
     def put_adapter(self, name: str, weights: Sequence[str], options: Mapping[str, Any]) -> None:
-        """Add an adapter of these weights, see `adapter_module.ExpertAdapter`, and make it the active one."""
-        from trimtab.experts.adapter_module import ExpertAdapter
+        """Add an adapter of these weights, see `lora.ExpertAdapter`, and make it the active one."""
+        from trimtab.experts.lora import ExpertAdapter
 
         if not hasattr(self, "adapters"):
             self.adapters = nn.ModuleDict()

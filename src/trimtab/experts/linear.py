@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trimtab.autograd import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
-from trimtab.experts.composed import ToExperts
+from trimtab.experts.expert_rows import ToExperts
 from trimtab.experts.grouped_linear import grouped_linear, linear_of
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.grouped_ops import GroupSizes, offsets_of
@@ -152,7 +152,7 @@ class GroupedLinear(GroupedModule):
 
     def _adapted(self, x_RD: Tensor, y_RB: Tensor, offsets_e: Tensor) -> Tensor:
         """What the active adapters add."""
-        from trimtab.experts.adapter_module import in_use
+        from trimtab.experts.lora import in_use
 
         kernels = kernels_for(self.kernels, x_RD.device, x_RD.dtype) or self.kernels.on(x_RD.device, x_RD.dtype)
         for adapter in in_use(self):
@@ -176,12 +176,12 @@ class GroupedLinear(GroupedModule):
         options: dict[str, Any] = {"kernels": kernels, "main_grad": self.main_grad, "defer": defer}
         if self.recipe is None:
             return self._linear(x_RD, offsets_e, **options)
-        from trimtab.experts.lowered import LoweredProducts
+        from trimtab.experts.low_precision import LowPrecisionProducts
 
         engine, state = self.engine_for(self._widths()), self.recipe_state
         assert state is not None
         plan = _aligned(offsets_e, x_RD.shape[0], (engine or self.recipe).alignment)
-        low = LoweredProducts(kernels, plan.offsets_e, state.call(), engine)
+        low = LowPrecisionProducts(kernels, plan.offsets_e, state.call(), engine)
         y_SB = self._linear(forward_of(ToExperts, x_RD, plan, False), plan.offsets_e, low=low, **options)
         y_RB: Tensor = forward_of(ToExperts, y_SB, plan, True)
         return y_RB

@@ -42,20 +42,7 @@ class Format:
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Codes:
-    """What the weights of experts are codes of: these stand where the weights would, in [e, out, in]'s order.
-
-    format: of `FORMATS`. up, down: scales. dtype: of the weights that they stand for.
-    """
-
-    format: str
-    up: Tensor
-    down: Tensor
-    dtype: torch.dtype
-
-
-def packed(name: str) -> int:
+def values_per_byte(name: str) -> int:
     """Values in an entry of a weight's last axis; 1 where it is no codes, ""."""
     return FORMATS[name].per_byte if name else 1
 

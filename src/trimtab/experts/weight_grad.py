@@ -33,6 +33,8 @@ from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite", "te", "te_first"]
 MODES = ("off", "accumulate", "overwrite")
+MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
+"""What a view that stands for a parameter must have of it."""
 
 WgradJob = Callable[[], list[tuple[Tensor, Tensor]]]
 """Gives the parameters that want a gradient, each with what autograd gets for it."""
@@ -76,8 +78,6 @@ class WeightGradient:
         if not self.fused:
             return self.buffer
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if not any(self.param.stride()):  # an outline of copies, see `copied`: nobody hooks on them
-            return self.param.detach()
         zeros = getattr(self.param, "zero_out_wgrad", False) or torch.is_anomaly_enabled()  # which looks for NaN
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 

@@ -1,6 +1,6 @@
 """One rank's part of a run: build, step, compare with the truth, and say what was found.
 
-A rank compares what it holds itself; nothing but its findings leaves it. They go to the run's store, where the
+A rank compares what it holds itself; nothing but its results leaves it. They go to the run's store, where the
 collector reads them: a rank that stops answering is seen, whatever it hangs in.
 """
 
@@ -36,7 +36,7 @@ READY = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RankResult:
     """One rank's result of one case. errors: relative error by column. fault: the error that broke the case off;
     refused: it was raised on purpose. replicas: experts sent to this rank; hot: there had to be some."""
 
@@ -50,17 +50,17 @@ class Finding:
     hot: bool = False
 
     def put(self, store: Store, index: int) -> None:
-        """Leave it where `get` finds it."""
+        """Put it into the store, for `get`."""
         store.set(key_of(index, self.rank), json.dumps(asdict(self)))
 
     @classmethod
-    def get(cls, store: Store, index: int, rank: int) -> Finding:
+    def get(cls, store: Store, index: int, rank: int) -> RankResult:
         """Wait for what `put` left."""
         return cls(**json.loads(store.get(key_of(index, rank))))
 
 
 def key_of(index: int, rank: int) -> str:
-    """Where in the store the finding of `rank` on case `index` lies."""
+    """Where in the store the result of `rank` on case `index` lies."""
     return f"case/{index}/{rank}"
 
 
@@ -71,9 +71,9 @@ def run_on_rank(
     device: torch.device,
     repeat: int,
 ) -> None:
-    """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
+    """Run (index, case) pairs in order and leave this rank's results in `store`. Collective over the world."""
     rank = dist.get_rank()
-    Finding(rank=rank).put(store, READY)
+    RankResult(rank=rank).put(store, READY)
     for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
         bench = Bench(implementation, make_place(topology, rank, device))
         for index, case in group:
@@ -81,7 +81,7 @@ def run_on_rank(
                 bench.run(case, repeat).put(store, index)
                 others = range(topology.ranks)
                 store.wait([key_of(index, other) for other in others], COLLECTORS)
-                if any(Finding.get(store, index, other).fault is not None for other in others):
+                if any(RankResult.get(store, index, other).fault is not None for other in others):
                     bench.subjects.clear()
 
 
@@ -92,21 +92,21 @@ class Bench:
         self.implementation, self.place = implementation, place
         self.subjects: dict[Sizes, tuple[Subject, list[LayerWeights]]] = {}
 
-    def run(self, case: Case, repeat: int = 1) -> Finding:
+    def run(self, case: Case, repeat: int = 1) -> RankResult:
         """One case on this rank, `repeat` times. Collective over the ranks of the topology."""
         start = time.perf_counter()
         problem = make_problem(case.topology, case.pattern, DTYPES[case.dtype], case.data_seed)
         try:
-            finding = self._judge(problem, repeat)
+            result = self._judge(problem, repeat)
         except Exception as error:
             self.subjects.clear()  # also where all ranks were right to refuse
             good = problem.raises and isinstance(error, self.implementation.refusal)
             shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
             said = None if good else f"{type(error).__name__}: {shown}"
-            finding = Finding(rank=self.place.rank, fault=said, refused=not good and raised_on_purpose(error))
-        return replace(finding, seconds=time.perf_counter() - start)
+            result = RankResult(rank=self.place.rank, fault=said, refused=not good and raised_on_purpose(error))
+        return replace(result, seconds=time.perf_counter() - start)
 
-    def _judge(self, problem: Problem, repeat: int) -> Finding:
+    def _judge(self, problem: Problem, repeat: int) -> RankResult:
         rank, sizes = self.place.rank, problem.sizes
         if sizes not in self.subjects:
             weights = make_weights(sizes, seed=sizes.num_experts)
@@ -117,7 +117,7 @@ class Bench:
         outcome = subject.step(share)
         if problem.raises:
             expected = self.implementation.refusal.__name__
-            return Finding(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
+            return RankResult(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
         truth = solve(problem, weights)
         true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}
         grads = getattr(subject, "expected", lambda grads: grads)(truth.grads)
@@ -141,7 +141,7 @@ class Bench:
         own = self.place.experts.get_local_rank("ep")
         replicas = sum(int(copied[own]) for copied in outcome.copied or [])
         hot = any(has_to_replicate(self.place.topology, loads) for loads in truth.loads)
-        return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault, replicas=replicas, hot=hot)
+        return RankResult(rank=rank, errors=errors, mismatches=mismatches, fault=fault, replicas=replicas, hot=hot)
 
 
 def has_to_replicate(t: Topology, loads_E: Tensor) -> bool:
@@ -191,7 +191,7 @@ def _named(share: Share) -> dict[str, Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """NaN is equal to itself here."""
+    """Bitwise equality: NaN equals itself."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

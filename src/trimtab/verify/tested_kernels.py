@@ -14,7 +14,7 @@ from trimtab.kernels.selftest import compiled_fault
 
 
 def _kept() -> list[CompiledKernels]:
-    """None where the ranks have to compile them, or to say what is wrong."""
+    """The kernels, if they are compiled and pass; else nothing, and each rank compiles them or says what is wrong."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads are lost in a fork, and waited for
     try:

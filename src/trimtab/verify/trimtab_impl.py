@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import InputError
-from trimtab.experts.adapting import add_adapter, merge_adapter
+from trimtab.experts.lora_model import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -41,7 +41,7 @@ REPLICATED: dict[str, dict[str, Any]] = {
 
 
 class Impl:
-    """The implementation that lacks nothing, but for what the machine lacks."""
+    """trimtab, which can be asked for everything that the machine has."""
 
     name = "trimtab"
     refusal: type[Exception] = InputError
@@ -91,7 +91,7 @@ class Stack(nn.Module):
 
 
 def _one_host_of_cpus() -> bool:
-    """The same on every rank: torchrun says on how many hosts; other ranks are local and on the CPU."""
+    """True on every rank if all are of one host and on the CPU: torchrun tells, other ranks are local."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     return local is None or (local == os.environ.get("WORLD_SIZE") and not torch.cuda.is_available())
 

@@ -16,12 +16,10 @@ import torch
 from helpers.ep_case import PATTERNS, Case, Mesh
 from helpers.ep_ranks import REPLICATED, run_broken, run_cases, run_loading, run_shared
 from helpers.ep_verify import both_precisions, verify
-from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
-from helpers.ranks import preload, run_ranks
+from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, family_names
+from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-
-preload("trimtab.integrations.transformers.expert_parallel", *sorted({family.module for family in families().values()}))
 
 TWO = Mesh(ep=2, fsdp=2)
 FOUR = (Mesh(ep=4, fsdp=4), Mesh(ep=2, fsdp=4), Mesh(ep=4, fsdp=2, tp=2), Mesh(ep=2, fsdp=2, replicate=2))

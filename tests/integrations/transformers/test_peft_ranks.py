@@ -12,18 +12,12 @@ import torch
 from helpers.ep_case import Case, Mesh
 from helpers.ep_ranks import REPLICATED
 from helpers.ep_verify import verify
-from helpers.families import build_model, families
+from helpers.families import build_model
 from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.routing.loads import load_scalars
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload(
-    "trimtab.integrations.transformers.expert_parallel",
-    "transformers.trainer",
-    "peft",
-    *sorted({f.module for f in families().values()}),
-)
 
 TWO = Mesh(ep=2, fsdp=2)
 KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe", "ernie4_5_vl_moe")

@@ -13,15 +13,10 @@ from helpers.coded_ranks import read_and_save
 from helpers.ep_case import Case, Mesh
 from helpers.ep_ranks import REPLICATED
 from helpers.ep_verify import verify
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.integrations.transformers import QuantizedExpertsConfig
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload(
-    "trimtab.integrations.transformers.expert_parallel",
-    "trimtab.integrations.transformers.quantized.prequantized",
-    "peft",
-)
 
 
 def adapted(family: str, mesh: Mesh, lora: str = "experts", name: str = "trimtab") -> Case:

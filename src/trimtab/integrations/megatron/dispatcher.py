@@ -23,7 +23,7 @@ from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
-from trimtab.experts.composed import ToExperts
+from trimtab.experts.expert_rows import ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.integrations.megatron.refused import PAD

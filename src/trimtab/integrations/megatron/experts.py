@@ -27,10 +27,11 @@ from torch import Tensor
 from trimtab.autograd import computed_in, forward_of
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import activate, clamped
-from trimtab.experts.composed import FromExperts, ToExperts
-from trimtab.experts.expert_call import ExpertWeights
+from trimtab.experts.expert_rows import FromExperts, ToExperts
+from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.weight import GroupedWeight
 from trimtab.integrations.megatron.expert_linear import ExpertLinear
 from trimtab.integrations.megatron.sharded_state import local_state, sharded_state
 from trimtab.kernels.api import Backend
@@ -134,11 +135,9 @@ class Experts(MegatronModule):  # type: ignore[misc]
         plan = plan_experts(ids_MK, self.num_local_experts, num_slots=num_slots, kernels=kernels)
         if not self.linear_fc1.single_parameter or callable(self.activation):
             return self._by_products(x_MD, weights_MK, plan, kernels), None
-        (up, up_bias), (down, down_bias) = self.linear_fc1.stacked(), self.linear_fc2.stacked()
-        y_MD = expert_mlp(
-            x_MD, weights_MK, plan, ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias),
-            self.activation, kernels, main_grad=self.linear_fc2.main_grad, defer=self.linear_fc2.defer,
-        )  # fmt: skip
+        up, down = map(_read, (self.linear_fc1, self.linear_fc2))
+        sink = GradSink(self.linear_fc2.main_grad, self.linear_fc2.defer)
+        y_MD = expert_mlp(x_MD, weights_MK, plan, up, down, self.activation, kernels, sink=sink)
         return y_MD, None
 
     def _by_products(self, x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, kernels: Backend) -> Tensor:
@@ -163,6 +162,11 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """As SequentialMLP and TEGroupedMLP have it, which load what these save and the other way round, with other
         expert and expert-tensor parallelism as well."""
         return sharded_state(self, prefix, sharded_offsets, metadata)
+
+
+def _read(linear: ExpertLinear) -> GroupedWeight:
+    values, biases = linear()
+    return GroupedWeight(values=values, biases=biases)
 
 
 def activation_of(config: Any) -> str | RowFunction:

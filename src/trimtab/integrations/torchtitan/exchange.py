@@ -28,7 +28,7 @@ from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.composed import FromExperts, ToExperts
+from trimtab.experts.expert_rows import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.layout import ALIGNMENTS
 

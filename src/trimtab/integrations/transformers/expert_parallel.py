@@ -29,9 +29,9 @@ from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
-from trimtab.experts.adapters import Pair
 from trimtab.experts.replicated import weights_in_words
-from trimtab.integrations.transformers.experts import LENT, experts_forward
+from trimtab.experts.weight import LoraFactors
+from trimtab.integrations.transformers.experts import attached_lora, experts_forward
 from trimtab.integrations.transformers.replicated_params import OwnExperts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
@@ -92,11 +92,11 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
-    def _part(self, pair: Pair) -> Pair:
+    def _part(self, lora: LoraFactors) -> LoraFactors:
         """Of adapters of all experts, which every rank holds, those of this rank's experts."""
         batches = self.ep_mesh.size() // self.tp_mesh.size()
-        a, b = (forward_of(OwnExperts, t, self.num_local_experts, self.ep_group, batches) for t in (pair.a, pair.b))
-        return replace(pair, a=a, b=b)
+        a, b = (forward_of(OwnExperts, t, self.num_local_experts, self.ep_group, batches) for t in (lora.a, lora.b))
+        return replace(lora, a=a, b=b)
 
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
@@ -105,9 +105,9 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         """What runs the experts, and what of them is copied: with replicated experts the same on every rank."""
         if self.dispatcher.replication is None:
             return ""
-        lent = getattr(self.experts, LENT, {}).items()
-        pairs = ((f"{name}.{part}", getattr(pair, part)) for name, pair in lent for part in ("a", "b"))
-        named = chain(self.experts.named_parameters(), self.experts.named_buffers(), pairs)
+        attached = attached_lora(self.experts).items()
+        factors = ((f"{name}.{part}", getattr(lora, part)) for name, lora in attached for part in ("a", "b"))
+        named = chain(self.experts.named_parameters(), self.experts.named_buffers(), factors)
         return f"{self.experts.config._experts_implementation}: {weights_in_words(named)}"
 
     def _run_experts(self, rows: Dispatched) -> Tensor:

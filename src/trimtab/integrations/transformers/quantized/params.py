@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, Codes, decoded, packed, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of, values_per_byte
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -40,27 +40,26 @@ def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def codes_of(module: nn.Module, up: str) -> Codes | None:
-    """The codes of an experts module, ours or transformers' FP8 with float scales; None if it has plain weights.
+def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] | None:
+    """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
+    transformers' FP8 experts with float scales. None where there are values.
 
     Raises ConfigError where something has cast the scales, as FSDP's mixed precision does.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
         name, dtype = ours
-        scales = [getattr(module, f"{weight}{SCALES}") for weight in (up, "down_proj")]
-        if any(scale.dtype is not FORMATS[name].scales for scale in scales):
+        scales = getattr(module, f"{weight}{SCALES}")
+        if scales.dtype is not FORMATS[name].scales:
             raise ConfigError(
-                f"{type(module).__name__}'s scales of {name} came in {scales[0].dtype}, and rounded scales give other "
+                f"{type(module).__name__}'s scales of {name} came in {scales.dtype}, and rounded scales give other "
                 "weights: leave FSDP's mixed precision out, and load the model in the dtype that it is to compute in"
             )
-        return Codes(format=name, up=scales[0], down=scales[1], dtype=dtype)
-    grids = [getattr(module, f"{weight}_scale_inv", None) for weight in (up, "down_proj")]
+        return name, scales, dtype
+    grid: Any = getattr(module, f"{weight}_scale_inv", None)
     blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
-    floats = all(isinstance(grid, Tensor) and grid.dtype is torch.float32 for grid in grids)
-    if floats and e4m3 and tuple(blocks or ()) == (128, 128):
-        dtype = getattr(module.config, "dtype", None) or torch.bfloat16
-        return Codes(format="fp8", up=grids[0], down=grids[1], dtype=dtype)  # type: ignore[arg-type]
+    if e4m3 and isinstance(grid, Tensor) and grid.dtype is torch.float32 and tuple(blocks or ()) == (128, 128):
+        return "fp8", grid, getattr(module.config, "dtype", None) or torch.bfloat16
     return None
 
 
@@ -121,7 +120,7 @@ def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> 
 def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     """(out, in) of the weight that a module's codes stand for."""
     codes = getattr(module, weight)
-    return codes.shape[-2], codes.shape[-1] * packed(getattr(module, MARK)[0])
+    return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
 
 
 def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:

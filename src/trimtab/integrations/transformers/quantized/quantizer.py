@@ -145,8 +145,8 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
 
 
 def check_all_read(model: nn.Module) -> None:
-    """Raise ConfigError if a checkpoint lacked something of the modules that `make_room` prepared: transformers warns
-    that it is MISSING, and codes with scales of chance are other weights."""
+    """Raise ConfigError if the checkpoint lacked a parameter that `allocate_experts` prepared: transformers only warns
+    that it is MISSING, and codes without their scales are other weights."""
     lacking = [
         f"{path}.{name}"
         for path, module in model.named_modules()

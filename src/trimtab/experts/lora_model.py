@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trimtab.errors import ConfigError
-from trimtab.experts.adapter_module import ExpertAdapter
 from trimtab.experts.grouped_module import GroupedModule
+from trimtab.experts.lora import ExpertAdapter
 from trimtab.validation import check_dtype, check_flags, check_sizes
 
 
@@ -51,7 +51,7 @@ def add_adapter(
         the new parameters. Every rank draws those of all experts: from one seed they are the same however experts lie.
 
     Raises:
-        ConfigError: sizes or names that do not fit; no such module; a module with a recipe or `delay_wgrad`.
+        ConfigError: sizes or names that do not fit; no such module; a `GroupedLinear` with a recipe or `delay_wgrad`.
     """
     check_sizes(rank=rank)
     check_flags(shared=shared, rank_stabilized=rank_stabilized)
@@ -65,8 +65,8 @@ def add_adapter(
     chosen: list[tuple[GroupedModule, list[str]]] = []
     for path, module in _adapted(model):
         own = [own for own in module.adaptable if weights is None or own in weights]
-        if own and (module.recipe is not None or module.delay_wgrad):
-            raise ConfigError("experts with a recipe or delay_wgrad take no adapters", layer=path)
+        if own == ["weight"] and (module.recipe is not None or module.delay_wgrad):
+            raise ConfigError("a linear with a recipe or delay_wgrad takes no adapters", layer=path)
         if own and hasattr(module, "adapters") and name in module.adapters:
             raise ConfigError(f"there is an adapter {name!r} already", layer=path)
         chosen += [(module, own)] if own else []

@@ -1,6 +1,6 @@
 """Adapters as parameters of the modules that they adapt.
 
-    a  [E, r, in], or [1, r, in] of a pair that all experts share        drawn as `nn.Linear` draws itself
+    a  [E, r, in], or [1, r, in] of factors that all experts share        drawn as `nn.Linear` draws itself
     b  [E, *out, r], or [1, *out, r]                                     zeros, so that nothing changes at first
 
 with `out` and `in` as the weight has them: gate_up [E, 2, F, D], up [E, F, D], down [E, D, F], weight [G, out, in].
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.experts.adapters import Adapters, Pair, added
+from trimtab.experts.weight import LoraFactors, stack_factors
 
 
 class ExpertAdapter(nn.Module):
@@ -27,7 +27,7 @@ class ExpertAdapter(nn.Module):
         weights: shape and dtype of the module's by name, of all experts.
         device: of the parameters.
         rank, scale: r, and what the product is multiplied by.
-        shared: whether all experts have one pair.
+        shared: whether all experts have one pair of factors.
         dropout: of the rows that go into `a`, in training.
     """
 
@@ -55,10 +55,6 @@ class ExpertAdapter(nn.Module):
             a.uniform_(-bound, bound)
             b.zero_()
 
-    def pair(self, name: str, a: Tensor, b: Tensor) -> Pair:
-        """Of the weight of this name, from its two parameters as this rank computes with them."""
-        return Pair(a=a, b=b.flatten(1, -2), scale=self.scale)
-
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
         return f"{', '.join(self.names)}, rank={self.rank}, scale={self.scale:g}{', shared' * self.shared}"
@@ -69,12 +65,14 @@ def in_use(module: Any) -> list[ExpertAdapter]:
     return [module.get_submodule(f"adapters.{name}") for name in module.active_adapters]
 
 
-def adapters_of(module: Any, adapters: Sequence[ExpertAdapter], parts: Sequence[Mapping[str, Tensor]]) -> Adapters:
-    """The sum of an expert MLP's adapters, with their parameters as this rank computes with them."""
-    pairs: dict[str, list[Pair]] = {name: [] for name in module.adaptable}
+def factors_of(
+    module: Any, adapters: Sequence[ExpertAdapter], parts: Sequence[Mapping[str, Tensor]]
+) -> dict[str, LoraFactors | None]:
+    """The sum of a module's adapters by the weights' names, their parameters as this rank computes with them."""
+    found: dict[str, list[LoraFactors]] = {name: [] for name in module.adaptable}
     for adapter, params in zip(adapters, parts, strict=True):
         for name in adapter.names:
-            pairs[name].append(adapter.pair(name, params[f"{name}_a"], params[f"{name}_b"]))
-    up, down = map(added, pairs.values())
-    dropout = max(adapter.dropout for adapter in adapters) if module.training else 0.0
-    return Adapters(up=up, down=down, dropout=dropout)
+            dropout = adapter.dropout if module.training else 0.0
+            a, b = (params[f"{name}_{kind}"] for kind in "ab")
+            found[name].append(LoraFactors(a=a, b=b.flatten(1, -2), scale=adapter.scale, dropout=dropout))
+    return {name: stack_factors(each) for name, each in found.items()}

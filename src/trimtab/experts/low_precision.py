@@ -27,7 +27,7 @@ from trimtab.layout import align_up
 Kept = tuple[Tensor, ...]
 
 
-class LoweredProducts:
+class LowPrecisionProducts:
     """Of one weight in one call.
 
     Args:
