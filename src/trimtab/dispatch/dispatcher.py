@@ -23,9 +23,8 @@ from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
 from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.options import CombineMode, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.plan import ReplicaPlan, ReplicationConfig
 from trimtab.dispatch.replication.planner import ReplicaPlanner
-from trimtab.dispatch.replication.route import ReplicationReport
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
@@ -62,7 +61,7 @@ class Dispatcher:
         etp: the ranks that share each expert's F. Under a guard an error of this group's fails theirs, which would
             wait; and where experts are replicated they plan together, for each computes the slots of all.
 
-    replicated: what replication did in the last call; None where nothing is replicated.
+    replicated: the plan of the last call; None where nothing is replicated.
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -96,7 +95,7 @@ class Dispatcher:
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
         self._etp_guard: Guard | None = getattr(etp, "guard", None)
-        self.replicated: ReplicationReport | None = None
+        self.replicated: ReplicaPlan | None = None
         self.replication, self._planner = None, None
         if replication is not None and transport is not None:
             self.replication = replication
@@ -180,7 +179,7 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if placed is not None:
-            rows.replicas, self.replicated = placed.replicas(route, met, compared=bool(given.weights)), placed.report
+            rows.replicas, self.replicated = placed.replicas(route, met, compared=bool(given.weights)), placed.plan
         return rows
 
     def weights_fact(self, named: Iterable[tuple[str, Tensor]], word: str = "") -> str:

@@ -79,11 +79,3 @@ def shared_transport(mesh: DeviceMesh, name: str) -> Transport:
     if name not in made:
         made[name] = TRANSPORTS[name](mesh.get_group())
     return made[name]
-
-
-def check_transport(name: str) -> None:
-    """Raises:
-    ConfigError: no transport of this name.
-    """
-    if name not in TRANSPORTS:
-        raise ConfigError(f"transport={name!r} is not one of {tuple(TRANSPORTS)}")
