@@ -219,7 +219,7 @@ def message(bad: int = 0, plan: int = 0, facts: Facts = NO_FACTS, number: int = 
 ROWS_OF_THE_TABLE: dict[str, tuple[dict[str, Any], str]] = {
     "bad": ({"bad": UNUSABLE, "number": 4}, r"rank\(s\) 1 were given tensors of the wrong shape"),
     "call": ({"number": 4, "facts": Facts("other")}, r"rank\(s\) 1 are in another call than rank 0.*call 3.*call 4"),
-    "weights": ({"facts": Facts("other"), "plan": 5}, r"rank\(s\) 1 hold other weights of experts than rank 0"),
+    "weights": ({"facts": Facts("other"), "plan": 5}, r"rank\(s\) 1 hold other experts than rank 0"),
     "slots": ({"plan": UNFIT}, r"rank\(s\) 1 have other numbers of slots"),
     "plan": ({"plan": 5, "facts": Facts(tp_tokens=LineTokens(0, 2))}, r"rank\(s\) 1 place replicas of experts by"),
     "tp": ({"facts": Facts(tp_tokens=LineTokens(0, 2, 4))}, r"one tp_mesh that must hold the same tokens .*2 sequence"),

@@ -106,8 +106,8 @@ FACTS = {
         "expert group must run the same layers in the same order with the same configuration"
     )),
     "weights": _OfAll(slice(WEIGHTS, PLAN), (
-        "hold other weights of experts than rank {rank} (call {call.number}), which has ({weights}). Of replicated "
-        "experts names, dtypes, shapes and what is trained must be the same on every rank"
+        "hold other experts than rank {rank} (call {call.number}), which has ({weights}). What runs replicated "
+        "experts, their names, dtypes, shapes and what is trained must be the same on every rank"
     )),
     "slots": _OfAll(slice(PLAN, TP_LINE), (
         "have other numbers of slots for each expert than those that were gathered from them (call {call.number}): "
