@@ -71,17 +71,6 @@ class Pair:
         return found | ({"codes"} if found & FORMATS.keys() else set())
 
     @property
-    def bound(self) -> float:
-        """A recipe is exact where a truth rounds what it rounds, else near."""
-        if self.recipe and "lora" in self.words:  # which the truth adds before it rounds
-            return 2 * BOUNDS[self.dtype]
-        return 0.25 if self.recipe and not self.exact else BOUNDS[self.dtype]
-
-    @property
-    def exact(self) -> bool:
-        return "own" not in self.words
-
-    @property
     def sizes(self) -> list[int]:
         """Rows of a linear's groups."""
         sizes = [2 + (3 * i) % 5 for i in range(self.experts)]
@@ -144,8 +133,9 @@ class Subject:
                 params[name] = nn.Parameter(params[name].detach().flatten(1, -2).mT.contiguous())
         if pair.own:
             params["gain"] = nn.Parameter(torch.full((1,), 1.5, dtype=pair.dtype))
+        fired = self.fired  # a hook that knew this object would keep it for good
         for name, param in params.items():
-            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: self.fired.append(name))
+            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
         used = sum(pair.sizes)
         rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else M
         self.dy, x = draw(rows, WIDTH), draw(rows, WIDTH)
@@ -229,7 +219,7 @@ class Subject:
         """The output and the gradient of every leaf that is trained in the pair."""
         pair, t = self.pair, {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         self.masks = [self._mask(i) if pair.dropout else 1.0 for i in range(len(self.names))]
-        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe and pair.exact else []
+        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe else []
         self.low = [state.call() for state in states] or [None, None]
         if self.linear:
             used = self.product(t, 0, t["x"][: sum(pair.sizes)], 1.0)
@@ -238,9 +228,10 @@ class Subject:
             own: Callable[[Tensor], Tensor] = lambda rows: torch.tanh(rows) * t["gain"]  # noqa: E731
             pre, w_S1 = self.product(t, 0, t["x"][self.m_S], 1.0), t["w"][self.m_S, self.k_S][:, None]
             h = own(pre) if pair.own == "activation" else self._activated(pre)
-            out = self.product(t, 1, h, w_S1 if self.low[1] else 1.0)
+            inside = self.low[1] is not None and not pair.own
+            out = self.product(t, 1, h, w_S1 if inside else 1.0)
             out = own(out) if pair.own == "norm" else out
-            out = out if self.low[1] else out * w_S1
+            out = out if inside else out * w_S1
             y, dy = torch.zeros_like(t["x"]).index_add(0, self.m_S, out), self.dy.double()
         found = torch.autograd.grad(y, [t[name] for name in self.trained], dy, materialize_grads=True)
         return {"y": y.detach()} | dict(zip(self.trained, found, strict=True))
@@ -267,7 +258,8 @@ class Subject:
         if "lora" in self.words:
             a, b = (t[f"adapters.default.{name}_{kind}"].flatten(1, -2) for kind in "ab")
             a, b = (f.expand(self.pair.experts, -1, -1)[self.e_S] for f in (a, b))
-            y = y + SCALE * torch.einsum("si,sri,sor->so", rows_SI * self.masks[which], a, b) * w_S1
+            rows_SI = rows_SI * w_S1 * self.masks[which]
+            y = y + SCALE * torch.einsum("si,sri,sor->so", rows_SI, a, b)
         return y
 
     def _base(self, t: dict[str, Tensor], name: str) -> Tensor:
