@@ -36,9 +36,10 @@ class ExchangeOptions:
     copy_cost: int = COPY_COST
 
     def __post_init__(self) -> None:
-        from trimtab.dispatch.transports import check_transport
+        from trimtab.dispatch.transports import TRANSPORTS
 
-        check_transport(self.transport)
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport={self.transport!r} is not one of {tuple(TRANSPORTS)}")
         check_combine(self.combine)
         _ = self.replication
 

@@ -77,15 +77,16 @@ def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COS
     return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ReplicaPlan:
-    """One call's plan, int64 on the device of the counts, equal on every rank.
+    """One call's plan, int64 on the device of the counts, equal on every rank. Reading a tensor is a host sync.
 
     slots_EP: [E, P] slots of each expert that each rank computes.
     place_EP: [E, P] the expert's place on each rank, below e at home, from e on for a replica; -1 where it is not.
     replicas_PP: [P, P] replicas that rank s sends to rank d.
     cap: [] the most slots that a rank may compute.
     checksum: [] of the counts and of what the plan says.
+    replica_bytes: of one replica, 0 before the first has been sent.
     """
 
     slots_EP: Tensor
@@ -93,9 +94,15 @@ class ReplicaPlan:
     replicas_PP: Tensor
     cap: Tensor
     checksum: Tensor
+    replica_bytes: int = 0
 
     @property
-    def loads_P(self) -> Tensor:
+    def loads_before_P(self) -> Tensor:
+        """[P] slots of each rank's own experts."""
+        return self.slots_EP.sum(1).view(self.slots_EP.shape[1], -1).sum(1)
+
+    @property
+    def loads_after_P(self) -> Tensor:
         """[P] slots that each rank computes."""
         return self.slots_EP.sum(0)
 
