@@ -66,7 +66,7 @@ class TrainConfig:
         choices=("truncate", "drop"), fixed=True,
     )  # fmt: skip
     data_report: bool = option(
-        "data", "tell what the data holds and what of it is learnt, and end", default=False, per_run=True
+        "data", "tell what the data holds and what of it is learned, and end", default=False, per_run=True
     )
     accept_new_data: bool = option(
         "data", "with --resume: go on though the data has changed", default=False, per_run=True
@@ -102,7 +102,7 @@ class TrainConfig:
         "steps", "of a preset's weights and the order of the data (default 0)", default=0, least=0, fixed=True
     )
     eval_data: tuple[str, ...] = option(
-        "evaluation", "files and folders that are not learnt, whose loss is measured", default=(), shown="FILE|DIR"
+        "evaluation", "files and folders that are not learned, whose loss is measured", default=(), shown="FILE|DIR"
     )
     eval_split: float | None = option(
         "evaluation", "a share of --data that is held out for that, as in 0.05", shown="X", fixed=True
