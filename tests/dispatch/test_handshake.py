@@ -18,7 +18,8 @@ from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.handshake import COLUMNS, MOVEMENT, MOVEMENTS, CallId, fill
+from trimtab.dispatch.facts import COLUMNS, MOVEMENT, MOVEMENTS, CallId
+from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import DesyncError, InputError, TrimtabError
 
@@ -179,7 +180,7 @@ def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on()
 def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
     call_id = CallId(layer="x" * 50 + "é.11", number=3, experts=6, top_k=2, width=8, fingerprint="")
     rows = torch.tensor([1, 2])
-    message = fill(rows, rows, 5, 0, call_id)
+    message = count_message(rows, call_id, {})
     assert message.shape == (2, COLUMNS)
     for phase, direction in MOVEMENTS:
         assert MOVEMENTS[call_id.columns(phase, direction)[0]] == (phase, direction)

@@ -21,9 +21,10 @@ from helpers.weights import expert_weights
 from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.checks import _checked_on_device, name_bytes
-from trimtab.dispatch.dispatcher import COMBINE_MODES, CombineMode, Dispatcher
-from trimtab.dispatch.handshake import COLUMNS
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import COLUMNS
 from trimtab.dispatch.host_memory import HostMemory
+from trimtab.dispatch.options import COMBINE_MODES, CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError

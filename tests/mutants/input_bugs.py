@@ -40,7 +40,7 @@ def _padding_dispatched(p: Patches) -> None:
 def _change_ids(p: Patches, change: Any) -> None:
     """Let the dispatcher see other ids."""
 
-    @p.around(Dispatcher, "dispatch")
+    @p.around(Dispatcher, "_dispatch")
     def dispatch(original: Any, self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, *args: Any, **how: Any) -> Dispatched:
         rows: Dispatched = original(self, x_TD, change(ids_TK, self), *args, **how)
         return rows

@@ -65,8 +65,6 @@ def add_adapter(
     chosen: list[tuple[GroupedModule, list[str]]] = []
     for path, module in _adapted(model):
         own = [own for own in module.adaptable if weights is None or own in weights]
-        if own == ["weight"] and (module.recipe is not None or module.delay_wgrad):
-            raise ConfigError("a linear with a recipe or delay_wgrad takes no adapters", layer=path)
         if own and hasattr(module, "adapters") and name in module.adapters:
             raise ConfigError(f"there is an adapter {name!r} already", layer=path)
         chosen += [(module, own)] if own else []
@@ -116,12 +114,12 @@ def merge_adapter(model: nn.Module, name: str) -> int:
             raise ConfigError("experts of codes take no delta: nothing was merged")
         for own in adapter.names:
             weight, a, b = map(module.own_part, (own, f"adapters.{name}.{own}_a", f"adapters.{name}.{own}_b"))
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            for expert in range(weight.shape[0]):
+            for expert, value in enumerate(weight):
+                wide = torch.promote_types(value.dtype, torch.float32)
                 at = 0 if adapter.shared else expert
                 delta = b[at].flatten(0, -2).to(wide) @ a[at].to(wide)
-                weight[expert] = weight[expert].to(wide) + adapter.scale * delta.view_as(weight[expert])
-            merged += weight.shape[0]
+                value.copy_(value.to(wide) + adapter.scale * delta.view_as(value))
+            merged += len(weight)
         module.active_adapters = tuple(other for other in module.active_adapters if other != name)
         del module.adapters[name]
     return merged

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.grouped_ops import grouped_linear_op, grouped_sum_op, weight_gradient_op
+from trimtab.experts.product_ops import product_gradients_op, product_op
 from trimtab.experts.recipes.base import Along, Operands, Role
 from trimtab.experts.recipes.hardware import Engine
 from trimtab.kernels.api import Backend, put
@@ -60,16 +60,13 @@ class LowPrecisionProducts:
     def wgrad(self, x: Kept, dy: Kept, out: Sequence[Tensor], adds: Sequence[bool], stacked: bool) -> None:
         """Into `out`, one [e, B, A] or e of [B, A]: over what it holds or, where `adds` says so, onto it."""
         if self.engine is None:
-            weight_gradient_op(out, adds, x[0], dy[0], self.offsets_e, stacked, False, self.name)
+            form = f"{0 if stacked else len(out)} 0 0 "
+            reads = (list(out), self.offsets_e, None, form, self.name)
+            product_gradients_op(out, [True] * len(out), adds, x[0], dy[0], None, None, *reads)
             return
         dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
         for target, value, add in zip(out, [dw_eBA] if stacked else dw_eBA.unbind(), adds, strict=True):
             put(target, value, add)
-
-    def sums(self, rows_SC: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of each segment's rows: [e, C]."""
-        total: Tensor = grouped_sum_op(rows_SC, self.offsets_e, dtype, self.name)
-        return total
 
     def expanded(self, values_eC: Tensor, rows: int) -> Tensor:
         """Each group's row of values for each of its rows, zero behind the last segment: [rows, C]."""
@@ -83,7 +80,8 @@ class LowPrecisionProducts:
         if self.engine is None:
             rows, w = self._rows(rows_SC, role, "row"), self.call.weight(w_eAB, along)
             biases = [] if bias_eN is None else [bias_eN.float()]
-            y: Tensor = grouped_linear_op(rows, [w], biases, self.offsets_e, True, not turned, self.name)
+            form = f"0 {len(biases)} {int(not turned)} "
+            y: Tensor = product_op(rows, [w, *biases], self.offsets_e, None, form, self.name, False)[0]
             return y.to(rows_SC.dtype)
         q = self.call.quantize(self._filled(rows_SC), self.offsets_e, role, "row")
         w_q = self.call.quantize(w_eAB, None, "weight", along)

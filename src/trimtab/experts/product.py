@@ -34,6 +34,8 @@ TOGETHER, AT_ONCE = 256, 2048
 """Rows in all of the groups that may share a block: the calls between products cost more than the work. The second
 where one call takes all."""
 
+Rows = Tensor | tuple[Tensor, ...] | None
+
 
 @dataclass(slots=True, eq=False)
 class Sink:
@@ -177,10 +179,11 @@ class Product:
         """Whether a gradient is wanted of any of the weight's tensors."""
         return self.sink is not None and any(self.sink.wanted)
 
-    def gradients(self, rows: Tensor, d: Tensor, v: Tensor | None, block: Block) -> None:
+    def gradients(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
         """Of all that the sink wants, from a block's rows, weighted, and the results' gradient `d`, not weighted.
 
         Under a recipe operands are quantized now, also where `waits` takes their product: scales belong to this step.
+        rows: also what a recipe kept of them; None where nothing that is wanted is made of them.
         """
         sink, weight = self.sink, self.weight
         if sink is None or not any(sink.wanted):
@@ -190,9 +193,12 @@ class Product:
         if any(sink.wanted[:values]):
             low = self.low_precision
             if low is None:
+                assert isinstance(rows, Tensor)
                 jobs.append(partial(self._write_values, rows, d, block))
             else:
-                jobs.append(partial(self._write_low, low.keep(rows, "activation"), low.keep(d, "gradient")))
+                kept = low.keep(rows, "activation") if isinstance(rows, Tensor) else rows
+                assert kept is not None
+                jobs.append(partial(self._write_low, kept, low.keep(d, "gradient")))
         if any(sink.wanted[values : values + biases]):
             weighted = d if self.w_R1 is None else d * self.w_R1[block.rows]
             jobs.append(partial(self._write_biases, weighted, block))
@@ -263,13 +269,14 @@ class Product:
     def biases_stacked(self) -> bool:
         return len(self.weight.biases) == 1 and self.weight.biases[0].ndim > 1
 
-    def _write_factors(self, rows: Tensor, d: Tensor, v: Tensor | None, block: Block) -> None:
+    def _write_factors(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
         """Each by itself: one of the two may be frozen."""
         assert self.sink is not None
         lora, (d_a, d_b) = self.weight.lora, self.sink.into[-2:]
         assert lora is not None
         if d_a is not None:
             assert v is not None
+            assert isinstance(rows, Tensor)
             dropped = self._dropped(rows, lora, block)
             self.kernels.grouped_wgrad(v, dropped, block, d_a[block.experts], add=self.sink.adds[-2])
         if d_b is not None:

@@ -62,7 +62,7 @@ class ReplicationConfig:
 
 
 def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COST) -> ReplicationConfig | None:
-    """What a user's words mean; None for "off".
+    """The rule that a user's words name; None for "off".
 
     Raises:
         ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
