@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from trimtab.checkpoint.folder import UNFINISHED
 from trimtab.convert.safetensors_files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
@@ -23,7 +24,7 @@ from trimtab.train.models import load_model, mask_by_positions, num_experts, wit
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, UNFINISHED, closing_words, stopping_words
+from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
 from trimtab.train.weights import open_source, write_merged, write_model
 
 LONGEST = timedelta(hours=2)
