@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from helpers.compile_case import assert_same, inputs
 from helpers.layer_case import BOUNDS, E, build, results
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import on_cpu, product
@@ -23,7 +23,6 @@ from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise
 
-preload("helpers.compile_case")
 D, F, ROWS = 32, 48, 600
 LOW = torch.bfloat16
 Run = Callable[[nn.Module, Tensor], Tensor]

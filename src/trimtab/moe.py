@@ -190,7 +190,7 @@ class MoE(nn.Module):
             route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch)
             rows = self.dispatcher.dispatch(
                 sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, shared=self._shared(x),
-                copied=self._copied(),
+                copied=self._weights_fact(),
             )  # fmt: skip
             losses = self.router.losses(route)
             out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
@@ -227,7 +227,7 @@ class MoE(nn.Module):
         """What of the input the ranks of the expert group must have as much of."""
         return NOTHING
 
-    def _copied(self) -> str:
+    def _weights_fact(self) -> str:
         """What of the experts is copied, where ranks must know it of each other."""
         return ""
 

@@ -14,7 +14,7 @@ from trimtab.experts import lora
 from trimtab.parallel import adapters, experts
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import local_part
-from trimtab.verify.adapters import trimtab_impl
+from trimtab.verify import trimtab_impl
 
 
 def _by_mesh(p: Patches) -> None:

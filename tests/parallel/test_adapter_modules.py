@@ -14,7 +14,6 @@ import trimtab
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.save_load import load, save
 from trimtab.errors import ConfigError
-from trimtab.experts.recipes import FP8Rowwise
 
 E, D, F, T = 4, 16, 24, 11
 
@@ -117,12 +116,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) 
         trimtab.set_adapter(moe, "other")
     with pytest.raises(ConfigError, match="no adapter 'other'"):
         trimtab.merge_adapter(moe, "other")
-
-
-def test_delayed_gradients_and_recipes_take_none() -> None:
-    for moe in (layer(delay_wgrad=True), layer(recipe=FP8Rowwise(backend="emulated"))):
-        with pytest.raises(ConfigError, match="take no adapters"):
-            trimtab.add_adapter(moe, rank=2)
 
 
 def test_compiled_in_one_graph() -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from trimtab.errors import InputError
-from trimtab.train.chat import IGNORED, Piece, encode_chat
-from trimtab.train.tokens import byte_alphabet, byte_tokenizer
+from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
+from trimtab.train.presets import byte_alphabet, byte_tokenizer
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(

@@ -60,11 +60,11 @@ def test_refuses_with_the_arithmetic(options: dict[str, int], world: int, arithm
         {"lr": 0.0},
         {"lr": float("nan")},
         {"dtype": "float16"},
-        {"balance": "on"},
-        {"balance": "-0.1"},
-        {"balance": "inf"},
+        {"replicate_experts": "on"},
+        {"replicate_experts": "-0.1"},
+        {"replicate_experts": "inf"},
         {"copy_cost": 5},
-        {"balance": "auto", "copy_cost": -1},
+        {"replicate_experts": "auto", "copy_cost": -1},
     ],
 )
 def test_refuses_senseless_options(options: dict[str, object]) -> None:
@@ -72,12 +72,12 @@ def test_refuses_senseless_options(options: dict[str, object]) -> None:
         TrainConfig(**options)  # type: ignore[arg-type]
 
 
-def test_balance_is_a_word_or_a_number() -> None:
-    assert [TrainConfig(balance=given).tolerance for given in ("off", "auto", "0.1")] == ["off", "auto", 0.1]
+def test_replicate_experts_is_a_word_or_a_number() -> None:
+    assert [TrainConfig(replicate_experts=given).tolerance for given in ("off", "auto", "0.1")] == ["off", "auto", 0.1]
 
 
 def test_json_round_trip() -> None:
-    config = TrainConfig(data=("a", "b"), ep=2, lr=1e-3).resolved(preset=True)
+    config = TrainConfig(data=("a", "b"), ep=2, lr=1e-3).resolved()
     assert TrainConfig.from_json(config.to_json()) == config
     assert (config.max_steps, config.warmup) == (100, 10)
 

@@ -22,7 +22,8 @@ from trimtab.routing.load_picture import draw_loads
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
-from trimtab.train.prepare import make_room, plan_run
+from trimtab.train.out_folder import make_room
+from trimtab.train.plan import plan_run
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import closing_words
 
@@ -140,7 +141,7 @@ def test_micro_batches_whose_gradients_transformers_would_sum_twice(checkpoint: 
 
 def test_one_process_takes_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight that it sees, the Trainer would make an nn.DataParallel."""
-    config = TrainConfig(out=str(tmp_path / "run"), max_steps=1, batch_size=1).resolved(preset=True)
+    config = TrainConfig(out=str(tmp_path / "run"), max_steps=1, batch_size=1).resolved()
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 8)))
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
     made = arguments(config, Mesh.of(config, world=1, num_experts=8))

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from helpers import family_config
 from helpers.families import build_model, family_names
 from trimtab.errors import InputError
-from trimtab.train import packing, records
-from trimtab.train.blocks import Blocks, RankBlocks, turns
-from trimtab.train.chat import IGNORED
+from trimtab.train import packing, readers
+from trimtab.train.assistant_spans import IGNORED
+from trimtab.train.dataset import Blocks, RankBlocks, turns
 from trimtab.train.models import keeps_documents_apart, mask_by_positions
 from trimtab.train.packing import Packer, best_fit, prepare_data
+from trimtab.train.presets import byte_tokenizer
 from trimtab.train.report import DataReport
 from trimtab.train.sources import find_groups
-from trimtab.train.tokens import byte_tokenizer
 
 EOS = 256
 
@@ -121,7 +121,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
 
 
 def test_texts_are_wrapped_with_eos_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "PIECE_CHARS", 100)
+    monkeypatch.setattr(readers, "PIECE_CHARS", 100)
     texts = ["".join(f"line {n}\n" for n in range(200)), "zwö"]
     for n, text in enumerate(texts):
         (tmp_path / f"{n}.txt").write_text(text)

@@ -119,7 +119,7 @@ def write_tensors(
 
 
 def check_given(step: int, extra: dict[str, Any] | None, files: Mapping[str, str | bytes]) -> None:
-    """Before anything is written, what is written last.
+    """Check, before anything is written, the arguments that are written last.
 
     Raises:
         ConfigError: `step` is no whole number, or negative.
@@ -154,8 +154,8 @@ def make_index(*, step: int, **fields: Any) -> Index:
 
 @contextmanager
 def errors_of(folder: Path, *, reading: bool = False) -> Iterator[None]:
-    """torch's way to fail at a checkpoint's files, as one InputError on every rank, which names the rank and, of a
-    folder being written, a full disk; an InputError of ours, or a signal, as it was."""
+    """Around torch's reads and writes: its CheckpointException becomes one InputError on every rank, which names the
+    rank and, of a folder being written, a full disk. An InputError of ours or a signal passes as it is."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -181,7 +181,7 @@ def metadata_of(reader: FileSystemReader, folder: Path) -> Metadata:
 
 
 def unreadable(path: Path, error: BaseException, who: str = "") -> InputError:
-    """What to raise where a file of a checkpoint is there with all its bytes and cannot be read."""
+    """The error for a file of a checkpoint that is there with all its bytes and cannot be read."""
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return InputError(f"{path}: {who}cannot be read ({type(error).__name__}: {error})")
     # Without torch's own advice, which is to load it with weights_only=False: to run what is in it.

@@ -25,7 +25,7 @@ from trimtab.errors import InputError
 class DcpFolder:
     """The model's tensors of a whole checkpoint folder, by their names in the module.
 
-    optimizer: key -> bytes, of what is not the model's.
+    optimizer: key -> bytes, of every entry that is not the model's.
     whole: False for a folder that is being written and has no index yet.
 
     Raises:

@@ -21,9 +21,9 @@ from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.exchange import told_to
 from trimtab.dispatch.handshake import NOTHING, CallId, Shared
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.balancer import Balancer
-from trimtab.dispatch.replication.plan import BalanceConfig
-from trimtab.dispatch.replication.route import BalanceReport
+from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.planner import ReplicaPlanner
+from trimtab.dispatch.replication.route import ReplicationReport
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
@@ -65,12 +65,12 @@ class Dispatcher:
         layer: the layer's name, for errors; without one layers are numbered in the order they were built.
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
-            slots go to their expert's own rank. The experts must run copies (`Dispatched.copies`).
+            slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
         etp: the ranks that share each expert's F. Under a guard an error of this group's is told to them, who would
-            wait; and where experts are balanced they plan together, for each computes the slots of all.
+            wait; and where experts are replicated they plan together, for each computes the slots of all.
 
     balance: the rule by which experts are copied, None where none are.
-    balanced: what balancing did in the last call; None where nothing is balanced.
+    replicated: what replication did in the last call; None where nothing is replicated.
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -84,7 +84,7 @@ class Dispatcher:
         combine: CombineMode = "sum",
         layer: str = "",
         fingerprint: str = "",
-        balance: BalanceConfig | None = None,
+        replication: ReplicationConfig | None = None,
         etp: Transport | None = None,
     ) -> None:
         check_combine(combine, layer)
@@ -104,11 +104,12 @@ class Dispatcher:
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
         self._etp_guard: Guard | None = getattr(etp, "guard", None)
-        self.balanced: BalanceReport | None = None
-        self.balance, self._balancer = None, None
-        if balance is not None and transport is not None:
-            self.balance, self._balancer = balance, Balancer(balance, num_experts, transport, etp, self._run)
-        self._places = self.experts_per_rank * (1 if self._balancer is None else 2)
+        self.replicated: ReplicationReport | None = None
+        self.replication, self._planner = None, None
+        if replication is not None and transport is not None:
+            self.replication = replication
+            self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)
+        self._places = self.experts_per_rank * (1 if self._planner is None else 2)
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
@@ -138,8 +139,8 @@ class Dispatcher:
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
             shared: what other ranks of the group must have as much of as this one.
-            copied: with balanced experts, what of them is copied and what of that has gradients, the same on every
-                rank; see `trimtab.experts.copied.copied_in_words`. Without it, ranks under a guard compare the weights
+            copied: with replicated experts, what of them is copied and what of that has gradients, the same on every
+                rank; see `trimtab.experts.replicated.weights_in_words`. Without it, ranks under a guard compare weights
                 in a message of its own before they move.
 
         Raises:
@@ -178,7 +179,7 @@ class Dispatcher:
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
         own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK, copied)
         known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
-        placed = None if self._balancer is None else self._balancer.place(known_TK, call)
+        placed = None if self._planner is None else self._planner.place(known_TK, call)
         sent_TK = known_TK if placed is None else placed.ids_TK
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
         told = self._tell(transport, sort, ids_TK, w_TK, call, own, shared, {} if placed is None else placed.columns)
@@ -192,7 +193,7 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if placed is not None:
-            rows.copies, self.balanced = placed.copies(route, told, known=bool(copied)), placed.report
+            rows.replicas, self.replicated = placed.replicas(route, told, known=bool(copied)), placed.report
         return rows
 
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
@@ -253,8 +254,8 @@ class Dispatcher:
 
     def _call_id(self, x: Tensor, ids: Tensor, copied: str = "") -> CallId:
         own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
-        if self._balancer is not None:
-            own += f", {self._balancer.config}, copied: {copied}"
+        if self._planner is not None:
+            own += f", {self._planner.config}, copied: {copied}"
         return CallId(
             layer=self.layer,
             number=self.calls,
@@ -276,8 +277,8 @@ class Dispatcher:
             nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=checks.meeting_device(x, ids, w))
             call = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
             with suppress(InputError):
-                if self._balancer is not None:
-                    self._balancer.gather(nothing_P.new_zeros(self.num_experts), call, usable=False)
+                if self._planner is not None:
+                    self._planner.gather(nothing_P.new_zeros(self.num_experts), call, usable=False)
                 self._at("count")
                 self._run(self.transport.handshake, handshake.fill(nothing_P, nothing_P, 0, handshake.UNUSABLE, call))
                 self.calls += 1

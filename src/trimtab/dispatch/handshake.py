@@ -3,7 +3,7 @@ compare the same columns, so a rank out of step is an error with both sides' nam
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
                          GRAD, LINES and SIZES of what is shared,
-                         COPIES, COPY_SLOTS and PLAN where balanced
+                         REPLICAS, REPLICA_SLOTS and PLAN of replicated experts
     the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trimtab.guard.guard import Guard
 
 NAME_COLUMNS = 4
-ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, COPIES, COPY_SLOTS, PLAN = range(10)
+ROWS, SLOTS, TOKENS, BAD, GRAD, LINES, SIZES, REPLICAS, REPLICA_SLOTS, PLAN = range(10)
 MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(10, 17)
 EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
 COLUMNS = NAME + NAME_COLUMNS
@@ -44,7 +44,7 @@ UNFIT = -1
 """PLAN of a rank whose own slots are not as they were gathered."""
 _HALF = 1 << 32
 """Two numbers travel in one column."""
-_UNBALANCED = (0, 0, 0)
+_UNREPLICATED = (0, 0, 0)
 _WHAT = {"route": "the counts", "experts": "the experts' weights, or what a backward is asked for,"}
 
 
@@ -100,7 +100,7 @@ def fill(
 
     grad: whether this rank's tokens or their weights want a gradient. columns: [P] or [] int64 others by number.
     """
-    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *_UNBALANCED, *call.columns("count", "forward")]
+    same = [0, 0, tokens, 0, int(grad), *shared.columns(), *_UNREPLICATED, *call.columns("count", "forward")]
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
@@ -128,7 +128,7 @@ def announce(
         InputError: a rank was given rows that it cannot send.
     """
     values, kind = (0, 0) if rows is None else _kind(rows)
-    tail = [values, 0 if rows is not None else UNUSABLE, kind, *NOTHING.columns(), *_UNBALANCED]
+    tail = [values, 0 if rows is not None else UNUSABLE, kind, *NOTHING.columns(), *_UNREPLICATED]
     counts = list(zip(splits.outgoing, splits.incoming, strict=True))
     here = call.columns(phase, direction)
     told = transport.handshake(torch.tensor([[*count, *tail, *here] for count in counts], device=device))
@@ -199,7 +199,7 @@ def _raise_if_desynced(told: Handshake, rank: int, call: CallId, phase: str) -> 
 
 
 def _raise_if_planned_otherwise(received: Sequence[Sequence[int]], rank: int, call: CallId, phase: str) -> None:
-    """Ranks of balanced experts that would not move the same copies."""
+    """Ranks of replicated experts that would not move the same replicas."""
     if unfit := tuple(p for p, said in enumerate(received) if said[PLAN] == UNFIT):
         raise DesyncError(
             f"rank(s) {', '.join(map(str, unfit))} have other numbers of slots for each expert than those that were "
@@ -209,7 +209,7 @@ def _raise_if_planned_otherwise(received: Sequence[Sequence[int]], rank: int, ca
         )  # fmt: skip
     if others := tuple(p for p, said in enumerate(received) if said[PLAN] != received[rank][PLAN]):
         raise DesyncError(
-            f"rank(s) {', '.join(map(str, others))} place copies of experts by another plan than rank {rank} (call "
+            f"rank(s) {', '.join(map(str, others))} place replicas of experts by another plan than rank {rank} (call "
             f"{call.number}): the ranks have gathered other numbers of slots",
             ranks=others, layer=call.layer, phase=phase,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from trimtab.experts.product_ops import (
     run_forward,
     run_gradients,
 )
-from trimtab.experts.weight import GroupedWeight, filled
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
 from trimtab.experts.weight_grad import anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -83,14 +83,8 @@ def grouped_product(
     if sink.defer is not None:
         inputs = [*(t.detach() for t in tensors), anchor(x, any(call.trained))]
     with without_autocast():
-        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, _seed_of(weight), *inputs)
+        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *inputs)
     return y
-
-
-def _seed_of(weight: GroupedWeight) -> Tensor | None:
-    if weight.lora is None or not weight.lora.dropout:
-        return None
-    return torch.randint(1 << 60, (), device="cpu")
 
 
 @dataclass(slots=True, eq=False)

@@ -28,8 +28,8 @@ from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 if TYPE_CHECKING:
-    from trimtab.experts.copied import Copies
     from trimtab.experts.recipes.base import Recipe
+    from trimtab.experts.replicated import Replicas
 
 
 Weights = tuple[GroupedWeight, GroupedWeight]
@@ -187,7 +187,13 @@ class ExpertMLP(GroupedModule):
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
@@ -197,8 +203,8 @@ class ExpertMLP(GroupedModule):
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
-            copies: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
-                gradients of copies are added to those of their homes in the backward, see `trimtab.experts.copied`.
+            replicas: those of other ranks' experts that have rows here in this call, of ids from E on. Collective then;
+                the backward adds their gradients to those of their homes, see `trimtab.experts.replicated`.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
@@ -210,27 +216,32 @@ class ExpertMLP(GroupedModule):
         (`main_grad`, `delay_wgrad`, `recipe`) or kernels of one's own it runs eagerly, between two graphs.
         """
         weights = self.expert_weights()
-        if copies is None:
+        if replicas is None:
             return self.run(weights, x_MD, ids_MK, w_MK, num_slots)
-        return self.run_with_copies(weights, x_MD, ids_MK, w_MK, copies)
+        return self.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas)
 
     @not_in_graphs
-    def run_with_copies(
-        self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, copies: Copies, num_slots: int | None = None
+    def run_with_replicas(
+        self,
+        weights: Weights,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        replicas: Replicas,
+        num_slots: int | None = None,
     ) -> Tensor:
-        """`run` of the weights and of copies. num_slots: a bound for each of both, where `copies` does not know those
-        of the rows."""
-        from trimtab.experts.copied import check_copied, replicate
+        """`run` of the weights and of replicas. num_slots: a bound for each of both, where `replicas` does not know."""
+        from trimtab.experts.replicated import check_replicable, replicate
 
-        check_copied(self)
-        x_MD, home, copied = replicate(copies, x_MD, *weights, self.main_grad)
-        of_home = copies.home_slots if num_slots is None else num_slots
+        check_replicable(self)
+        x_MD, home, of_others = replicate(replicas, x_MD, *weights, self.main_grad)
+        of_home = replicas.num_home_slots if num_slots is None else num_slots
         y = self.run(home, x_MD, ids_MK, w_MK, of_home)
-        if not copies.number:
+        if not replicas.number:
             return y
-        of_copies = copies.num_slots if num_slots is None else num_slots
+        of_replicas = replicas.num_slots if num_slots is None else num_slots
         first = home[0].groups
-        return y.add_(self.run(copied, x_MD, ids_MK - first, w_MK, of_copies, "off"))
+        return y.add_(self.run(of_others, x_MD, ids_MK - first, w_MK, of_replicas, "off"))
 
     def run(
         self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None,

@@ -55,9 +55,11 @@ def scales_of(codes: Tensor, name: str) -> tuple[int, ...]:
     return (*lead, -(-outs // f.outs), -(-ins // f.ins) if f.ins else 1)
 
 
-def decoded(codes_eOI: Tensor, scales_eOI: Tensor, name: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def decoded(
+    codes_eOI: Tensor, scales_eOI: Tensor, name: str | Format, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """The weights [e, out, in] of codes [e, out, in / values in a byte], into `out` if it is given."""
-    f = FORMATS[name]
+    f = name if isinstance(name, Format) else FORMATS[name]
     if f.values:
         wide = _pairs(f.values, f.high_first, codes_eOI.device)
         value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS, check_transport
 from trimtab.errors import ConfigError
-from trimtab.experts.copied import check_copied
 from trimtab.experts.module import ExpertMLP
+from trimtab.experts.replicated import check_replicable
 from trimtab.moe import AllTokens, MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ParallelExperts, check_split
@@ -52,10 +52,10 @@ class ExpertParallel(ParallelStyle):
         etp: name of the mesh dim that splits F. Ranks of an etp group may have different tokens: received rows go to
             all of the group before the experts, and the parts of their outputs come back to be summed.
         combine: as in `Dispatcher`; the layer's own if not given.
-        balance: whether hot experts are copied, for one call, to ranks that have room, so that no rank computes much
-            more than the mean: "off"; "auto", where that is worth `copy_cost`; or how far above the mean the busiest
-            rank may be, 0.1 for 10 %. Copies' gradients come home: parameters and all that sees them are as without.
-        copy_cost: how many slots a copy must take off the busiest rank to be worth its way there and back.
+        replicate_experts: copy hot experts, for one call, to ranks that have room, so that no rank computes much more
+            than the mean: "off"; "auto", where that is worth `copy_cost`; or how far above the mean the busiest
+            rank may be, 0.1 for 10 %. Replicas' gradients come home: parameters and all that sees them are as without.
+        copy_cost: how many slots a replica must take off the busiest rank to be worth its way there and back.
 
     Gradients: an expert's is the sum over all ranks' losses, see `trimtab.parallel.fsdp` and `.ddp` for the mean.
 
@@ -76,7 +76,7 @@ class ExpertParallel(ParallelStyle):
         cp_mesh: DeviceMesh | None = None,
         etp: str | None = None,
         combine: CombineMode | None = None,
-        balance: Replication = "off",
+        replicate_experts: Replication = "off",
         copy_cost: int = COPY_COST,
     ) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ExpertParallel(ParallelStyle):
         if combine is not None:
             check_combine(combine)
         self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
-        self.balance = balance_config(balance, copy_cost)
+        self.replication = replication_config(replicate_experts, copy_cost)
         self.meshes = TokenMeshes(tp=tp_mesh, cp=cp_mesh)
         self._transports: Transports = {}
 
@@ -122,7 +122,7 @@ class ExpertParallel(ParallelStyle):
         split = None if self.etp is None else over(1 - place.ep_dim)
         moe.dispatcher = Dispatcher(
             old.num_experts, over(place.ep_dim), combine=self.combine or old.combine_mode, layer=name,
-            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", balance=self.balance, etp=split,
+            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", replication=self.replication, etp=split,
         )  # fmt: skip
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)
@@ -150,8 +150,8 @@ class ExpertParallel(ParallelStyle):
             )
         if type(module.experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(module.experts).__name__}, expected an ExpertMLP", layer=layer)
-        if self.balance is not None:
-            check_copied(module.experts, layer)
+        if self.replication is not None:
+            check_replicable(module.experts, layer)
         check_split(module.experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.copied import Copies
 from trimtab.experts.lora import ExpertAdapter, factors_of, in_use
 from trimtab.experts.module import ExpertMLP, Weights
 from trimtab.experts.quantized import FORMATS
+from trimtab.experts.replicated import Replicas
 from trimtab.experts.weight import LoraFactors
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
@@ -82,19 +82,25 @@ class ParallelExperts(ExpertMLP):
     reduce_delayed: Callable[[], None] | None
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync.
 
-        Copies go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""
+        Replicas go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""
         if self.etp is None:
-            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots, copies=copies)
+            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots, replicas=replicas)
         rows = self.etp.dispatch(x_MD, ids_MK, w_MK, num_slots)
         met = rows.x_MD, rows.ids_MK, rows.weights_MK
-        if copies is None:
+        if replicas is None:
             y = super().forward(*met, num_slots=rows.num_slots)
         else:
-            y = self.run_with_copies(self.expert_weights(), *met, copies, rows.num_slots)
+            y = self.run_with_replicas(self.expert_weights(), *met, replicas, rows.num_slots)
         return self.etp.combine(y, rows)
 
     def expert_weights(self) -> Weights:
@@ -119,7 +125,7 @@ class ParallelExperts(ExpertMLP):
         cut_adapter(adapter, self.place, None)
 
     def backward_dw(self) -> None:
-        """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
+        """As `ExpertMLP.backward_dw`. Every rank that holds parts or replicas of these experts must call, in the same
         order: their data-parallel reduction happens here."""
         super().backward_dw()
         if self.delay_wgrad and self.reduce_delayed is not None:

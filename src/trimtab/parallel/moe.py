@@ -19,7 +19,7 @@ from trimtab.autograd import not_a_view, refuse_transforms
 from trimtab.dispatch.handshake import NOTHING, Shared
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
-from trimtab.experts.copied import copied_in_words
+from trimtab.experts.replicated import weights_in_words
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.adapters import SumGradients
@@ -83,10 +83,10 @@ class ParallelMoE(MoE):
             positions=x.shape[-2] if whole else -1,
         )  # fmt: skip
 
-    def _copied(self) -> str:
-        if self.dispatcher.balance is None:
+    def _weights_fact(self) -> str:
+        if self.dispatcher.replication is None:
             return ""
-        return copied_in_words(chain(self.experts.named_parameters(), self.experts.named_buffers()))
+        return weights_in_words(chain(self.experts.named_parameters(), self.experts.named_buffers()))
 
     def _replicated(self) -> list[Place]:
         """Where the trained parameters other than the experts' are, in a fixed order."""

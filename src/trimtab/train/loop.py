@@ -23,13 +23,13 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.replicated_params import average_replicated
-from trimtab.integrations.transformers.trainer.copy_counts import CopyCounts, with_balanced
+from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.loads import load_metrics, load_scalars
-from trimtab.train.blocks import Blocks, RankBlocks
-from trimtab.train.chat import IGNORED
-from trimtab.train.checkpoints import Checkpoints
+from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.dataset import Blocks, RankBlocks
 from trimtab.train.loads import LoadCounter, balance_loss
+from trimtab.train.resume import Checkpoints
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.mesh, self.counter, self.metrics, self.checkpoints = mesh, counter, metrics, checkpoints
-        self.copies = CopyCounts(model)
+        self.replicas = ReplicaCounts(model)
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -281,7 +281,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
         layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
-        layers = with_balanced(layers, self.copies.reported())
+        layers = with_replica_counts(layers, self.replicas.reported())
         super().log(record | load_scalars(layers), start_time)
         if self.is_world_process_zero():
             with self.metrics.open("a", encoding="utf-8") as file:

@@ -19,7 +19,7 @@ from trimtab.dispatch.transports import TRANSPORTS
 QUICK = (
     "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory", "2r-ep2-tp2-sharded",
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
-    "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-balanced", "4r-ep2-fsdp-balanced-recomputed",
+    "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-replicas", "4r-ep2-fsdp-replicas-recomputed",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
@@ -37,10 +37,10 @@ DEFAULT = (
     "4r-ep2-etp2-lora", "4r-ep2-etp2-sharedlora", "4r-ep2-fsdp-twolora", "4r-ep2-ddp-sharedlora",
     "4r-ep2-hsdp-sharedlora", "4r-ep2-tp2-sharded-fsdp-lora", "4r-ep4-tp2-sharded-ddp-lora",
     "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora", "2r-ep2-mergedlora",
-    "4r-ep2-etp2-mergedlora", "1r-local-balanced", "2r-ep2-balanced", "2r-ep2-tp2-sharded-ddp-balanced-recomputed",
-    "2r-ep2-sharedmemory-lora-balanced-recomputed", "2r-ep2-autobalanced", "3r-ep3-allgather-balanced",
-    "4r-ep4-sharedmemory-ordered-balanced", "4r-ep2-fsdp-balanced-recomputed", "4r-ep2-hsdp-sharedlora-balanced",
-    "4r-ep2-etp2-balanced", "4r-ep4-tp2-replicated-autobalanced", "6r-ep3-cp2-fsdp-balanced", "8r-ep8-balanced",
+    "4r-ep2-etp2-mergedlora", "1r-local-replicas", "2r-ep2-replicas", "2r-ep2-tp2-sharded-ddp-replicas-recomputed",
+    "2r-ep2-sharedmemory-lora-replicas-recomputed", "2r-ep2-autoreplicas", "3r-ep3-allgather-replicas",
+    "4r-ep4-sharedmemory-ordered-replicas", "4r-ep2-fsdp-replicas-recomputed", "4r-ep2-hsdp-sharedlora-replicas",
+    "4r-ep2-etp2-replicas", "4r-ep4-tp2-replicated-autoreplicas", "6r-ep3-cp2-fsdp-replicas", "8r-ep8-replicas",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -57,8 +57,8 @@ class Topology:
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
     adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active;
         "mergedlora", one that was merged before the first step.
-    balance: "balanced", hot experts are copied until no rank of a group computes a slot more than the mean;
-        "autobalanced", where a copy takes two slots off the busiest rank.
+    replicas: "replicas", hot experts are copied until no rank of a group computes a slot more than the mean;
+        "autoreplicas", where a replica takes two slots off the busiest rank.
     rerun: "recomputed", each layer is run again in the backward.
     """
 
@@ -72,7 +72,7 @@ class Topology:
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
     adapter: Literal["none", "lora", "sharedlora", "twolora", "mergedlora"] = "none"
-    balance: Literal["none", "balanced", "autobalanced"] = "none"
+    replicas: Literal["none", "replicas", "autoreplicas"] = "none"
     rerun: Literal["none", "recomputed"] = "none"
 
     @property
@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Replicas of each expert."""
         return self.ranks // (self.ep * self.etp)
 
     @property
@@ -95,7 +95,7 @@ class Topology:
         """Short and unique: what `--only` matches, and `topology_named` reads."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
         words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
-        words += [self.adapter, self.balance, self.rerun]
+        words += [self.adapter, self.replicas, self.rerun]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
 
@@ -113,8 +113,8 @@ def topology_named(name: str) -> Topology:
             given["combine"] = word
         elif word.endswith("lora"):
             given["adapter"] = word
-        elif word.endswith("balanced"):
-            given["balance"] = word
+        elif word.endswith("replicas"):
+            given["replicas"] = word
         elif word == "recomputed":
             given["rerun"] = word
         elif word in values:
@@ -134,10 +134,10 @@ def default_topologies() -> list[Topology]:
     ]
 
 
-def balanced_topologies() -> list[Topology]:
-    """The default ones over ranks that share experts, each with balanced experts, and each recomputed besides."""
-    spread = [t for t in default_topologies() if t.ep > 1 and t.balance == t.rerun == "none"]
-    return [replace(t, balance="balanced", rerun=rerun) for t in spread for rerun in ("none", "recomputed")]
+def replicating_topologies() -> list[Topology]:
+    """The default ones over ranks that share experts, each with replicated experts, and each recomputed besides."""
+    spread = [t for t in default_topologies() if t.ep > 1 and t.replicas == t.rerun == "none"]
+    return [replace(t, replicas="replicas", rerun=rerun) for t in spread for rerun in ("none", "recomputed")]
 
 
 def topologies_for(world: int) -> list[Topology]:

@@ -1,4 +1,4 @@
-"""What one case hands to an implementation, and what must come out, in float64.
+"""The inputs of one case and the true results, in float64.
 
     logits = h W_r^T    p = softmax(logits)    w = p[ids]
     y = sum over k of  w * expert[ids](h)      h of the next layer = h + y      loss = mean over ranks of sum(y * dy)
@@ -24,14 +24,14 @@ from torch import Tensor
 from trimtab.oracle import swiglu
 
 RANK = 3
-"""Of adapters."""
+"""Rank of the adapters."""
 BALANCE = 0.5
 """Coefficient of the loss per sequence, where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a model is built from. Two cases with equal sizes can share one."""
+    """Sizes of a model. Two cases with equal sizes can share one."""
 
     num_experts: int
     top_k: int
@@ -150,7 +150,7 @@ def dense_moe(x_ND: Tensor, ids_NK: Tensor, w_NK: Tensor, up_EID: Tensor, down_E
 
 @dataclass(frozen=True, kw_only=True)
 class _Routed:
-    """What the real tokens of one rank did in one layer: their sequence, scores and choices."""
+    """Sequences, scores and choices of one rank's real tokens in one layer."""
 
     sequence_N: Tensor
     p_NE: Tensor

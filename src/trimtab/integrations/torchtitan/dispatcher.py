@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.dispatcher import CombineMode
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class TokenDispatcher(Base):  # type: ignore[misc]
         )
         self.ep_mesh: DeviceMesh | None = None
 
-    def balanced_by(self, balance: BalanceConfig | None) -> None:
-        """Plan copies of hot experts from the next `wire_meshes` on. Raises ConfigError: there is padding."""
+    def replicate_by(self, replication: ReplicationConfig | None) -> None:
+        """Plan replicas of hot experts from the next `wire_meshes` on. Raises ConfigError: there is padding."""
         old = self.exchange
         self.exchange = TokenExchange(
-            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, balance=balance
+            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, replication=replication
         )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:

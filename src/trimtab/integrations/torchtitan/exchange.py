@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
 from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.expert_rows import FromExperts, ToExperts
@@ -61,26 +61,26 @@ class TokenExchange:
         top_k: K.
         pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
             8, 16, 32, 128: what low-precision grouped GEMMs ask for.
-        combine, balance: as in `trimtab.dispatch.dispatcher.Dispatcher`. With balance, rows of copies follow those of
-            the rank's own experts; `sent.rows.copies` is where their weights come from.
+        combine, replication: as in `trimtab.dispatch.dispatcher.Dispatcher`. With replication, rows of replicas follow
+            those of the rank's own experts; `sent.rows.replicas` is where their weights come from.
 
-    copied: for balance, as in `Dispatcher.dispatch`.
+    copied: for replication, as in `Dispatcher.dispatch`.
 
     Raises:
-        ConfigError: names or sizes that do not fit; balance with padding, which copies would not have.
+        ConfigError: names or sizes that do not fit; replication with padding, which replicas would not have.
     """
 
     def __init__(
         self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: CombineMode = "sum",
-        balance: BalanceConfig | None = None,
+        replication: ReplicationConfig | None = None,
     ) -> None:  # fmt: skip
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
         check_combine(combine)
-        if balance is not None and pad_multiple > 1:
-            raise ConfigError(f"pad_multiple={pad_multiple}: balanced experts take no padding, so no low precision")
+        if replication is not None and pad_multiple > 1:
+            raise ConfigError(f"pad_multiple={pad_multiple}: replicated experts take no padding, so no low precision")
         self.num_experts, self.top_k = num_experts, top_k
-        self.pad_multiple, self.combine_mode, self.balance, self.copied = pad_multiple, combine, balance, ""
+        self.pad_multiple, self.combine_mode, self.replication, self.copied = pad_multiple, combine, replication, ""
         self.wire(None)
 
     def wire(self, transport: Transport | None, layer: str = "") -> None:
@@ -90,7 +90,7 @@ class TokenExchange:
             ConfigError: the experts do not divide over the ranks.
         """
         self.dispatcher = Dispatcher(
-            self.num_experts, transport, combine=self.combine_mode, layer=layer, balance=self.balance
+            self.num_experts, transport, combine=self.combine_mode, layer=layer, replication=self.replication
         )
 
     def dispatch(
@@ -114,7 +114,7 @@ class TokenExchange:
         """
         self.dispatcher.begin()
         rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK, copied=self.copied)
-        experts = self.dispatcher.experts_per_rank + (0 if rows.copies is None else rows.copies.number)
+        experts = self.dispatcher.experts_per_rank + (0 if rows.replicas is None else rows.replicas.number)
         plan = plan_experts(rows.ids_MK, experts, alignment=self.pad_multiple, num_slots=rows.num_slots)
         routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan, False)  # type: ignore[no-untyped-call]
         return routed_RD, plan.offsets_e.diff(), Dispatched(rows=rows, plan=plan, tokens=x_TD.shape[0])

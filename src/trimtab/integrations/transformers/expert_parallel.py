@@ -23,13 +23,13 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autograd import forward_of, narrowed
 from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
-from trimtab.experts.copied import copied_in_words
+from trimtab.experts.replicated import weights_in_words
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import attached_lora, experts_forward
 from trimtab.integrations.transformers.replicated_params import OwnExperts
@@ -50,7 +50,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     combine: CombineMode
     kernels: KernelChoice
     transport_name: str
-    balance: BalanceConfig | None
+    replication: ReplicationConfig | None
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
@@ -68,7 +68,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
             self.transport,
             combine=self.combine,
             layer=f"{type(experts).__name__} {next(self.built)}",
-            balance=self.balance if ep_mesh.size() > 1 else None,
+            replication=self.replication if ep_mesh.size() > 1 else None,
         )
 
     def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
@@ -88,7 +88,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
             tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
-        rows = self.dispatcher.dispatch(*tensors, copied=self._copied())
+        rows = self.dispatcher.dispatch(*tensors, copied=self._weights_fact())
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
@@ -101,14 +101,14 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     def _ours(self) -> bool:
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
-    def _copied(self) -> str:
-        """What runs the experts, and what of them is copied: with balanced experts the same on every rank."""
-        if self.dispatcher.balance is None:
+    def _weights_fact(self) -> str:
+        """What runs the experts, and what of them is copied: with replicated experts the same on every rank."""
+        if self.dispatcher.replication is None:
             return ""
         attached = attached_lora(self.experts).items()
         factors = ((f"{name}.{part}", getattr(lora, part)) for name, lora in attached for part in ("a", "b"))
         named = chain(self.experts.named_parameters(), self.experts.named_buffers(), factors)
-        return f"{self.experts.config._experts_implementation}: {copied_in_words(named)}"
+        return f"{self.experts.config._experts_implementation}: {weights_in_words(named)}"
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():
@@ -117,9 +117,9 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
                 **rows.known,
             )  # fmt: skip
         implementation = self.experts.config._experts_implementation
-        if rows.copies is not None:  # behind dispatch, in which all ranks have seen that they are of one mind
+        if rows.replicas is not None:  # behind dispatch, in which all ranks have seen that they are of one mind
             raise ConfigError(
-                f"experts_implementation={implementation!r} runs no copies of experts: with balance= choose "
+                f"experts_implementation={implementation!r} runs no replicas: with replicate_experts= choose "
                 f"experts_implementation={self.experts_name!r}, or register {self.experts_name!r} without it",
                 layer=self.dispatcher.layer,
             )

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.copied import Copies, replicate
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_for
+from trimtab.experts.replicated import Replicas, replicate
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.integrations.transformers.gates import gate_of
 from trimtab.integrations.transformers.quantized.params import codes_of
@@ -36,7 +36,7 @@ def experts_forward(
     kernels: KernelChoice,
     num_slots: int | None = None,
     part: Callable[[LoraFactors], LoraFactors] | None = None,
-    copies: Copies | None = None,
+    replicas: Replicas | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -48,7 +48,7 @@ def experts_forward(
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
         part: of adapters of all ranks' experts, those of the module's.
-        copies: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.copied`. Collective then.
+        replicas: of other ranks' experts, of ids from num_experts on, see `experts.replicated`. Collective then.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
@@ -77,18 +77,18 @@ def experts_forward(
         plan = plan_for(ids, up.groups, slots, chosen, whole)
         return expert_mlp(x, top_k_weights, plan, up, down, gate_of(module), chosen, norm=norm)
 
-    if copies is None:
+    if replicas is None:
         return run(up, down, hidden_states, top_k_index, num_slots)
-    return not_in_graphs(_with_copies)(run, copies, hidden_states, top_k_index, up, down)
+    return not_in_graphs(_with_replicas)(run, replicas, hidden_states, top_k_index, up, down)
 
 
-def _with_copies(
-    run: Callable[..., Tensor], copies: Copies, x: Tensor, ids: Tensor, up: GroupedWeight, down: GroupedWeight
+def _with_replicas(
+    run: Callable[..., Tensor], replicas: Replicas, x: Tensor, ids: Tensor, up: GroupedWeight, down: GroupedWeight
 ) -> Tensor:  # fmt: skip
-    """`run` on the experts at home, plus `run` on the copies. Collective."""
-    x, home, copied = replicate(copies, x, up, down)
-    y = run(*home, x, ids, copies.home_slots)
-    return y.add_(run(*copied, x, ids - up.groups, copies.num_slots)) if copies.number else y
+    """`run` on the experts at home, plus `run` on the replicas. Collective."""
+    x, home, of_others = replicate(replicas, x, up, down)
+    y = run(*home, x, ids, replicas.num_home_slots)
+    return y.add_(run(*of_others, x, ids - up.groups, replicas.num_slots)) if replicas.number else y
 
 
 def is_ours(module: nn.Module) -> bool:

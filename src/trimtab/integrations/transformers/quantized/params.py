@@ -1,8 +1,8 @@
-"""Codes in the place of an experts module's weights: `held` says which, `expect` makes room, `put` and `take_out`.
+"""Codes as parameters of a transformers experts module, in the place of its weights.
 
-A module's weights become frozen parameters of uint8 of the same names, codes of [E, out, in] whichever way the module
-has them, with `<name>_scales` beside them and their format in `codes_of_experts`. Under expert parallelism both are
-DTensors as the weights were.
+A weight becomes a frozen parameter of uint8 of the same name, codes of [E, out, in] whichever way the module has it,
+with `<name>_scales` beside it; the module's `codes_of_experts` has the format. Under expert parallelism both are
+DTensors as the weight was.
 
 Legend: E experts of this rank, out and in the outputs and inputs of a weight.
 """
@@ -22,13 +22,13 @@ from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 SCALES = "_scales"
-"""Behind a weight's name, that of its codes' scales."""
+"""Suffix of a weight's name: the scales of its codes."""
 MARK = "codes_of_experts"
-"""Where a module says what its weights are: (format, dtype that they stand for)."""
+"""Attribute of a module whose weights are codes: (format, dtype of the weights)."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is one of the modules that an experts implementation runs."""
+    """True for a module that an experts implementation runs."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
@@ -63,8 +63,8 @@ def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] 
     return None
 
 
-def expect(module: nn.Module, name: str) -> None:
-    """Make the parameters that codes of a format come into, uninitialized, in the place of the module's weights.
+def allocate_params(module: nn.Module, name: str) -> None:
+    """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill.
 
     Raises ConfigError where the format's blocks do not fit the weights, or straddle gate and up.
     """
@@ -86,15 +86,15 @@ def expect(module: nn.Module, name: str) -> None:
         _hold(module, weight, codes, scales, (name, value.dtype))
 
 
-def put(module: nn.Module, weight: str, name: str) -> None:
-    """Codes of the module's weight in its place."""
+def quantize_param(module: nn.Module, weight: str, name: str) -> None:
+    """Quantize one weight of the module in place."""
     value = getattr(module, weight).detach()
-    codes, scales = encoded(local_part(value), name, transposed=bool(module.is_transposed))
+    codes, scales = quantize_matrices(local_part(value), name, transposed=bool(module.is_transposed))
     _hold(module, weight, _placed_as(value, codes), _placed_as(value, scales), (name, value.dtype))
 
 
-def take_out(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """The weights that the module's codes stand for, in their place: parameters that train."""
+def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put the weights that the module's codes stand for in their place, as parameters that train."""
     name, of = getattr(module, MARK)
     for weight, codes in list(weights_in(module)):
         scales = getattr(module, weight + SCALES)
@@ -108,16 +108,16 @@ def take_out(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     delattr(module, MARK)
 
 
-def encoded(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of weights [..., out, in], [..., in, out] if transposed: one matrix at a time, for what a format
-    makes on the way is in float32."""
+def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights [..., out, in], or [..., in, out] if transposed: one matrix at a time, because a
+    format computes in float32."""
     if value.dim() == 2:
         return quantized(value.t() if transposed else value, name)
-    made = [encoded(matrix, name, transposed=transposed) for matrix in value]
+    made = [quantize_matrices(matrix, name, transposed=transposed) for matrix in value]
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
 
-def wide_shape(module: nn.Module, weight: str) -> tuple[int, int]:
+def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     """(out, in) of the weight that a module's codes stand for."""
     codes = getattr(module, weight)
     return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
