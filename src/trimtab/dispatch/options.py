@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, ReplicationConfig, replication_config
 from trimtab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.replication.plan import ReplicationConfig
 
 CombineMode = Literal["sum", "ordered"]
 COMBINE_MODES: tuple[CombineMode, ...] = ("sum", "ordered")
+Replication = Literal["off", "auto"] | float
+COPY_COST = 1000
+"""Slots: between ranks of one host; links between hosts take ten times as many."""
 
 
 def check_combine(combine: str, layer: str = "") -> None:
@@ -46,4 +51,6 @@ class ExchangeOptions:
     @property
     def replication(self) -> ReplicationConfig | None:
         """The rule by which experts are replicated, None where none are."""
+        from trimtab.dispatch.replication.plan import replication_config
+
         return replication_config(self.replicate_experts, self.copy_cost)

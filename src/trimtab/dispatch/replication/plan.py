@@ -15,19 +15,16 @@ N = T * K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.dispatch.replication.rule import PARTS, pieces_of
 from trimtab.errors import ConfigError
 from trimtab.kernels.rows import narrow
 from trimtab.validation import check_sizes, is_finite
 
-Replication = Literal["off", "auto"] | float
-COPY_COST = 1000
-"""Slots: between ranks of one host; links between hosts take ten times as many."""
 LOOSEST = 1024
 """The largest tolerance: so many times the mean above it."""
 
