@@ -22,7 +22,6 @@ from trimtab.train.adapters import adapted, write_adapter
 from trimtab.train.blocks import RankBlocks
 from trimtab.train.checkpoints import Checkpoints
 from trimtab.train.config import TrainConfig
-from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import check_finite, is_preset, load_model, mask_by_positions
 from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
@@ -100,7 +99,6 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
     check_finite(model, config.model)
     mask_by_positions(model)
     checkpoints = Checkpoints(plan)
-    counter = LoadCounter(model, plan.facts.experts, next(model.parameters()).device)
     if config.lora:
         model = adapted(model, config)
     if rank == 0:
@@ -113,7 +111,7 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
         seed=config.seed,
         skip=checkpoints.start * config.grad_accum * config.batch_size,
     )
-    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints, plan.eval_blocks())
+    return MoETrainer(model, config, mesh, blocks, plan.out / METRICS, checkpoints, plan.eval_blocks())
 
 
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
