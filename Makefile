@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify megatron-check balanced-check peers gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check peers gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -49,14 +49,14 @@ verify: $(VENV)/ready  ## the whole ledger, faults, fuzz and mutants; writes doc
 	cp runs/verify/ledger.md docs/ledger.md
 	PYTHONPATH=tests $(BIN)/python -m faults
 	PYTHONPATH=tests $(BIN)/python -m fuzz 100000
-	PYTHONPATH=tests $(BIN)/python -m fuzz.balance 10000
+	PYTHONPATH=tests $(BIN)/python -m fuzz.replication 10000
 	PYTHONPATH=tests $(BIN)/python -m mutants
 
 megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every test; MEGATRON=0.18.2 for another release
 	.ci/megatron-check
 
-balanced-check: $(VENV)/ready  ## balanced experts on 2, 4 and 8 ranks: every transport, layout, kind and way to run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m balanced_full tests/parallel
+replicated-check: $(VENV)/ready  ## replicated experts on 2, 4 and 8 ranks: every transport, layout, kind and way to run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m replicated_full tests/parallel
 
 peers: $(VENV)/ready  ## judge other libraries' MoE layers, each in .peers at its own version; writes docs/peers.md
 	PYTHONPATH=tests DS_BUILD_OPS=0 $(BIN)/python -m peers --fetch

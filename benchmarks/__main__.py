@@ -12,8 +12,6 @@ from typing import Any
 
 from benchmarks import (
     adapters,
-    balance_model,
-    balance_plan,
     gpu,
     imbalance,
     loading,
@@ -21,6 +19,8 @@ from benchmarks import (
     overhead,
     quantized,
     replay,
+    replica_model,
+    replica_plan,
     step,
 )
 from benchmarks.campaign import Campaign
@@ -53,9 +53,9 @@ Run it from the root of the repository.
   python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
-  python -m benchmarks imbalance                 balanced experts, however unevenly tokens fall, over 2 ranks
-  python -m benchmarks balance_plan              planning the copies of balanced experts, in ms
-  python -m benchmarks balance_model             what copies save, by a cost model over links and models
+  python -m benchmarks imbalance                 replicated experts, however unevenly tokens fall, over 2 ranks
+  python -m benchmarks replica_plan              planning the replicas of replicated experts, in ms
+  python -m benchmarks replica_model             what replicas save, by a cost model over links and models
   python -m benchmarks layer --shape A --tokens 2048 --dtype bf16 --peers grouped_mm
   python -m benchmarks layer --ranks 2 --peers all_to_all --transports alltoall shared_memory
   python -m benchmarks layer --workloads balanced zipf hot
@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("--dtype", default="bf16", choices=tuple(DTYPES))
         add("--threads", type=_positive, default=1, metavar="N")
     uneven = _part(
-        parts, "imbalance", "balanced experts under uneven tokens", _imbalance, RESULTS / "imbalance.md",
+        parts, "imbalance", "replicated experts under uneven tokens", _imbalance, RESULTS / "imbalance.md",
         malloc="default", seconds=45.0, turns=7,
     )  # fmt: skip
     uneven("--shape", nargs="+", default=["C", "A", "B"], metavar="D,F,E,K")
@@ -118,14 +118,21 @@ def build_parser() -> argparse.ArgumentParser:
     uneven("--dtype", nargs="+", default=["bf16"], choices=tuple(DTYPES))
     uneven("--transports", nargs="+", default=["shared_memory", "alltoall"], choices=DIRECT)
     uneven("--workloads", nargs="+", default=list(UNEVEN), choices=WORKLOADS)
-    uneven("--balance", nargs="+", type=_balance, default=["auto"], metavar="HOW", help="auto, or a tolerance: 0, 0.1")
+    uneven(
+        "--replicate-experts",
+        nargs="+",
+        type=_replication,
+        default=["auto"],
+        metavar="HOW",
+        help="auto, or a tolerance: 0, 0.1",
+    )
     uneven("--copy-cost", type=_positive, default=COPY_COST, metavar="SLOTS")
     device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
     device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
     device("--tokens", type=_positive, default=16384, metavar="N")
     device("--backends", nargs="+", default=["grouped_mm", "triton"], metavar="NAME")
     device("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
-    for name, module in (("balance_plan", balance_plan), ("balance_model", balance_model)):
+    for name, module in (("replica_plan", replica_plan), ("replica_model", replica_model)):
         part = parts.add_parser(name, help=f"writes results/{name}.md")
         part.add_argument("--out", type=Path, default=RESULTS / f"{name}.md", metavar="FILE.md")
         part.set_defaults(report=module.report)
@@ -169,7 +176,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _balance(text: str) -> Replication:
+def _replication(text: str) -> Replication:
     return text if text == "auto" else float(text)  # type: ignore[return-value]
 
 
@@ -237,7 +244,7 @@ def _imbalance(o: argparse.Namespace) -> list[Task]:
     return [
         imbalance_task(
             parse_shape(shape), tokens=o.tokens, dtype=dtype, workloads=o.workloads, transports=o.transports,
-            balances=o.balance, copy_cost=o.copy_cost,
+            ways=o.replicate_experts, copy_cost=o.copy_cost,
         )
         for shape, dtype in product(o.shape, o.dtype)
     ]  # fmt: skip
@@ -263,8 +270,8 @@ ABOUT = {
         ("replay", replay),
         ("imbalance", imbalance),
         ("gpu", gpu),
-        ("balance_plan", balance_plan),
-        ("balance_model", balance_model),
+        ("replica_plan", replica_plan),
+        ("replica_model", replica_model),
     )
 }
 

@@ -28,7 +28,7 @@ def write_base(folder: Path) -> Path:
     """The checkpoint that the runs begin with: random weights, then 300 steps of `trimtab train`."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from trimtab.train.tokens import byte_tokenizer
+    from trimtab.train.presets import byte_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

@@ -1,9 +1,9 @@
 """`python -m benchmarks imbalance`: an experts layer over 2 ranks of one thread, however unevenly tokens fall.
 
-Forward and backward of one layer: *plain*, trimtab's expert parallelism; *balanced*, the same with hot experts copied
+Forward and backward of one layer: *plain*, trimtab's expert parallelism; *replicated*, the same with hot experts copied
 for one call, "auto" or by a tolerance; and transformers' own `all_to_all`, which goes through Gloo and stands beside
-both transports. Slots are those of each rank, before and after. Ratios above 1.00 mean that balanced is faster; where
-there is nothing to copy, 1 over the ratio is what balance costs. Before the race the output and all gradients of every
+both transports. Slots are those of each rank, before and after. Ratios above 1.00 mean that replicated is faster; where
+there is nothing to copy, 1 over the ratio is what planning costs. Before the race the output and all gradients of every
 workload are compared with plain formulas.
 
 Legend: T tokens of a rank, K experts per token, D model dim, F expert hidden dim, E experts, e experts of a rank.
@@ -30,9 +30,9 @@ from benchmarks.subject import BOTH, Subject, Where
 from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, balance_config
+from trimtab.dispatch.facts import Facts
+from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.experts.copied import copied_in_words
 from trimtab.experts.module import ExpertMLP
 
 RANKS = 2
@@ -49,24 +49,27 @@ def imbalance_task(
     dtype: str,
     workloads: Sequence[str] = UNEVEN,
     transports: Sequence[str] = DIRECT,
-    balances: Sequence[Replication] = ("auto",),
+    ways: Sequence[Replication] = ("auto",),
     copy_cost: int = COPY_COST,
 ) -> Task:
-    """Every workload is a mode of the same contestants. Raises ConfigError for sizes or a balance that do not fit."""
+    """Every workload is a mode of the same contestants. Raises ConfigError for sizes or ways that do not fit."""
     case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, ranks=RANKS)
-    for balance in balances:
-        balance_config(balance, copy_cost)
+    for way in ways:
+        replication_config(way, copy_cost)
 
-    def made(name: str, role: Role, transport: str = "", balance: Replication = PLAIN) -> Contestant:
-        args = {"workloads": list(workloads), "transport": transport, "balance": balance, "copy_cost": copy_cost}
+    def made(name: str, role: Role, transport: str = "", way: Replication = PLAIN) -> Contestant:
+        args = {
+            "workloads": list(workloads),
+            "transport": transport,
+            "replicate_experts": way,
+            "copy_cost": copy_cost,
+        }
         return Contestant(
             name=name, role=role, group=transport, build=f"{__name__}:build", args=case.as_args(**args), ranks=RANKS
         )
 
     contestants = [
-        made(f"{_word(balance)} {transport}", "ours", transport, balance)
-        for transport in transports
-        for balance in [PLAIN, *balances]
+        made(f"{_word(way)} {transport}", "ours", transport, way) for transport in transports for way in [PLAIN, *ways]
     ]
     described = {"shape": list(shape), "dtype": dtype, "tokens": tokens, "threads": 1, "ranks": RANKS}
     return Task(
@@ -78,12 +81,12 @@ def imbalance_task(
     )
 
 
-def _word(balance: Replication) -> str:
-    return "plain" if balance == PLAIN else f"balanced {balance}"
+def _word(way: Replication) -> str:
+    return "plain" if way == PLAIN else f"replicated {way}"
 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case, `workloads`, `transport` ("" for transformers' own), `balance` and `copy_cost`.
+    """args: the case, `workloads`, `transport` ("" for transformers' own), `replicate_experts` and `copy_cost`.
 
     Every workload is run once, so that its slots are known: every rank builds.
     """
@@ -93,7 +96,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         dispatcher = Dispatcher(
             case.num_experts,
             TRANSPORTS[args["transport"]](dist.group.WORLD),
-            balance=balance_config(args["balance"], args["copy_cost"]),
+            replication=replication_config(args["replicate_experts"], args["copy_cost"]),
         )
         layer, weights = _own_layer(case, dispatcher, where.rank)
     else:
@@ -102,7 +105,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     facts: dict[str, str] = {}
     for workload in args["workloads"]:
         subjects[workload] = layer_subject(layer, replace(case, workload=workload), where.rank, weights, graph=False)
-        if dispatcher is not None and dispatcher.balance is not None:
+        if dispatcher is not None and dispatcher.replication is not None:
             subjects[workload].modes[BOTH]()
             facts[workload] = _slots(dispatcher)
 
@@ -125,8 +128,8 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
     experts.down = torch.nn.Parameter(down)
 
     def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        copied = "" if dispatcher.balance is None else copied_in_words(experts.named_parameters())
-        rows = dispatcher.dispatch(x_TD, ids_TK, w_TK, copied=copied)
+        facts = Facts(dispatcher.weights_fact(experts.named_parameters()))
+        rows = dispatcher._dispatch(x_TD, ids_TK, w_TK, facts=facts)
         out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
         return dispatcher.combine(out, rows)
 
@@ -134,11 +137,11 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
 
 
 def _slots(dispatcher: Dispatcher) -> str:
-    """As in "8192 0 | 4096 4096 | 2": of each rank without copies, with them, and how many copies there are."""
-    report = dispatcher.balanced
+    """As in "8192 0 | 4096 4096 | 2": of each rank without replicas, with them, and how many replicas there are."""
+    report = dispatcher.replicated
     assert report is not None
     before, after = (" ".join(map(str, t.tolist())) for t in (report.loads_before_P, report.loads_after_P))
-    return f"{before} | {after} | {int(report.copies_P.sum())}"
+    return f"{before} | {after} | {int(report.replicas_P.sum())}"
 
 
 def imbalance_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | None]:
@@ -160,9 +163,10 @@ def imbalance_judge() -> Callable[[Contestant, list[dict[str, Tensor]]], str | N
 
 
 def imbalance_table(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one for each workload, transport, way to balance and setting of malloc."""
-    header = ["workload", "transport", "balance", "slots", "balanced slots", "copies", "plain (middle half)",
-              "balanced (middle half)", "plain : balanced", f"{PEER} (middle half)", f"{PEER} : balanced"]  # fmt: skip
+    """Header and rows: one for each workload, transport, way to replicate and setting of malloc."""
+    header = ["workload", "transport", "replicate", "slots", "replicated slots", "replicas", "plain (middle half)",
+              "replicated (middle half)", "plain : replicated", f"{PEER} (middle half)",
+              f"{PEER} : replicated"]  # fmt: skip
     many, rows = len(record.races) > 1, []
     for workload in record.modes:
         for race in record.races:
@@ -170,7 +174,7 @@ def imbalance_table(record: Record) -> tuple[list[str], list[list[str]]]:
             (peer,) = [e for e in race.entries if e.role == "peer"]
             for entry in [e for e in race.entries if e.role == "ours" and e is not plain[e.group]]:
                 slots = str(entry.facts.get(workload, "| |")).split("|")
-                way = entry.name.removesuffix(entry.group).removeprefix("balanced ").strip()
+                way = entry.name.removesuffix(entry.group).removeprefix("replicated ").strip()
                 own = plain[entry.group]
                 rows.append([
                     workload, entry.group, f"{way}, {race.malloc} malloc" if many else way,

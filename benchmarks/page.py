@@ -21,7 +21,7 @@ turns of what the ratio was within a turn: other users of the processor make it 
 LIMIT = """\
 *speed-up* is the fastest peer's time over trimtab's. *x limit* is trimtab's time over the limit of the same race, which
 is the longer of dense GEMMs of the same FLOPs (all rows at once, into memory that is there; of bf16 and float32 the
-faster) and the fewest bytes (weights, tokens and gradients, once each way) over the measured speed of a copy. With
+faster) and the fewest bytes (weights, tokens and gradients, once each way) over the measured speed of a replica. With
 ranks the raw exchange of the same rows is added to the GEMMs. The shapes D, F, E, K: A is 512, 256, 64, 8; B is 1024,
 512, 32, 4; C is 1024, 2816, 8, 2. Tokens are per rank. *trimtab auto* is what users get, *torch* stock PyTorch alone.
 transformers' combine weighs and sums the slots of a token; trimtab's experts do both, so its exchange has neither to
@@ -46,9 +46,9 @@ TITLES = {
     "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",
     "gpu": "A layer on a GPU",
-    "imbalance": "Balanced experts and uneven tokens",
-    "balance_plan": "Planning the copies of balanced experts",
-    "balance_model": "What copying experts saves, by a cost model",
+    "imbalance": "Replicated experts and uneven tokens",
+    "replica_plan": "Planning the replicas of replicated experts",
+    "replica_model": "What copying experts saves, by a cost model",
 }
 
 

@@ -55,9 +55,9 @@ def coded(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: shape, tokens, dtype, format ("" for the weights themselves)."""
-    from trimtab.experts.mlp import ExpertWeights, expert_mlp
+    from trimtab.experts.mlp import expert_mlp
     from trimtab.experts.plan import plan_experts
-    from trimtab.experts.quantized import Codes
+    from trimtab.experts.weight import GroupedWeight
     from trimtab.kernels.choose import KernelChoice
 
     (D, F, E, K), T, name, dtype = args["shape"], args["tokens"], args["format"], DTYPES[args["dtype"]]
@@ -65,10 +65,12 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     up_eID, down_eDF = (torch.randint(-1, 2, s, generator=g) * UNIT for s in ((E, 2 * F, D), (E, D, F)))
     if name:
         (up, up_scales), (down, down_scales) = coded(up_eID, name), coded(down_eDF, name)
-        codes = Codes(format=name, up=up_scales, down=down_scales, dtype=dtype)
-        weights = ExpertWeights(up=up, down=down, codes=codes)
+        made = [
+            GroupedWeight(values=(codes,), scales=scales, format=name, dtype=dtype)
+            for codes, scales in ((up, up_scales), (down, down_scales))
+        ]
     else:
-        weights = ExpertWeights(up=up_eID.to(dtype), down=down_eDF.to(dtype))
+        made = [GroupedWeight(values=(t.to(dtype),)) for t in (up_eID, down_eDF)]
     del up_eID, down_eDF
     x_TD = (torch.randn(T, D, generator=g) * 0.2).to(dtype).requires_grad_()
     dy_TD = (torch.randn(T, D, generator=g) * 0.2).to(dtype)
@@ -77,7 +79,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     kernels = KernelChoice("auto").on(torch.device("cpu"), dtype)
 
     def forward() -> Tensor:
-        return expert_mlp(x_TD, w_TK, plan_experts(ids_TK, E, kernels=kernels), weights, "swiglu", kernels)
+        return expert_mlp(x_TD, w_TK, plan_experts(ids_TK, E, kernels=kernels), *made, "swiglu", kernels)
 
     def both() -> None:
         x_TD.grad = w_TK.grad = None

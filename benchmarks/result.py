@@ -127,9 +127,9 @@ class Race:
         dense = largest(self.times(entry, mode, limit) for limit in self._of("limit", entry.group))
         fewest, moved = self.fewest_bytes.get(entry.group, {}).get(mode), None
         for copy in [e for e in self.entries if e.role == "bandwidth"]:
-            copies = self.times(entry, mode, copy, COPY)
-            if fewest is not None and copies is not None:
-                moved = copies * float(copy.facts["bytes"]) / fewest
+            replicas = self.times(entry, mode, copy, COPY)
+            if fewest is not None and replicas is not None:
+                moved = replicas * float(copy.facts["bytes"]) / fewest
         return smallest((dense, moved))
 
 

@@ -15,16 +15,14 @@ from torch._subclasses import FakeTensorMode
 
 from helpers.compile_case import assert_same, inputs
 from helpers.layer_case import BOUNDS, E, build, results
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.experts import expert_call
-from trimtab.experts.expert_call import cast
+from trimtab.experts import on_cpu, product
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Rowwise
 
-preload("helpers.compile_case")
 D, F, ROWS = 32, 48, 600
 LOW = torch.bfloat16
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -166,7 +164,9 @@ def test_no_copy_outlives_its_pass(
         copies.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(expert_call, "cast", noted)
+    cast = product.cast
+    for home in (product, on_cpu):
+        monkeypatch.setattr(home, "cast", noted)
     layer, run = make(kernels=kernels, delay_wgrad=delay)
     x = tokens().requires_grad_()
     with autocast():
@@ -186,7 +186,8 @@ def test_experts_without_rows_are_not_copied(
     make: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Any] = []
-    monkeypatch.setattr(expert_call, "cast", lambda *given: runs.append(given[3]) or cast(*given))
+    cast = product.cast
+    monkeypatch.setattr(product, "cast", lambda *given: runs.append(given[3]) or cast(*given))
     layer, run = make(kernels=kernels)
     x = tokens().requires_grad_()
     with autocast():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from helpers.compile_case import inputs
 from helpers.layer_case import D, E, K, build, results
@@ -21,8 +22,10 @@ from trimtab import export_ops as exported
 from trimtab.dispatch.checks import checked_ids, name_bytes
 from trimtab.errors import InputError
 from trimtab.experts.activations import activate_backward_op, activate_op, clamped
-from trimtab.experts.ops import experts_backward_op, experts_op, plan_op
+from trimtab.experts.expert_ops import experts_backward_op, experts_op
+from trimtab.experts.plan import plan_op
 from trimtab.experts.recipes import MXFP8
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.kernels import choose
 from trimtab.moe import MoE, MoEOutput
 
@@ -40,13 +43,18 @@ def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, k
     w = torch.rand(tokens, K, generator=g).requires_grad_()
     ids = torch.rand(tokens, E, generator=g).argsort(-1)[:, :K]
     ids = ids.masked_fill(torch.rand(ids.shape, generator=g) < drop, -1).int()
-    biases = (draw(E, 2 * F), draw(E, D)) if bias else (None, None)
+    biases = ((draw(E, 2 * F),), (draw(E, D),)) if bias else ((), ())
     turned = not bias
-    weights = (draw(E, D, 2 * F), draw(E, F, D)) if turned else (draw(E, 2 * F, D), draw(E, D, F))
-    tensors = (draw(tokens, D), w, *weights, *biases)
-    plan = plan_op(ids, E, ids.numel(), False, "", kernels)
+    values = (draw(E, D, 2 * F), draw(E, F, D)) if turned else (draw(E, 2 * F, D), draw(E, D, F))
+    lora = None if bias else LoraFactors(a=draw(E, 8, D), b=draw(E, 2 * F, 8), scale=0.5, dropout=0.25)
+    up, down = (
+        GroupedWeight(values=(value,), biases=own, transposed=turned, lora=factors)
+        for value, own, factors in zip(values, biases, (lora, None), strict=True)
+    )
+    plan, seed = plan_op(ids, E, ids.numel(), False, "", kernels), None if bias else torch.tensor(7)
     activation = clamped(1.0, 7.0, 0.0, interleaved=False) if turned else "swiglu"
-    return [*tensors, plan, activation, turned, kernels, True]
+    forms = (activation, up.form, down.form, kernels, True)
+    return [draw(tokens, D), w, up.tensors(), down.tensors(), plan, seed, *forms]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +63,13 @@ def experts(tokens: int, dtype: torch.dtype, *, bias: bool, drop: float = 0.2, k
 def test_experts_pass_opcheck(tokens: int, dtype: torch.dtype, bias: bool, drop: float) -> None:
     """drop above 1: no slot is kept."""
     args = experts(tokens, dtype, bias=bias, drop=drop)
-    plain = [t.detach() if isinstance(t, Tensor) else t for t in args]
+    plain = tree_map_only(Tensor, Tensor.detach, args)
     torch.library.opcheck(experts_op, tuple(plain), test_utils=ALL)
-    y, pre = experts_op(*plain)
-    out = [torch.empty_like(t) for t in plain[2:6] if t is not None]
-    wanted = [True, True, bias, bias]
-    given = (torch.ones_like(y), pre, out, wanted, [False] * len(out), *plain[:-1], True, False)
+    y, *kept = experts_op(*plain)
+    weights = [*plain[2], *plain[3]]
+    wanted = [t.shape[1] != 8 or bias for t in weights]  # but one factor
+    out = [torch.empty_like(t) for t, want in zip(weights, wanted, strict=True) if want]
+    given = (torch.ones_like(y), kept, out, wanted, [False] * len(out), *plain[:-1], True, False)
     torch.library.opcheck(experts_backward_op, given, test_utils=ALL)
 
 
@@ -86,9 +95,8 @@ def test_experts_keep_nothing_without_a_backward() -> None:
     with torch.no_grad():
         y, pre = experts_op(*args)
         assert pre.shape == (5 * K, 2 * F)
-        other, nothing = experts_op(*args[:-1], False)
+        (other,) = experts_op(*args[:-1], False)
     assert torch.equal(y, other)
-    assert nothing.shape == (0, 2 * F)
 
 
 def test_kernels_are_chosen_on_the_device_and_for_the_shape_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,11 @@ from torch._dynamo.utils import counters
 
 from helpers.compile_case import assert_same, inputs
 from helpers.layer_case import BOUNDS, E, build, results
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 
-preload("helpers.compile_case")
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
 """Of rank 0 and of rank 1."""
 

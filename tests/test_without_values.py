@@ -18,9 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.ranks import run_ranks
+from helpers.weights import expert_weights
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
 from trimtab.errors import InputError
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.grouped_mm import GroupedMMBackend
@@ -151,7 +152,7 @@ def test_stock_products_read_nothing_either() -> None:
         up, down = (torch.randn(E, *s, dtype=bf16, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
         x, w = torch.randn(9, D, dtype=bf16, requires_grad=True), torch.rand(9, K, requires_grad=True)
         plan = plan_experts(torch.zeros(9, K, dtype=torch.long), E, kernels=kernels)
-        expert_mlp(x, w, plan, ExpertWeights(up=up, down=down), "swiglu", kernels).sum().backward()
+        expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", kernels).sum().backward()
     assert all(t.grad is not None for t in (x, w, up, down))
 
 
@@ -168,7 +169,7 @@ def exchanges_on_rank() -> list[str]:
     for transport in (AllToAll(group), AllGather(group), SharedMemory(group)):
         dispatcher, slots = Dispatcher(E, transport, layer="moe"), (5, K)
         x, ids, w = torch.randn(5, D), torch.zeros(slots, dtype=torch.long), torch.ones(slots)
-        real = dispatcher.combine(dispatcher.dispatch(x, ids, w).x, dispatcher.dispatch(x, ids, w)).shape
+        real = dispatcher.combine(dispatcher.dispatch(x, ids, w).x_MD, dispatcher.dispatch(x, ids, w)).shape
         assert real == x.shape
         with FakeTensorMode(), pytest.raises(InputError) as caught:
             dispatcher.dispatch(torch.randn(5, D), torch.zeros(slots, dtype=torch.long), torch.ones(slots))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from trimtab.errors import DesyncError as DesyncError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
-    from trimtab.experts.adapting import add_adapter as add_adapter
-    from trimtab.experts.adapting import merge_adapter as merge_adapter
-    from trimtab.experts.adapting import set_adapter as set_adapter
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
+    from trimtab.experts.lora_model import add_adapter as add_adapter
+    from trimtab.experts.lora_model import merge_adapter as merge_adapter
+    from trimtab.experts.lora_model import set_adapter as set_adapter
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
     from trimtab.integrations import megatron as megatron
@@ -76,21 +76,21 @@ _HOMES = {
     "Router": "trimtab.routing.router",
     "RouterConfig": "trimtab.routing.config",
     "SharedMemory": "trimtab.dispatch.shared_memory",
-    "add_adapter": "trimtab.experts.adapting",
+    "add_adapter": "trimtab.experts.lora_model",
     "check_replicated": "trimtab.parallel.check_replicated",
     "clip_grad_norm_": "trimtab.parallel.grad_norm",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
     "join_data_parallel": "trimtab.parallel.moe",
     "max_vio": "trimtab.routing.balance",
-    "merge_adapter": "trimtab.experts.adapting",
+    "merge_adapter": "trimtab.experts.lora_model",
     "parallelize": "trimtab.parallel.expert_parallel",
     "record": "trimtab.decisions",
     "reduce_main_grads": "trimtab.parallel.ddp",
     "replay": "trimtab.decisions",
     "replay_in_recompute": "trimtab.routing.recompute",
     "rollout_decisions": "trimtab.decisions",
-    "set_adapter": "trimtab.experts.adapting",
+    "set_adapter": "trimtab.experts.lora_model",
     "set_totals": "trimtab.routing.balance",
     "summary": "trimtab.integrations.transformers.summary",
     "update_bias": "trimtab.routing.balance",

@@ -5,7 +5,8 @@ operators of `MoE` and the names of its results are known.
 from __future__ import annotations
 
 import trimtab.dispatch.checks
-import trimtab.experts.adapted_ops
-import trimtab.experts.grouped_ops
-import trimtab.experts.ops
+import trimtab.experts.expert_ops
+import trimtab.experts.group_sizes
+import trimtab.experts.plan
+import trimtab.experts.product_ops
 import trimtab.moe  # noqa: F401

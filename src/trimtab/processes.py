@@ -23,14 +23,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def group_size() -> int | None:
-    """How many ranks a launcher such as torchrun started, of which this process is one; None if it is alone.
+def group_size(nproc: int | None = None) -> int | None:
+    """The number of ranks that a launcher such as torchrun started, of which this process is one; None if it is alone.
+
+    Args:
+        nproc: a command's option of that name.
 
     Raises:
-        ConfigError: the environment says so in part, or says what cannot be: ranks would wait for ranks that are not.
+        ConfigError: `nproc` is less than 1, or given where ranks are started already; or the environment names a group
+            in part, or one that cannot be: ranks would wait for ranks that are not.
     """
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: must be at least 1")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         return None
+    if nproc is not None:
+        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     rank, size = _integer("RANK"), _integer("WORLD_SIZE")
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank} in the environment is none of WORLD_SIZE={size} ranks; {_REMEDY}")

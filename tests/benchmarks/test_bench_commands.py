@@ -72,8 +72,9 @@ def test_exchange(tmp_path: Path) -> None:
 def test_imbalance(tmp_path: Path) -> None:
     page = tmp_path / "imbalance.md"
     code, found = bench(tmp_path, "imbalance", *TINY, "--workloads", "hot_rank", "balanced", "--transports",
-                        "shared_memory", "--balance", "auto", "0", "--copy-cost", "1", "--out", str(page))  # fmt: skip
-    names = ("plain shared_memory", "balanced auto shared_memory", "balanced 0.0 shared_memory", "all_to_all")
+                        "shared_memory", "--replicate-experts", "auto", "0",
+                        "--copy-cost", "1", "--out", str(page))  # fmt: skip
+    names = ("plain shared_memory", "replicated auto shared_memory", "replicated 0.0 shared_memory", "all_to_all")
     assert code == 0
     assert timed(found) == {name: {"hot_rank", "balanced"} for name in names}
     rows = [line for line in page.read_text().splitlines() if line.startswith(("| hot_rank", "| balanced"))]

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.ranks import forkserver, preload
+from helpers.forks import start
 from helpers.reshard_case import Model
 from trimtab.checkpoint import latest, load, read_tensors, resolve, save
 from trimtab.checkpoint.folder import unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import InputError
-
-preload("trimtab.checkpoint.save_load", "torch._dynamo")
 
 PLACES: dict[str, Callable[[str, tuple[Any, ...]], bool]] = {
     "before the folder": lambda event, args: event == "os.mkdir" and "step-00000003" in str(args[0]),
@@ -62,8 +60,7 @@ def save_and_die(root: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_in_a_save(tmp_path: Path, place: str) -> None:
-    process = forkserver().Process(target=save_and_die, args=(tmp_path, place))
-    process.start()
+    process = start(save_and_die, tmp_path, place)
     process.join(150)
     assert process.exitcode == -signal.SIGKILL
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.reshard_case import Layout, load_all, refuse_together, save_all
 
-preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel")
-preload("trimtab.parallel.fsdp", "trimtab.parallel.ddp", "trimtab.checkpoint.save_load")
 L, Wrong = Layout, dict[str, list[str]]
 DEGREES = [L(ep=1, data="ddp"), L(ep=2, data="ddp"), L(ep=4, data="ddp")]
 OTHERS = [L(ep=2, data="fsdp"), L(ep=2, data="hsdp"), L(ep=2, etp=2, data="ddp"), L(etp=2, data="fsdp")]

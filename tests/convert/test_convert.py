@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from helpers.convert_case import FAMILIES, assert_same, build, logits, state_of
+from helpers.convert_case import FAMILIES, assert_same, build, logits, state_of, tensors_of
 from helpers.families import build_model, family_names
 from trimtab.checkpoint import load, read_tensors, save
 from trimtab.checkpoint.folder import read_index
@@ -19,14 +18,6 @@ from trimtab.convert.convert import convert
 from trimtab.convert.safetensors_files import SafetensorsFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def names_and_bits(folder: Path) -> dict[str, torch.Tensor]:
-    """What a folder of transformers holds, read by safetensors alone."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 @pytest.mark.parametrize("name", family_names())
@@ -52,8 +43,8 @@ def test_there_and_back_with_equal_dims(name: str, dtype: torch.dtype, tmp_path:
     load(tmp_path / "dcp", other)
     assert_same(state_of(model), state_of(other))
     back = convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")
-    assert_same(names_and_bits(tmp_path / "hf"), names_and_bits(tmp_path / "again"))
-    assert (there.source_hash, there.hash) == (back.hash, back.source_hash)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+    assert (there.record.source_hash, there.record.hash) == (back.record.hash, back.record.source_hash)
     assert back.recorded
     opened, report = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
@@ -89,22 +80,23 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     assert len(files) > 3
     assert all((tmp_path / "hf" / name).stat().st_size < 9_000 + 8_000 for name in files)  # a header of up to 8 kB
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert_same(names_and_bits(tmp_path / "hf"), _read_all(SafetensorsFolder(tmp_path / "hf")))
+    folder = SafetensorsFolder(tmp_path / "hf")
+    assert_same(tensors_of(tmp_path / "hf"), folder.read(list(folder.infos)))
     assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")))
     back = convert(tmp_path / "hf", tmp_path / "back", to="dcp")
-    assert back.hash == done.source_hash
+    assert back.record.hash == done.record.source_hash
 
 
 def test_weights_that_are_one_lie_once_in_safetensors_and_twice_in_a_checkpoint(tmp_path: Path) -> None:
     model = build("qwen3_moe", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "hf")
-    assert "lm_head.weight" not in names_and_bits(tmp_path / "hf")
+    assert "lm_head.weight" not in tensors_of(tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     read = read_tensors(done.folder)
     assert torch.equal(read["model.lm_head.weight"], read["model.model.embed_tokens.weight"])
     load(tmp_path / "dcp", build("qwen3_moe", seed=1, tie_word_embeddings=True))
     convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")
-    assert_same(names_and_bits(tmp_path / "hf"), names_and_bits(tmp_path / "again"))
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
 
 
 def test_tokenizer_and_configuration_come_along(tmp_path: Path) -> None:
@@ -127,7 +119,7 @@ def test_the_record_and_the_index_say_what_is_there(tmp_path: Path) -> None:
     build("gpt_oss", experts=4).save_pretrained(tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     record: dict[str, Any] = json.loads((done.folder / "convert.json").read_text())
-    assert (record["source_hash"], record["hash"]) == (done.source_hash, done.hash)
+    assert (record["source_hash"], record["hash"]) == (done.record.source_hash, done.record.hash)
     index = read_index(done.folder)
     assert index.experts["model.layers.1.mlp.experts"]["gate_up_proj"] == [4, 16, 32]
     assert (index.step, index.world) == (0, 0)
@@ -138,7 +130,3 @@ def test_progress_is_told_to_the_end(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", on_tensor=lambda done, total: told.append((done, total)))
     assert told == [(i + 1, len(told)) for i in range(len(told))]
-
-
-def _read_all(folder: SafetensorsFolder) -> dict[str, torch.Tensor]:
-    return folder.read(list(folder.infos))

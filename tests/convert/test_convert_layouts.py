@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from helpers.convert_case import assert_same, build, logits, state_of, swapped
 from helpers.convert_case import run as train_on_ranks
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.checkpoint import load, read_tensors, save
 from trimtab.convert.convert import convert
 from trimtab.convert.layouts import LAYOUTS, BlockLayout, Part, blocks_of, prove
 from trimtab.errors import ConfigError
 
-preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -115,9 +114,11 @@ def test_there_and_back_through_our_layer(name: str, dtype: torch.dtype, tmp_pat
     with pytest.raises(ConfigError, match=f"was written in the layout {name}"):
         convert(tmp_path / "dcp", tmp_path / "wrong", to="safetensors", layout="transformers")
     again = convert(tmp_path / "dcp", tmp_path / "again", to="safetensors")  # the record says which layout it is
-    assert again.layout == name
-    assert again.source_hash == done.hash
-    assert again.hash == done.source_hash or dtype != torch.float32  # our routers are float32 at least, and stay so
+    assert again.record.layout == name
+    assert again.record.source_hash == done.record.hash
+    assert (
+        again.record.hash == done.record.source_hash or dtype != torch.float32
+    )  # our routers are float32 at least, and stay so
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype)
     got = state_of(opened)
     assert_same({n: tensor.to(got[n].dtype) for n, tensor in state_of(model).items()}, got)
@@ -128,7 +129,7 @@ def test_a_checkpoint_of_our_layers_needs_its_layout_named(tmp_path: Path) -> No
     save(tmp_path / "run", model, step=1)
     with pytest.raises(ConfigError, match=r"is trimtab.MoE's; name the layout: --layout qwen3_moe"):
         convert(tmp_path / "run", tmp_path / "hf", to="safetensors")
-    assert convert(tmp_path / "run", tmp_path / "hf", to="safetensors", layout="qwen3_moe").layout == "qwen3_moe"
+    assert convert(tmp_path / "run", tmp_path / "hf", to="safetensors", layout="qwen3_moe").record.layout == "qwen3_moe"
 
 
 def test_two_expert_parallel_ranks_to_plain_transformers(tmp_path: Path) -> None:

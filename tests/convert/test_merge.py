@@ -13,21 +13,15 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.convert_case import assert_same, tensors_of
 from helpers.families import build_model, family_names
 from helpers.peft_case import fill, lora
 from trimtab.checkpoint import save
 from trimtab.cli.main import main
-from trimtab.convert.merge import Merged, merge
+from trimtab.convert.convert import Merged, merge
 from trimtab.errors import ConfigError, InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -43,11 +37,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 
 
 def same_as_peft(folder: Path, done: Merged) -> None:
-    ours, theirs = tensors_of(done.folder), tensors_of(folder / "truth")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert tensor.dtype == ours[name].dtype
-        assert torch.equal(tensor, ours[name]), name
+    assert_same(tensors_of(folder / "truth"), tensors_of(done.written.folder))
 
 
 @pytest.mark.parametrize("name", family_names())
@@ -117,24 +107,18 @@ def _drop_a_layer(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (None, "only plain LoRA"),
         (_drop_an_expert, r"down_proj is \[8, 32, 16\], and with r = 3 its A is \[21, 16\]"),
         (_rename, r"1 tensors have no place in Qwen3MoeForCausalLM, first .*expertz"),
         (_drop_a_layer, "2 weights that it names have no adapter in it, first model.layers.1.mlp.experts.down_proj"),
     ],
 )
-def test_what_is_not_whole_is_refused(change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path) -> None:
+def test_what_is_not_whole_or_not_lora_is_refused(change: Any, says: str, tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
-    spoil(tmp_path, change)
-    with pytest.raises(InputError, match=says):
+    spoil(tmp_path, change or (lambda _: None), use_dora=change is None)
+    with pytest.raises(ConfigError if change is None else InputError, match=says):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_other_kinds_are_refused(tmp_path: Path) -> None:
-    saved("qwen3_moe", tmp_path)
-    spoil(tmp_path, lambda _: None, use_dora=True)
-    with pytest.raises(ConfigError, match="only plain LoRA"):
-        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_files_of_peft_before_0_19(tmp_path: Path) -> None:

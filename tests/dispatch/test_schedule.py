@@ -17,16 +17,18 @@ from torch import Tensor
 import trimtab
 from helpers.cases import PATTERNS, case
 from helpers.ranks import run_ranks
+from helpers.weights import expert_weights
 from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.checks import _checked_on_device, name_bytes
-from trimtab.dispatch.dispatcher import COMBINE_MODES, CombineMode, Dispatcher
-from trimtab.dispatch.handshake import COLUMNS
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import COLUMNS
 from trimtab.dispatch.host_memory import HostMemory
+from trimtab.dispatch.options import COMBINE_MODES, CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels import rows as rows_module
 from trimtab.kernels.choose import get_backend
@@ -68,7 +70,7 @@ def run_layer(dispatcher: Dispatcher, x: Tensor, ids: Tensor, w: Tensor, mask: T
     rows = dispatcher.dispatch(x, ids, w, mask)
     plan = plan_experts(rows.ids_MK, e, num_slots=rows.num_slots)
     kernels = get_backend("auto", x.device)
-    y = expert_mlp(rows.x_MD, rows.weights_MK, plan, ExpertWeights(up=up, down=down), "swiglu", kernels)
+    y = expert_mlp(rows.x_MD, rows.weights_MK, plan, *expert_weights(up=up, down=down), "swiglu", kernels)
     return dispatcher.combine(y, rows)
 
 
@@ -176,7 +178,7 @@ def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
         kernels = get_backend("grouped_mm" if static else "torch", x.device)
         kernels.weighs_sums = False  # so that both round at the same places
         y = d.combine(
-            expert_mlp(rows.x_MD, rows.weights_MK, experts, ExpertWeights(up=up, down=down), "swiglu", kernels),
+            expert_mlp(rows.x_MD, rows.weights_MK, experts, *expert_weights(up=up, down=down), "swiglu", kernels),
             rows,
         )
         return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.cases import PATTERNS, case
-from helpers.ranks import _rank_main, come, forkserver, run_ranks, wait_until
+from helpers.forks import start
+from helpers.ranks import _rank_main, come, run_ranks, wait_until
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transports import Auto
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
@@ -388,13 +391,11 @@ def crash_on_rank(pipe: Any) -> None:
 
 def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
     """Its files have no name, and no process that lives has them open or mapped."""
-    context = forkserver()
     processes, inodes = [], set()
     for rank in range(2):
-        ours, theirs = context.Pipe()
-        args = (crash_on_rank, rank, 2, str(tmp_path / "store"), 60.0, (theirs,), context.Pipe()[1])
-        processes.append((context.Process(target=_rank_main, args=args, daemon=True), ours))
-        processes[-1][0].start()
+        (ours, theirs), (_, answers) = Pipe(), Pipe()
+        args = (crash_on_rank, rank, 2, str(tmp_path / "store"), 60.0, ())
+        processes.append((start(_rank_main, *args, pipes=[theirs, answers]), ours))
     for _, pipe in processes:
         assert pipe.poll(60.0)
         inodes |= set(pipe.recv())
@@ -404,7 +405,6 @@ def test_ranks_that_are_killed_leave_no_memory_behind(tmp_path: Path) -> None:
         assert any("memfd:trimtab-rows" in file for file in files)
         assert not [file for file in files if file.startswith("/dev/shm/") and not file.endswith(" (deleted)")]
         process.kill()
-        process.join()
     assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if inodes & _memory_of(pid)]
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import trimtab as package
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -177,12 +178,12 @@ STACKS = {
         "/x/trimtab/dispatch/route.py:forward",
     ),
     "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/route.py:forward"),
-    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/balancer.py:gather"),
+    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replication/planner.py:gather"),
     "copies": frames("/x/trimtab/dispatch/all_to_all.py:dispatch", "/x/trimtab/dispatch/replication/route.py:send"),
     "home": frames(
         "/x/trimtab/dispatch/all_to_all.py:combine",
         "/x/trimtab/dispatch/replication/route.py:add_home",
-        "/x/trimtab/experts/copied.py:backward",
+        "/x/trimtab/experts/replicated.py:backward",
     ),
     "check of copies": frames(
         "/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/replication/route.py:send"
@@ -190,6 +191,13 @@ STACKS = {
     "fsdp": frames("/p/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_all_gather"),
     "hook": frames("/p/torch/autograd/graph.py:_engine_run_backward", "/p/torch/_tensor.py:backward", "/me.py:step"),
 }
+
+
+def test_stacks_are_of_functions_that_are_there() -> None:
+    """A dump is read by the names of our files and functions."""
+    for frame in (frame for stack in STACKS.values() for frame in stack):
+        _, ours, path = frame["filename"].partition("/x/trimtab/")
+        assert not ours or f"def {frame['name']}(" in (Path(package.__file__).parent / path).read_text(), frame
 
 
 def entry(seq: int, op: str, stack: str, state: str, size: list[int], group: str = "1") -> dict[str, Any]:
@@ -232,12 +240,12 @@ def test_ranks_in_different_calls_are_a_desync(tmp_path: Path) -> None:
         (("dispatch", [3, 64]), ("ordered", [3, 64]), "different phases"),
         (("dispatch", [3, 64]), ("recomputed", [9, 64]), "all ranks came and it does not end"),
         (("dispatch backward", [3, 64]), ("recomputed", [3, 64]), "different phases"),
-        (("slots", [2, 64]), ("count", [2, 21]), "different phases"),
+        (("slots", [2, 64]), ("count", [2, 21]), "rank 0: slots of each expert, forward, [2, 64] BFloat16"),
         (("slots", [2, 64]), ("slots", [2, 32]), "sizes that do not fit"),
         (("copies", [0, 64]), ("copies", [2, 64]), "all ranks came and it does not end"),
-        (("copies", [2, 64]), ("check of copies", [2, 64]), "rank 1: check before copies of experts, forward"),
-        (("copies", [2, 64]), ("home", [2, 64]), "rank 0: copies of experts, forward, [2, 64] BFloat16"),
-        (("home", [2, 64]), ("dispatch backward", [2, 64]), "rank 0: copies of experts, backward"),
+        (("copies", [2, 64]), ("check of copies", [2, 64]), "rank 1: check before replicas of experts, forward"),
+        (("copies", [2, 64]), ("home", [2, 64]), "rank 0: replicas of experts, forward, [2, 64] BFloat16"),
+        (("home", [2, 64]), ("dispatch backward", [2, 64]), "rank 0: replicas of experts, backward"),
     ],
 )
 def test_rows_may_differ_between_ranks_but_not_their_width_nor_their_phase(

@@ -110,7 +110,7 @@ def test_delayed_gradients_keep_what_the_docstring_says_and_then_nothing(activat
         waiting = live.now - (x.numel() + w.numel()) * SIZE
         mlp.backward_dw()
         after = live.now - (x.numel() + w.numel()) * SIZE - params
-    pre = SIZE * M * K * mlp.expert_weights().width
+    pre = SIZE * M * K * mlp.expert_weights()[0].outs
     assert 2 * pre <= waiting <= 2 * pre + (INDICES + SIZE) * M * K
     assert after < SIZE * M  # some odd bytes, none of them rows
 

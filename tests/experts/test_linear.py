@@ -1,65 +1,42 @@
-"""GroupedLinear beyond the grid: no rows, device sizes, microbatches, what is saved, what is refused."""
+"""GroupedLinear beyond the grid of pairs: what it takes and refuses, its state dicts, microbatches, what is saved."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers.comparing import assert_close
-from helpers.linear_cases import KERNELS, Case, check, per_group, true_results
-from trimtab.errors import InputError
+from helpers.linear_truth import true_results
+from trimtab.errors import BackendError, ConfigError, InputError
+from trimtab.experts.group_sizes import _on_device
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.weight_grad import MODES
 from trimtab.kernels.choose import KernelChoice
 
 G, A, B = 4, 16, 24
+MANY = 12  # more than ten groups: "weight10" is not "weight1" and a 0
 
 
-def linear(**options: object) -> GroupedLinear:
-    torch.manual_seed(0)
-    return GroupedLinear(G, A, B, **{"bias": True, "dtype": torch.float32, **options})
+def linear(groups: int = G, seed: int = 0, **options: Any) -> GroupedLinear:
+    torch.manual_seed(seed)
+    return GroupedLinear(groups, A, B, **{"bias": True, "dtype": torch.float32, **options})
 
 
 def with_main_grad(layer: GroupedLinear, value: float = 0.0) -> GroupedLinear:
     for param in layer.weights:
-        param.main_grad = torch.full_like(param, value, dtype=torch.float32)
+        param.main_grad = torch.full_like(param, value, dtype=torch.float32)  # type: ignore[attr-defined]
     return layer
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
-def test_main_grad_has_the_owners_dtype(main_dtype: torch.dtype, mode: str) -> None:
-    for single in (True, False):
-        for splits in KERNELS:
-            case = Case(dtype=torch.bfloat16, groups=3, empty="first", single=single, main_grad=mode, splits=splits)
-            check(case, main_dtype)
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_no_tokens_at_all(kernels: str, single: bool, delayed: bool, mode: str) -> None:
-    """Output [0, out], every gradient zeros of its shape and dtype, main_grad right over stale values."""
-    layer = linear(dtype=torch.bfloat16, single_parameter=single, main_grad=mode, delay_wgrad=delayed, kernels=kernels)
-    with_main_grad(layer, 7.0)
-    for param in layer.weights:
-        param.zero_out_wgrad = True
-    x = torch.empty(0, A, dtype=torch.bfloat16, requires_grad=True)
-    y = layer(x, [0] * G)
-    assert (y.shape, y.dtype) == ((0, B), torch.bfloat16)
-    y.sum().backward()
-    layer.backward_dw()
-    assert x.grad.shape == (0, A)
-    for param in layer.parameters():
-        assert torch.equal(param.grad, torch.zeros_like(param))
-        assert param.grad.dtype == torch.bfloat16
-    left = {"off": 7.0, "accumulate": 7.0, "overwrite": 0.0}[mode]
-    assert all(torch.equal(p.main_grad, torch.full_like(p.main_grad, left)) for p in layer.weights)
+def stacked(layer: GroupedLinear, what: str = "data") -> list[Tensor]:
+    """`what` of all weights and of all biases."""
+    found = [[getattr(p, what) for p in params] for params in (layer.weights, layer.biases)]
+    return [each[0] if layer.single_parameter else torch.stack(each) for each in found]
 
 
 def test_two_microbatches_accumulate_and_each_fires_the_hook_once() -> None:
@@ -82,11 +59,10 @@ def test_two_microbatches_accumulate_and_each_fires_the_hook_once() -> None:
             for _ in range(2 if delayed else 0):
                 layer.backward_dw()
             assert len(fired) == 2 * len(layer.weights)
-            got = torch.stack(per_group(layer, tuple(p.main_grad for p in layer.weights)))
-            torch.testing.assert_close(got, plain.weight.grad)
-            torch.testing.assert_close(
-                torch.stack(per_group(layer, tuple(p.grad for p in layer.biases))), plain.bias.grad
-            )
+            found = [p.main_grad for p in layer.weights]
+            torch.testing.assert_close(found[0] if single else torch.stack(found), plain.weight.grad)
+            layer.weights[0].grad = None
+            torch.testing.assert_close(sum(p.grad.sum() for p in layer.biases), plain.bias.grad.sum())
 
 
 def test_delayed_gradients_come_in_the_order_of_their_backwards_and_only_once() -> None:
@@ -101,46 +77,6 @@ def test_delayed_gradients_come_in_the_order_of_their_backwards_and_only_once() 
     with pytest.raises(InputError, match="without a backward before it"):
         layer.backward_dw()
     linear().backward_dw()  # not delayed: nothing to do, so pipelines may call it on every layer
-
-
-def test_delayed_gradients_of_an_input_that_needs_none() -> None:
-    layer, x = linear(delay_wgrad=True), torch.randn(3, A)
-    layer(x, [1, 0, 2, 0]).sum().backward()
-    layer.backward_dw()
-    plain = linear()
-    plain(x, [1, 0, 2, 0]).sum().backward()
-    assert torch.equal(layer.weight.grad, plain.weight.grad)
-    assert torch.equal(layer.bias.grad, plain.bias.grad)
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-def test_frozen_parameters_get_nothing_and_the_others_keep_theirs(delayed: bool) -> None:
-    x = torch.randn(6, A)
-    plain = linear(single_parameter=False)
-    plain(x, [1, 2, 0, 3]).square().sum().backward()
-    for frozen in ("weight1", "bias0", "weight3"):
-        layer = linear(single_parameter=False, delay_wgrad=delayed)
-        layer.get_parameter(frozen).requires_grad_(False)
-        layer(x.clone().requires_grad_(), [1, 2, 0, 3]).square().sum().backward()
-        layer.backward_dw()
-        for name, param in layer.named_parameters():
-            if name == frozen:
-                assert param.grad is None
-            else:
-                torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
-    layer = linear(single_parameter=False, delay_wgrad=delayed, main_grad="overwrite")
-    layer.weight1.requires_grad_(False)
-    for param in (layer.weight0, layer.weight2, layer.weight3):
-        param.main_grad = torch.full_like(param, 9.0)
-    layer(x, [1, 2, 0, 3]).square().sum().backward()
-    layer.backward_dw()
-    assert layer.weight1.grad is None
-    assert torch.equal(layer.weight2.main_grad, torch.zeros(B, A))  # empty: zeros over what was there
-    layer = linear(delay_wgrad=delayed).requires_grad_(False)
-    leaf = x.clone().requires_grad_()
-    layer(leaf, [1, 2, 0, 3]).sum().backward()
-    layer.backward_dw()
-    assert leaf.grad is not None
 
 
 def saved_bytes(layer: GroupedLinear, x: Tensor) -> int:
@@ -163,24 +99,19 @@ def test_what_is_saved() -> None:
         assert saved_bytes(linear(), x) == offsets + narrow  # and the parameters themselves, not their copies
 
 
-def test_rows_of_another_dtype_get_their_own_back() -> None:
-    layer = linear(dtype=torch.bfloat16)
-    x = torch.randn(6, A, requires_grad=True)
-    y = layer(x, [2, 0, 3, 1])
-    dy = torch.randn(6, B).bfloat16()
+def test_rows_of_another_dtype_get_their_own_back_and_any_strides_are_taken() -> None:
+    layer, sizes = linear(dtype=torch.bfloat16), [2, 0, 3, 1]
+    x, dy = torch.randn(6, A, requires_grad=True), torch.randn(6, B).bfloat16()
+    y = layer(x, sizes)
     y.backward(dy.float())
     assert y.dtype == x.grad.dtype == torch.float32
-    truth = true_results(x.bfloat16(), layer.weight, layer.bias, dy, [2, 0, 3, 1])
-    assert_close(y, truth.y, 2e-2, "output")
-    assert_close(x.grad, truth.dx, 2e-2, "dX")
-    assert_close(layer.weight.grad, torch.stack(truth.dw), 2e-2, "dW")
-
-
-def test_a_stride_zero_gradient_and_sliced_rows_are_taken() -> None:
-    for choice in KERNELS.values():
-        layer, x = linear(kernels=choice), torch.randn(2 * A, 6).t()[:, ::2].requires_grad_()
-        layer(x, [2, 0, 3, 1]).sum().backward()
-        truth = true_results(x, layer.weight, layer.bias, torch.ones(6, B), [2, 0, 3, 1])
+    truth = true_results(x.bfloat16(), layer.weight, layer.bias, dy, sizes)
+    for got, true in ((y, truth.y), (x.grad, truth.dx), (layer.weight.grad, torch.stack(truth.dw))):
+        assert_close(got, true, 2e-2, "other dtype")
+    for kernels in ("torch", "grouped_mm"):
+        layer, x = linear(kernels=kernels), torch.randn(2 * A, 6).t()[:, ::2].requires_grad_()
+        layer(x, sizes).sum().backward()
+        truth = true_results(x, layer.weight, layer.bias, torch.ones(6, B), sizes)
         assert_close(x.grad, truth.dx, 2e-6, "dX")
         assert_close(layer.weight.grad, torch.stack(truth.dw), 2e-6, "dW")
 
@@ -190,8 +121,7 @@ def test_a_stride_zero_gradient_and_sliced_rows_are_taken() -> None:
 def test_recompute_gives_the_same_gradients_once(single: bool, delayed: bool) -> None:
     found = []
     for recompute in (False, True):
-        layer = linear(single_parameter=single, delay_wgrad=delayed, main_grad="accumulate")
-        with_main_grad(layer)
+        layer = with_main_grad(linear(single_parameter=single, delay_wgrad=delayed, main_grad="accumulate"))
         x = torch.randn(6, A, generator=torch.Generator().manual_seed(1)).requires_grad_()
         sizes = [2, 0, 3, 1]
         y = torch.utils.checkpoint.checkpoint(layer, x, sizes, use_reentrant=False) if recompute else layer(x, sizes)
@@ -201,21 +131,149 @@ def test_recompute_gives_the_same_gradients_once(single: bool, delayed: bool) ->
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_main_grad_that_is_missing_is_said() -> None:
-    layer = linear(main_grad="accumulate", single_parameter=False)
-    with pytest.raises(InputError, match=r"weight0\.main_grad is None"):
-        layer(torch.randn(6, A), [2, 0, 3, 1]).sum().backward()
-
-
-def test_no_gradient_mode_and_sharing_a_choice() -> None:
+def test_no_gradient_mode_sharing_a_choice_and_what_it_says() -> None:
     choice = KernelChoice()
     with torch.no_grad():
         assert not linear(kernels=choice)(torch.randn(6, A), [2, 0, 3, 1]).requires_grad
     linear(kernels=choice)(torch.randn(6, A), [2, 0, 3, 1])
     assert len(choice.reports) == 1
-
-
-def test_it_says_what_it_is() -> None:
     assert repr(linear(main_grad="accumulate", delay_wgrad=True, single_parameter=False)) == (
         "GroupedLinear(4 x (16 -> 24), bias=True, single_parameter=False, main_grad='accumulate', delay_wgrad=True)"
     )
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_device_sizes_are_never_read(single: bool, mode: str, delayed: bool, dtype: torch.dtype) -> None:
+    """Tensors on `meta` have no values: any read by the host, forward or backward, would raise."""
+    layer = linear(dtype=torch.bfloat16, device="meta", single_parameter=single, main_grad=mode, delay_wgrad=delayed)
+    with_main_grad(layer)
+    x = torch.empty(11, A, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    y = layer(x, torch.empty(G, dtype=dtype, device="meta"))
+    assert (y.shape, y.dtype, y.device.type) == ((11, B), torch.bfloat16, "meta")
+    y.sum().backward()
+    layer.backward_dw()
+    assert x.grad.shape == x.shape
+    assert all(p.grad.shape == p.shape for p in layer.parameters())
+
+
+def test_forms_of_sizes_agree() -> None:
+    layer, x, sizes = linear(), torch.randn(8, A), [3, 0, 2, 1]
+    wanted = layer(x, torch.tensor(sizes, dtype=torch.int32))
+    array = np.array(sizes, dtype=np.uint8)
+    for form in (
+        sizes,
+        tuple(sizes),
+        torch.tensor(sizes),
+        np.bincount([0, 0, 0, 2, 2, 3]),
+        [np.int64(3), 0, 2, 1],
+        array,
+    ):
+        assert torch.equal(layer(x, form), wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([1, 2, 3], "have 3 entries for 4 groups"),
+        (torch.tensor([1, 2, 3, 1, 0]), "have 5 entries for 4 groups"),
+        ([1, -2, 3, 0], "must not be negative, but group 1 has -2"),
+        (torch.tensor([0, 0, 0, -1]), "must not be negative, but group 3 has -1"),
+        ([3, 3, 3, 0], "sum to 9, but there are only 8 rows"),
+        (torch.tensor([9, 0, 0, 0]), "sum to 9, but there are only 8 rows"),
+        ([1.0, 2, 3, 0], "must hold ints, found 1.0"),
+        ([True, 2, 3, 0], "must hold ints, found True"),
+        (np.array([1.0, 2, 3, 0]), r"must hold ints, found .*1\.0"),
+        (np.array([True, False, True, False]), "must hold ints, found .*True"),
+        (np.array([[1, 2], [3, 0]]), "must hold ints, found array"),
+        (np.array(8), "must be a list, array or tensor"),
+        (None, "must be a list, array or tensor of ints, got None"),
+        ([torch.tensor(1), 2, 3, 0], "must hold ints, found tensor"),
+        (torch.tensor([1.0, 2, 3, 0]), "must be int32 or int64, got torch.float32"),
+        (torch.tensor([1, 2, 3, 0], dtype=torch.int16), "must be int32 or int64, got torch.int16"),
+        (torch.tensor([[1, 2, 3, 0]]), "must be one-dimensional"),
+        (torch.empty(4, dtype=torch.int64, device="meta"), "are on meta and the rows on cpu"),
+    ],
+)
+def test_bad_sizes_are_refused_before_anything_runs(sizes: object, message: str) -> None:
+    with pytest.raises(InputError, match=rf"phase experts.*group_sizes {message}"):
+        linear()(torch.randn(8, A), sizes)
+
+
+def test_bad_sizes_on_a_device_are_refused_by_form_and_trip_an_assertion_there() -> None:
+    layer, x = linear(device="meta"), torch.empty(8, A, device="meta")
+    with pytest.raises(InputError, match="have 3 entries"):
+        layer(x, torch.empty(3, dtype=torch.int64, device="meta"))
+    with pytest.raises(InputError, match="int32 or int64"):
+        layer(x, torch.empty(4, device="meta"))
+    assert _on_device(torch.tensor([2, 0, 1]), 4).tolist() == [0, 2, 2, 3]
+    for bad in ([2, 3], [4, -1]):
+        with pytest.raises(RuntimeError, match="group_sizes are negative or sum to more"):
+            _on_device(torch.tensor(bad), 4)
+
+
+def test_bad_rows_and_options_are_refused() -> None:
+    layer, x = linear(), torch.randn(8, A)
+    for bad in (
+        torch.randn(8, A + 1), torch.randn(8), x.long(), x.to(torch.float8_e4m3fn), x.to_sparse(),
+        torch.nested.nested_tensor([x, x]), torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"x must be floating \[R, 16\]"):
+            layer(bad, [0] * G)
+    with pytest.raises(InputError, match="x is on meta, the weights on cpu"):
+        layer(torch.empty(8, A, device="meta"), [0] * G)
+    for single in (True, False):
+        cast = linear(single_parameter=single).requires_grad_(False)
+        last = [*cast.parameters()][-1]
+        last.data = last.data.to(torch.float8_e5m2)
+        with pytest.raises(ConfigError, match=r"in torch\.float8_e5m2: keep parameters in"):
+            cast(x, [0] * G)
+    with pytest.raises(InputError, match=r"weight0\.main_grad is None"):
+        linear(main_grad="accumulate", single_parameter=False)(x, [2, 0, 3, 1]).sum().backward()
+    with pytest.raises(ConfigError, match="at least 1"):
+        GroupedLinear(0, A, B)
+    with pytest.raises(BackendError, match="float64"):
+        linear(dtype=torch.float64, kernels="grouped_mm")(torch.randn(8, A, dtype=torch.float64), [0] * G)
+
+
+@pytest.mark.parametrize("source", [True, False])
+@pytest.mark.parametrize("target", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_either_form_loads_into_either(source: bool, target: bool, assign: bool) -> None:
+    for nested in (True, False):
+        ours, theirs = (linear(MANY, seed, single_parameter=way) for seed, way in enumerate((source, target)))
+        module, into = (nn.Sequential(ours), nn.Sequential(theirs)) if nested else (ours, theirs)
+        state = module.state_dict()
+        names = list(state)
+        into.load_state_dict(state, assign=assign)
+        assert list(state) == names  # the caller's dict is not touched
+        assert all(torch.equal(a, b) for a, b in zip(stacked(ours), stacked(theirs), strict=True))
+        theirs(torch.randn(5, A), [5] + [0] * (MANY - 1)).sum().backward()
+        assert all(p.grad is not None for p in theirs.parameters())
+    each = [f"{name}{i}" for name in ("weight", "bias") for i in range(MANY)]
+    assert list(ours.state_dict()) == (["weight", "bias"] if source else each)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("target", [True, False])
+def test_counts_are_checked_in_both_directions_even_without_strict(strict: bool, target: bool) -> None:
+    whole = linear(MANY, single_parameter=False).state_dict()
+    without = {name: value for name, value in whole.items() if name != "weight3"}
+    for state, says in (
+        (without, r"11 of weight\*, expected weight0 \.\. weight11: missing \[3\]"),
+        (whole | {"bias12": torch.zeros(B)}, r"13 of bias\*.*unexpected \[12\]"),
+        (whole | {"weight": torch.zeros(MANY, B, A)}, "has both weight and weight0"),
+        ({"weight": torch.zeros(MANY - 1, B, A)}, r"has weight \(11, 24, 16\), expected 12 groups"),
+    ):
+        with pytest.raises(InputError, match=says):
+            linear(MANY, single_parameter=target).load_state_dict(state, strict=strict)
+
+
+def test_missing_and_transposed_entries_are_reported_as_ever() -> None:
+    whole = linear(MANY, single_parameter=False).state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        linear(MANY).load_state_dict(linear(MANY, single_parameter=False, bias=False).state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        linear(MANY).load_state_dict(whole | {f"weight{i}": torch.zeros(A, B) for i in range(MANY)})

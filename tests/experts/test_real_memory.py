@@ -150,7 +150,7 @@ def test_a_plan_of_other_rows_is_refused() -> None:
     kernels = mlp.kernels.on(x.device, x.dtype)
     plan = plan_experts(ids.repeat(5, 1), E, kernels=kernels)
     with pytest.raises(InputError, match="do not fit together"):
-        expert_mlp(x, w, plan, mlp.expert_weights(), "swiglu", kernels)
+        expert_mlp(x, w, plan, *mlp.expert_weights(), "swiglu", kernels)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from experts.test_linear_recipes import RECIPES
+from helpers.recipe_cases import KINDS, RECIPES
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import FP8Delayed
@@ -25,7 +25,7 @@ DELAYED = {
     "fp8_delayed_short": FP8Delayed(backend="emulated", history=1),  # fewer steps than are in flight
 }
 LAYERS = ("linear", "mlp", "mlp_delayed")
-NAMES = (*(n for n in RECIPES if n != "nvfp4"), *DELAYED)  # nvfp4 draws other noise
+NAMES = (*(n for n in KINDS if n != "nvfp4"), *DELAYED)  # nvfp4 draws other noise
 
 
 def make(layer: str, name: str) -> tuple[torch.nn.Module, Callable[..., Tensor]]:

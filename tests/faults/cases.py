@@ -19,7 +19,7 @@ PLACES = (
     ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"), ("route", "backward"),
 )  # fmt: skip
 MOVED = (("route", "forward"), ("experts", "forward"), ("experts", "backward"))
-"""What balanced experts move besides."""
+"""What replicated experts move besides."""
 _ERRORS: dict[str, str] = {
     "kill": "PeerLost", "freeze": "PeerLost", "raise": "PeerLost", "stall": "PhaseTimeout", "delay": "",
     "combine_rows": "InputError", "bad_shape": "InputError", **dict.fromkeys(DESYNCS, "DesyncError"),
@@ -32,8 +32,8 @@ class Fault:
 
     kind: kill (SIGKILL), freeze (SIGSTOP), raise (an error of the user's), stall (longer than the deadline), delay
         (shorter: nothing may be raised); the rest are mistakes in what the rank calls.
-    store: a file, or served by rank 0. balanced: hot experts are copied; route and experts are the movements of counts
-        and of weights then, and not what lies before. amid: the others know that the rank comes, and move rows.
+    store: a file, or served by rank 0. replicated: hot experts are copied; route and experts are the movements of
+        counts and of weights then, and not what lies before. amid: the others know that the rank comes, and move rows.
     """
 
     kind: Kind
@@ -46,13 +46,13 @@ class Fault:
     transport: Literal["alltoall", "allgather", "shared_memory"] = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
     store: Literal["file", "tcp"] = "file"
-    balanced: bool = False
+    replicated: bool = False
     amid: bool = False
 
     def __str__(self) -> str:
         where = f" in {self.phase} {self.direction}" if self.kind in _PLACED else ""
         how = [self.transport, self.combine, f"{self.store} store"]
-        how += ["balanced"] * self.balanced + ["amid"] * self.amid
+        how += ["replicated"] * self.replicated + ["amid"] * self.amid
         return f"{self.kind} rank {self.rank} of {self.ranks}{where} ({', '.join(how)})"
 
 
@@ -120,7 +120,7 @@ def fault_cases() -> list[Fault]:
         cases += [Fault(kind=kind, phase="experts", rank=0, ranks=2, store="tcp")]
         cases += [Fault(kind=kind, phase="experts", rank=rank, store="tcp") for rank in (0, 1)]
     for transport in ("alltoall", "allgather", "shared_memory"):
-        own: dict[str, Any] = {"transport": transport, "balanced": True}
+        own: dict[str, Any] = {"transport": transport, "replicated": True}
         cases += [
             Fault(kind=k, phase=p, direction=d, **own)
             for k in ("kill", "freeze", "raise", "stall", "delay", "wrong_splits")

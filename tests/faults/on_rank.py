@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from torch.autograd.function import Function
 
 from faults.cases import Fault
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.handshake import MOVEMENT, MOVEMENTS, ROWS
-from trimtab.dispatch.replication.plan import BalanceConfig
+from trimtab.dispatch.facts import MOVEMENT, MOVEMENTS, ROWS
+from trimtab.dispatch.replication.plan import ReplicationConfig
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
@@ -133,8 +134,10 @@ class Layer:
         saboteur.layer = index
         fingerprint = "hidden 24" if saboteur.wants("fingerprint", step=-1) else "hidden 16"
         name = f"layers.{index}"
-        rule = BalanceConfig(tolerance=0.0, copy_cost=0) if f.balanced else None
-        self.dispatcher = Dispatcher(E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, balance=rule)
+        rule = ReplicationConfig(tolerance=0.0, copy_cost=0) if f.replicated else None
+        self.dispatcher = Dispatcher(
+            E, transport, combine=f.combine, layer=name, fingerprint=fingerprint, replication=rule
+        )
         self.experts = ExpertMLP(self.dispatcher.experts_per_rank, D, F)
         self.wide = ExpertMLP(self.dispatcher.experts_per_rank, D + 8, F)
 
@@ -152,7 +155,7 @@ class Layer:
             x_TD, experts = torch.cat((x_TD, x_TD[:, :8]), 1), self.wide
         x_TD = _Mark.apply(x_TD, lambda: self._at("route", "backward"))  # type: ignore[no-untyped-call]
         rows = self.dispatcher.dispatch(x_TD, ids_TK, w_TK[:, :1] if s.wants("bad_shape") else w_TK)
-        own = {"num_slots": rows.num_slots, "copies": rows.copies}
+        own = {"num_slots": rows.num_slots, "replicas": rows.replicas}
         self._at("experts", "forward")
         y = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own)
         y = _Mark.apply(y, lambda: self._at("experts", "backward"))  # type: ignore[no-untyped-call]
@@ -167,7 +170,7 @@ class Layer:
     def _at(self, phase: str, direction: str) -> None:
         """Between movements, but where a movement is meant."""
         self.saboteur.layer = self.index
-        if not self.saboteur.fault.balanced:
+        if not self.saboteur.fault.replicated:
             self.saboteur.at(phase, direction)
 
 
@@ -193,8 +196,13 @@ def train(fault: Fault, rank: int, deadline: float, pipe: Connection) -> None:
         y_TD.square().sum().backward()  # type: ignore[no-untyped-call]
 
 
-def fault_main(fault: Fault, rank: int, store: str, deadline: float, pipe: Connection) -> None:
-    """What a rank's process runs. Ends it as the interpreter of a program would end."""
+def fault_main(fault: Fault, rank: int, store: str, deadline: float, log: Path, pipe: Connection) -> None:
+    """What a rank's process runs. Ends it as the interpreter of a program would end.
+
+    Errors go to `log`: an interpreter that ends with frozen objects has Triton's bindings report each as leaked.
+    """
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is not this process's to clear: it would cost a second at the end
     code = 1

@@ -37,19 +37,19 @@ SHARED = [
 DERAILED = [Fault(kind=kind) for kind in DESYNCS if kind != "wrong_splits"]
 DERAILED += [Fault(kind="wrong_splits", phase=p, direction=d) for p, d in (PLACES[1], PLACES[4], PLACES[5], PLACES[7])]
 DERAILED += [Fault(kind="skip_combine", transport="allgather"), Fault(kind="combine_rows"), Fault(kind="bad_shape")]
-BALANCED = [
-    Fault(kind="kill", phase="route", balanced=True),
-    Fault(kind="kill", phase="experts", balanced=True),
-    Fault(kind="kill", phase="experts", direction="backward", balanced=True, transport="shared_memory"),
-    Fault(kind="freeze", phase="experts", direction="backward", balanced=True),
-    Fault(kind="stall", phase="experts", balanced=True, transport="shared_memory", combine="ordered"),
-    Fault(kind="delay", phase="experts", direction="backward", balanced=True),
-    Fault(kind="skip_layer", balanced=True),
-    Fault(kind="kill", phase="experts", balanced=True, amid=True),
-    Fault(kind="freeze", phase="experts", direction="backward", balanced=True, amid=True, transport="shared_memory"),
-    Fault(kind="kill", phase="route", balanced=True, amid=True, transport="shared_memory"),
-    Fault(kind="wrong_splits", phase="experts", balanced=True, transport="allgather"),
-    Fault(kind="wrong_splits", phase="experts", direction="backward", balanced=True),
+REPLICATED = [
+    Fault(kind="kill", phase="route", replicated=True),
+    Fault(kind="kill", phase="experts", replicated=True),
+    Fault(kind="kill", phase="experts", direction="backward", replicated=True, transport="shared_memory"),
+    Fault(kind="freeze", phase="experts", direction="backward", replicated=True),
+    Fault(kind="stall", phase="experts", replicated=True, transport="shared_memory", combine="ordered"),
+    Fault(kind="delay", phase="experts", direction="backward", replicated=True),
+    Fault(kind="skip_layer", replicated=True),
+    Fault(kind="kill", phase="experts", replicated=True, amid=True),
+    Fault(kind="freeze", phase="experts", direction="backward", replicated=True, amid=True, transport="shared_memory"),
+    Fault(kind="kill", phase="route", replicated=True, amid=True, transport="shared_memory"),
+    Fault(kind="wrong_splits", phase="experts", replicated=True, transport="allgather"),
+    Fault(kind="wrong_splits", phase="experts", direction="backward", replicated=True),
 ]
 
 
@@ -69,7 +69,7 @@ def test_ranks_that_share_memory_are_named_as_those_that_send() -> None:
 
 
 def test_a_rank_that_is_missed_where_weights_move_is_named_too() -> None:
-    check(BALANCED)
+    check(REPLICATED)
 
 
 def test_ranks_out_of_step_are_caught_before_data_moves_on_every_rank() -> None:

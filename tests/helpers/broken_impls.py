@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from trimtab.verify.adapters import Outcome, Place, Share, Subject
-from trimtab.verify.adapters.trimtab_impl import Impl
+from trimtab.verify.implementation import Outcome, Place, Share, Subject
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
+from trimtab.verify.trimtab_impl import Impl
 from trimtab.verify.truth import LayerWeights, Sizes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.distributed import DistributedConfig
 
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.quantized.params import encoded
+from trimtab.integrations.transformers.quantized.params import quantize_matrices
 
 from .ep_ranks import full, quiet
 
@@ -32,7 +32,7 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
     matrices it encoded."""
     quiet()
     trimtab.integrations.transformers.register()
-    count = encoded_matrices()
+    count = count_quantized()
     model = load(folder, 2, **given)
     mine = {key: list(local(value).shape) for key, value in model.state_dict().items() if value.dtype is torch.uint8}
     whole = {key: full(value) for key, value in model.state_dict().items()}
@@ -51,18 +51,16 @@ def local(value: Any) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def encoded_matrices() -> list[int]:
-    """Counts from now on what this process encodes, one matrix at a time."""
-    from trimtab.integrations.transformers import conversion
-    from trimtab.integrations.transformers import params as codes
-    from trimtab.integrations.transformers import quantizer as quantized
+def count_quantized() -> list[int]:
+    """Counts from now on the matrices that this process quantizes."""
+    from trimtab.integrations.transformers.quantized import conversion, params
 
     count = [0]
 
     def counting(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
         count[0] += value.numel() // (value.shape[-1] * value.shape[-2])
-        return encoded(value, name, transposed=transposed)
+        return quantize_matrices(value, name, transposed=transposed)
 
-    for module in (codes, conversion, quantized):
-        module.encoded = counting  # type: ignore[attr-defined]
+    for module in (params, conversion):
+        module.quantize_matrices = counting  # type: ignore[attr-defined]
     return count

@@ -94,7 +94,7 @@ def ranks_of(out: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"trimtab.train.rank" in command and str(out).encode() in command:
+            if b"trimtab.train.launch" in command and str(out).encode() in command:
                 found.append(int(entry.name))
     return sorted(found)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.replicated_params import average_replicated
-from trimtab.integrations.transformers.trainer.copy_counts import balanced_dispatchers
+from trimtab.integrations.transformers.trainer.replica_counts import replicating_dispatchers
 
 from .ep_case import Case, Router, batches, freeze
 from .families import LOADED_WRONG_WHEN_SHARDED, experts_modules, forward, model_class, save_model
@@ -130,20 +130,20 @@ def prepare(case: Case, model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})
 
 
-BALANCED = "trimtab_balanced"
-"""A name under which copies are made at once, as many as make ranks equal."""
+REPLICATED = "trimtab_replicated"
+"""A name under which replicas are made at once, as many as make ranks equal."""
 
 
 def check_equal_ranks(case: Case, model: nn.Module) -> None:
-    """In the last call of each layer no rank had more than its share of rows, with copies where that needs some."""
-    layers = balanced_dispatchers(model)
-    assert len(layers) == (len(experts_modules(model)) if case.exchange == BALANCED else 0)
+    """In the last call of each layer no rank had more than its share of rows, with replicas where that needs some."""
+    layers = replicating_dispatchers(model)
+    assert len(layers) == (len(experts_modules(model)) if case.exchange == REPLICATED else 0)
     for name, (_, dispatcher) in layers.items():
-        report = dispatcher.balanced
+        report = dispatcher.replicated
         assert report is not None, name
-        before, after, copies = (t.tolist() for t in (report.loads_before_P, report.loads_after_P, report.copies_P))
+        before, after, replicas = (t.tolist() for t in (report.loads_before_P, report.loads_after_P, report.replicas_P))
         assert max(after) == -(-sum(before) // len(before)), (name, before, after)
-        assert (sum(copies) > 0) == (max(before) > max(after)), (name, before, copies)
+        assert (sum(replicas) > 0) == (max(before) > max(after)), (name, before, replicas)
 
 
 def run_case(case: Case, folder: str) -> Answer:
@@ -185,7 +185,7 @@ def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
     trimtab.integrations.transformers.register()
     trimtab.integrations.transformers.register("trimtab_ordered", combine="ordered")
     trimtab.integrations.transformers.register("trimtab_shared", transport="shared_memory")
-    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
+    trimtab.integrations.transformers.register(REPLICATED, replicate_experts=0.0, copy_cost=0)
     answers = []
     for case in cases:
         try:
@@ -245,7 +245,7 @@ def run_broken(cases: Sequence[Case], faults: Sequence[str], folder: str) -> lis
     has them run by another implementation."""
     quiet()
     trimtab.integrations.transformers.register()
-    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
+    trimtab.integrations.transformers.register(REPLICATED, replicate_experts=0.0, copy_cost=0)
     guilty = dist.get_rank() == dist.get_world_size() - 1
     found = []
     for case in cases:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.comparing import assert_close, gradients
-from helpers.linear_cases import true_results
+from helpers.linear_truth import true_results
 from trimtab import oracle
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP

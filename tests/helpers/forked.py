@@ -1,4 +1,4 @@
-"""Whole runs in ranks that are forked with everything imported: what a rank under torchrun does, without its start."""
+"""Whole runs in ranks that are forked: what a rank under torchrun does, without its start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from helpers.forks import start
 from helpers.ports import free_port
 from trimtab.train.config import TrainConfig
-from trimtab.verify.run import forkserver, preload
 
-preload(
-    "torch._dynamo", "torch.distributed.fsdp", "trimtab.train.session",
-    "trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "matplotlib.figure",
-)  # fmt: skip
 DEADLINE = 240.0
 
 
@@ -26,19 +21,13 @@ def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
     """
     port = free_port()
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
-    context = forkserver()
-    processes = [
-        context.Process(target=_rank, args=(config, rank, ranks, port, str(log), absent)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    processes = [start(_rank, config, rank, ranks, port, str(log), absent) for rank in range(ranks)]
     end = time.monotonic() + DEADLINE
     for process in processes:
         process.join(max(0.1, end - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-        process.join()
     assert codes == [0] * ranks, (codes, log.read_text())
 
 
@@ -47,6 +36,7 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
         sys.modules[absent] = None  # type: ignore[assignment]
     import torch
 
+    from trimtab.train.plan import plan_run
     from trimtab.train.session import run_session
 
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -55,4 +45,4 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
-    run_session(config, prepared=False)
+    run_session(plan_run(config, ranks), prepared=False)

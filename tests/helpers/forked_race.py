@@ -1,4 +1,4 @@
-"""Contestants of a race forked with everything imported: what `benchmarks.child` does, without its start."""
+"""Contestants of a race that are forked: what `benchmarks.child` does, without its start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from benchmarks import child
-from trimtab.verify.run import forkserver, preload
-
-preload(
-    "benchmarks.layer_builds", "benchmarks.exchange", "trimtab.integrations.transformers.expert_parallel",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe", "peft",
-)  # fmt: skip
+from helpers.forks import start
 
 
 class Forked:
@@ -33,8 +28,7 @@ class Forked:
         **_: object,
     ) -> None:
         pipe = Connection(os.dup(pass_fds[0]))
-        self._process = forkserver().Process(target=_run, args=(pipe, env, stdout.name), daemon=True)
-        self._process.start()
+        self._process = start(_run, env, stdout.name, pipes=[pipe])
         pipe.close()
 
     @property
@@ -42,7 +36,7 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
+        self._process.join(timeout or 60.0)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("benchmarks.child", timeout or 0.0)
         return self._process.exitcode
@@ -51,7 +45,7 @@ class Forked:
         self._process.kill()
 
 
-def _run(pipe: Connection, env: dict[str, str], log: str) -> None:
+def _run(env: dict[str, str], log: str, pipe: Connection) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(handle, stream)
@@ -62,11 +56,11 @@ def _run(pipe: Connection, env: dict[str, str], log: str) -> None:
     child.main()
 
 
-def start(command: Sequence[str], env: dict[str, str], **more: Any) -> Any:
+def contestant(command: Sequence[str], env: dict[str, str], **more: Any) -> Any:
     """A fork; a process of its own for a contestant that finds other modules than this process does."""
     here = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return (Forked if env["PYTHONPATH"] == here else subprocess.Popen)(command, env=env, **more)
 
 
-PROCESSES = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+PROCESSES = SimpleNamespace(Popen=contestant, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
 """For `benchmarks.contestant.subprocess`. Settings of malloc come too late for a fork."""

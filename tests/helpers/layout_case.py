@@ -60,7 +60,7 @@ class Layout:
     dtype: str = "float32"
     compute: str = ""
     reduce: str = ""
-    balance: Any = "off"
+    replicate_experts: Any = "off"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Ranks:
         style = ExpertParallel(
             transport=o.transport, tokens=o.tokens, combine=o.combine,  # type: ignore[arg-type]
             tp_mesh=self.dense["tp"] if o.tokens != "own" else None, cp_mesh=self.dense["cp"] if o.cp > 1 else None,
-            etp="etp" if o.etp > 1 else None, balance=o.balance, copy_cost=0,
+            etp="etp" if o.etp > 1 else None, replicate_experts=o.replicate_experts, copy_cost=0,
         )  # fmt: skip
         on = self.experts["etp", "ep"] if o.etp > 1 else self.experts["ep"]
         parallelize(model, on, {"layers.*.moe": style})
@@ -135,7 +135,7 @@ class Ranks:
             join_data_parallel(model, flat, self.experts["edp"])
         self.flat = flat
         experts = [layer["moe"].experts for layer in model.layers if o.main_grad != "off"]
-        self.copies = 0
+        self.replicas = 0
         self.fused = [param for module in experts for param in (module.gate_up, module.down)]
 
     def mine(self, length: int) -> list[int]:
@@ -166,8 +166,8 @@ class Ranks:
                 ours = b.x[:, held].to(self.dtype).requires_grad_()
                 y, losses = self.runner(ours, *_cut(b, held))
                 torch.autograd.backward([y, losses], [b.dy[:, held].to(y.dtype), torch.ones_like(losses)])
-            reports = [layer["moe"].dispatcher.balanced for layer in self.model.layers]
-            self.copies += sum(int(report.copies_P.sum()) for report in reports if report is not None)
+            reports = [layer["moe"].dispatcher.replicated for layer in self.model.layers]
+            self.replicas += sum(int(report.replicas_P.sum()) for report in reports if report is not None)
             own, balance = truth.dx[micro][self.d]
             errors[f"y{micro}"] = relative_error(y, truth.y[micro][self.d][:, held])
             assert ours.grad is not None
@@ -254,5 +254,5 @@ def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layou
             for name, error in ranks.step(case, truth).items():
                 errors.setdefault(layout, {})[f"{case} {name}"] = error
         check_replicated(ranks.runner)
-        assert (ranks.copies > 0) == (layout.balance != "off" and layout.ep > 1), layout
+        assert (ranks.replicas > 0) == (layout.replicate_experts != "off" and layout.ep > 1), layout
     return errors

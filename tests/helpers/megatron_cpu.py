@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict
 from trimtab.verify.patterns import pattern_named
@@ -53,7 +53,6 @@ with patch("torch.compile", _as_it_is), warnings.catch_warnings(action="ignore")
     from megatron.core.transformer import spec_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-preload("helpers.megatron_cpu", "trimtab.verify.adapters.megatron_impl")  # ranks start with all of it imported
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
 
 
@@ -116,7 +115,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         # buffers, router weights and gathered tensors are made on the current device
         (cuda, "current_device", lambda: "cpu"),
-        # the all-to-all dispatcher copies its splits to the host on a side stream; DDP and shared experts have others
+        # the all-to-all dispatcher replicas its splits to the host on a side stream; DDP and shared experts have others
         (cuda, "Stream", Stream),
         (cuda, "Event", Stream),
         (cuda, "current_stream", Stream),
@@ -173,14 +172,14 @@ def judged(
     *,
     deadline: float = 30.0,
 ) -> list[Verdict]:
-    """The ledger's verdicts on an implementation, on ranks where CUDA is stood in for. `deadline`: of each case."""
+    """Verdicts on a class of `peers.megatron_impl`, on ranks where CUDA is stood in for. `deadline`: of each case."""
     cases = [
         Case(topology=topology_named(topology), pattern=pattern_named(pattern), dtype=dtype, seed=0)
         for topology in topologies
         for dtype in dtypes
         for pattern in patterns
     ]
-    return list(run_local(cases, implementation, deadline=deadline, around=cuda_stood_in))
+    return list(run_local(cases, f"peers.megatron_impl:{implementation}", deadline=deadline, around=cuda_stood_in))
 
 
 def megatron_ranks(

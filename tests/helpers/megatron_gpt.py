@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.megatron_cpu import cuda_stood_in, megatron, model_parallel, parallel_state
-from helpers.ranks import preload, run_ranks
-
-preload("helpers.megatron_gpt")
+from helpers.ranks import run_ranks
 
 SEQUENCE, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import trimtab.integrations.transformers
 from trimtab.integrations.transformers.replicated_params import average_replicated
 
 from .ep_case import Case, freeze
-from .ep_ranks import BALANCED, full, load, quiet
+from .ep_ranks import REPLICATED, full, load, quiet
 from .families import forward, sample_batch
 from .peft_case import fill, lora
 
@@ -115,12 +115,12 @@ def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple
 
 
 def train_in_trainer(case: Case, folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """With and without `average_replicated`, and with balanced experts, whose loads are in the last file: two batches a
-    step and rank."""
+    """With and without `average_replicated`, and with replicated experts, whose loads are in the last file: two batches
+    a step and rank."""
     quiet()
     trimtab.integrations.transformers.register()
-    trimtab.integrations.transformers.register(BALANCED, balance=0.0, copy_cost=0)
+    trimtab.integrations.transformers.register(REPLICATED, replicate_experts=0.0, copy_cost=0)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
-    balanced = replace(case, experts=BALANCED, exchange=BALANCED)
-    ways = (case, False), (case, True), (balanced, True)
+    replicated = replace(case, experts=REPLICATED, exchange=REPLICATED)
+    ways = (case, False), (case, True), (replicated, True)
     return [run_trainer(load(case, folder), folder, 2, average) for case, average in ways]

@@ -9,14 +9,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trimtab.verify.run import forkserver as forkserver
-from trimtab.verify.run import preload as preload
+from helpers.forks import start
 
 LEAVES = 5.0
 """Seconds for a rank to end, once all have answered: with an exchange given up, its group may take longer."""
@@ -38,19 +38,16 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
 
     `fn` is a module-level function. Raises AssertionError with the tracebacks if a rank fails or time runs out.
     """
-    context = forkserver()
     pipes, processes = [], []
     answers: list[Any] = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args, theirs)
-            process = context.Process(target=_rank_main, args=work, daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            work = (fn, rank, ranks, os.path.join(folder, "store"), deadline, args)
+            processes.append(start(_rank_main, *work, pipes=[theirs]))
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
         end = time.monotonic() + deadline
         for rank, pipe in enumerate(pipes):
             try:
@@ -69,7 +66,6 @@ def run_ranks(fn: Callable[..., Any], ranks: int, *args: Any, deadline: float = 
         for process in processes:
             process.join(0.0 if problems else LEAVES)
             process.kill()
-            process.join()
     assert not problems, "\n".join(problems)
     return answers
 
@@ -98,14 +94,16 @@ def _rank_main(
     store: str,
     deadline: float,
     args: tuple[Any, ...],
-    pipe: Connection,
+    *pipes: Connection,
 ) -> None:
+    """The last pipe is for what `fn` returns; others are its first arguments."""
+    *own, pipe = pipes
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     where, timeout = f"file://{store}", timedelta(seconds=deadline)
     try:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=timeout)
-        pipe.send((True, packed(fn(*args))))
+        pipe.send((True, packed(fn(*own, *args))))
         pipe.poll(deadline)  # nobody leaves while a peer may still talk to it; a barrier may wait for one given up
         dist.destroy_process_group()
     except BaseException:

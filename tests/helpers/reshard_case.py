@@ -36,7 +36,7 @@ Whole = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """W ranks as experts [edp, etp, ep], and how the rest is replicated: ddp, fsdp or hsdp (2 copies)."""
+    """W ranks as experts [edp, etp, ep], and how the rest is replicated: ddp, fsdp or hsdp (2 replicas)."""
 
     data: str
     ep: int = 1

@@ -28,8 +28,8 @@ D, F, E, K = 16, 16, 8, 3
 
 
 def config(dispatcher: str, ep: int) -> Any:
-    """A layer's configuration; ours is set where a user sets it, and nothing else differs. "balanced": hot experts are
-    copied besides, until no rank computes more than the mean."""
+    """A layer's configuration; ours is set where a user sets it, and nothing else differs. "replicated": hot experts
+    are copied besides, until no rank computes more than the mean."""
     router = make_router_config(
         dim=D, num_experts=E, gate_param_init={"weight": nn.init.zeros_}, top_k=K, score_func="softmax"
     )
@@ -37,10 +37,10 @@ def config(dispatcher: str, ep: int) -> Any:
         dim=D, hidden_dim=F, num_experts=E, top_k=K, param_init={}, comm_backend="standard"
     )
     if dispatcher != "theirs":
-        combine = "sum" if dispatcher == "balanced" else dispatcher
+        combine = "sum" if dispatcher == "replicated" else dispatcher
         routed.token_dispatcher = TokenDispatcher.Config(num_experts=E, top_k=K, combine=combine)
-    if dispatcher == "balanced":
-        routed = derive(routed, RoutedExperts.Config, balance=0.0)
+    if dispatcher == "replicated":
+        routed = derive(routed, RoutedExperts.Config, replicate_experts=0.0)
     cfg = make_moe_config(num_experts=E, router=router, routed_experts=routed)
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
     set_moe_sharding_config(cfg, enable_ep=ep > 1, enable_sp=True, expert_param_layout=layout)
@@ -95,7 +95,7 @@ def step(
     assert x.grad is not None
     y_TD, dx_TD = plain(y.detach()).reshape(tokens, D), plain(x.grad).reshape(tokens, D)
     found = {"y": y_TD, "dx": dx_TD, "loads": plain(moe.tokens_per_expert_E)} | grads
-    if dispatcher == "balanced":
-        report = moe.routed_experts.token_dispatcher.exchange.dispatcher.balanced
-        found |= {"computed": report.loads_after_P, "copies": report.copies_P}
+    if dispatcher == "replicated":
+        report = moe.routed_experts.token_dispatcher.exchange.dispatcher.replicated
+        found |= {"computed": report.loads_after_P, "replicas": report.replicas_P}
     return found

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from helpers.threads import torch_threads
+from helpers.weights import expert_weights
 from trimtab.experts.linear import GroupedLinear
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.api import Block
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
@@ -149,7 +150,7 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     for rows in (7, 600, 3000):
         leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
         y = expert_mlp(
-            *leaves, plan_experts(ids[:rows], 4), ExpertWeights(up=up, down=down),
+            *leaves, plan_experts(ids[:rows], 4), *expert_weights(up=up, down=down),
             torch.tanh, compiled_kernels(),
         )  # fmt: skip
         y.backward(dy[:rows])

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from helpers.emulated import emulated
 from helpers.threads import torch_threads
+from helpers.weights import expert_weights
 from trimtab.errors import BackendError
 from trimtab.experts.activations import clamped
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
+from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.bf16 import PRODUCTS
 from trimtab.kernels.compiled import CompiledKernels
@@ -52,10 +53,10 @@ def bits(
     if not plain:
         given += [leaf(len(COUNTS), width, scale=1.0) for width in (2 * hidden, dim)]
     names = ("up", "down", "up_bias", "down_bias")
-    weights = ExpertWeights(**dict(zip(names, given, strict=False)), transposed=transposed)
+    weights = expert_weights(**dict(zip(names, given, strict=False)), transposed=transposed)
     activation = "swiglu" if plain else clamped(1.702, 7.0, 1.0, interleaved=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), weights, activation, kernels)
+        y = expert_mlp(x, w, plan_experts(ids, len(COUNTS)), *weights, activation, kernels)
     y.backward(torch.randn(y.shape, generator=g).to(dtype))
     grads = [t.grad for t in (x, w, *given)]
     return [y, *(grad for grad in grads if grad is not None)]

@@ -6,16 +6,18 @@ Each mutant is a real bug that users of MoE training met, injected into the code
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 
 from mutants import (
     adapter_bugs,
-    balance_bugs,
     compiled_bugs,
     dispatch_bugs,
     expert_bugs,
     gradient_bugs,
     input_bugs,
+    replication_bugs,
     routing_bugs,
     token_bugs,
 )
@@ -24,7 +26,7 @@ from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *balance_bugs.MUTANTS,
+    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *replication_bugs.MUTANTS,
 )  # fmt: skip
 
 
@@ -34,6 +36,19 @@ def mutant_named(name: str) -> Mutant:
         if mutant.name == name:
             return mutant
     raise ConfigError(f"no mutant {name!r}: choose one of {', '.join(m.name for m in MUTANTS)}")
+
+
+def mutants_named(*patterns: str) -> tuple[Mutant, ...]:
+    """Mutants by name, glob ("adapter_*") or file ("dispatch_bugs"); once each; all where no pattern is given.
+
+    Raises ConfigError where a pattern fits none.
+    """
+    found: list[Mutant] = []
+    for pattern in patterns:
+        files = sys.modules.get(f"{__name__}.{pattern}")
+        fits = files.MUTANTS if files else tuple(m for m in MUTANTS if fnmatchcase(m.name, pattern))
+        found += fits or (mutant_named(pattern),)
+    return tuple(dict.fromkeys(found)) if patterns else MUTANTS
 
 
 def mutated(name: str) -> AbstractContextManager[None]:

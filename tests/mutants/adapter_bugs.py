@@ -10,21 +10,19 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import adapter_module
-from trimtab.experts.adapters import Adapters
+from trimtab.experts import lora
 from trimtab.parallel import adapters, experts
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import local_part
-from trimtab.verify.adapters import trimtab_impl
+from trimtab.verify import trimtab_impl
 
 
 def _by_mesh(p: Patches) -> None:
-    @p.around(experts, "adapters_of")
-    def scaled(original: Any, owner: ParallelExperts, found: Any, parts: Any) -> Adapters:
+    @p.around(experts, "factors_of")
+    def scaled(original: Any, owner: ParallelExperts, found: Any, parts: Any) -> Any:
         for adapter in found:
             adapter.scale = 0.25 * owner.place.mesh.size()
-        made: Adapters = original(owner, found, parts)
-        return made
+        return original(owner, found, parts)
 
 
 def _wrong_group(p: Patches) -> None:
@@ -32,8 +30,8 @@ def _wrong_group(p: Patches) -> None:
 
 
 def _left_out(p: Patches) -> None:
-    for home in (adapter_module, experts):
-        p.put(home, "adapters_of", lambda *args: None)
+    for home in (lora, experts):
+        p.put(home, "factors_of", lambda *args: {})
 
 
 def _wrong_slice(p: Patches) -> None:

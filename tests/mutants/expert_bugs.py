@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import by_blocks, mlp, ops
+from trimtab.experts import mlp, passes
+from trimtab.experts import plan as plans
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.product import Product
 from trimtab.kernels.api import Block
 from trimtab.kernels.rows import Csr, combine_rows
 from trimtab.kernels.torch_mm import TorchBackend
@@ -46,8 +48,8 @@ def _tail(p: Patches) -> None:
         summed[:1] += tail.sum(0)
         return summed
 
-    p.put(ops, "plan_experts", static)
-    p.put(by_blocks, "combine_rows", combine)
+    p.put(plans, "plan_experts", static)
+    p.put(passes, "combine_rows", combine)
 
 
 def _tail_bag(p: Patches) -> None:
@@ -58,16 +60,16 @@ def _tail_bag(p: Patches) -> None:
     def static(*args: Any, **kwargs: Any) -> ExpertPlan:
         return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
 
-    p.put(ops, "plan_experts", static)
-    p.put(by_blocks, "combine_rows", combine)
+    p.put(plans, "plan_experts", static)
+    p.put(passes, "combine_rows", combine)
 
 
 def _none_for_empty(p: Patches) -> None:
     @p.around(mlp._Experts, "backward")
     def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
-        call, d_x, d_w, up, down, *rest = original(ctx, dy)
+        call, d_x, d_w, *weights = original(ctx, dy)
         empty = ctx.call.plan.row_R.shape[0] == 0
-        return call, d_x, d_w, None if empty else up, None if empty else down, *rest
+        return call, d_x, d_w, *([None] * len(weights) if empty else weights)
 
 
 def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], None]) -> None:
@@ -76,19 +78,19 @@ def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], No
     Behind the kernels, whose self-test sees nothing.
     """
 
-    @p.around(by_blocks, "_weight")
-    def weight(original: Any, of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
-        last = of.plan.counts_e.shape[0] - 1
+    @p.around(Product, "_write_values")
+    def weight(original: Any, of: Product, a: Tensor, b: Tensor, block: Block) -> None:
+        last = of.offsets_e.shape[0] - 2
         before = last - torch.arange(block.experts.start, block.experts.stop)
         before_R1 = before.repeat_interleave(torch.tensor(block.sizes))[:, None]
-        change(lambda a, b: original(of, out, a, b, block, add), a, b, before_R1)
+        change(lambda a, b: original(of, a, b, block), a, b, before_R1)
 
 
 def _empty_unwritten(p: Patches) -> None:
-    @p.around(by_blocks, "_weight")
-    def weight(original: Any, of: Any, out: Tensor, a: Tensor, b: Tensor, block: Block, add: bool) -> None:
-        original(of, out, a, b, block, add)
-        out[block.experts][torch.tensor(block.sizes) == 0] = NAN
+    @p.around(Product, "_write_values")
+    def weight(original: Any, of: Product, a: Tensor, b: Tensor, block: Block) -> None:
+        original(of, a, b, block)
+        of.sink.into[0][block.experts][torch.tensor(block.sizes) == 0] = NAN  # type: ignore[union-attr, index]
 
 
 def _last_group(p: Patches) -> None:
@@ -105,10 +107,10 @@ def _overwritten(p: Patches) -> None:
 
 
 def _backward_weight(p: Patches) -> None:
-    @p.around(by_blocks, "backward")
+    @p.around(passes, "backward")
     def backward(original: Any, *given: Any) -> Any:
         inner = Patches()
-        inner.wrap(by_blocks, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
+        inner.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
         try:
             return original(*given)
         finally:
@@ -132,7 +134,7 @@ def _once_per_expert(p: Patches) -> None:
         same = (ids_MK[:, :, None] == ids_MK[:, None, :]).tril(-1).any(-1)
         return plan_experts(ids_MK.masked_fill(same, -1), num_experts, **kwargs)
 
-    p.put(ops, "plan_experts", deduped)
+    p.put(plans, "plan_experts", deduped)
 
 
 MUTANTS = (

@@ -16,7 +16,7 @@ from trimtab.parallel import adapters, ddp, fsdp
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import TokenMeshes, groups_of
 from trimtab.routing.losses import LossGroups
-from trimtab.verify.adapters import trimtab_impl
+from trimtab.verify import trimtab_impl
 
 
 def _default_divisor(p: Patches) -> None:

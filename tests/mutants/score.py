@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from helpers.ranks import run_ranks
-from mutants import MUTANTS, Mutant, mutant_named, mutated
+from mutants import MUTANTS, Mutant, mutated
 from mutants.patching import RanksTest
 from trimtab.verify.cases import Case, plan_cases
 from trimtab.verify.collect import Verdict
@@ -51,9 +51,10 @@ def cases_for(mutant: Mutant, seed: int = 0) -> list[Case]:
 
 def score_mutants(
     report: Callable[[MutantScore], None] | None = None,
-    names: Sequence[str] | None = None,
+    chosen: Sequence[Mutant] = MUTANTS,
     seed: int = 0,
     deadline: float = DEADLINE,
+    most: int | None = None,
 ) -> list[MutantScore]:
     """Run the cases of the default level on each mutant, until one fails.
 
@@ -61,17 +62,14 @@ def score_mutants(
 
     Args:
         report: called with each score as it is known, and again with one that this took back.
-        names: of the mutants; all if not given.
+        chosen: the mutants.
         seed: of the cases.
         deadline: seconds for one case of a mutant that hangs; others have `SLACK` times as long.
-
-    Raises:
-        ConfigError: no mutant of one of the names.
+        most: cases that a mutant may survive, the likely ones first, before it counts as alive; all if None.
     """
-    chosen = MUTANTS if names is None else tuple(mutant_named(name) for name in names)
     scores = []
     for mutant in chosen:
-        score = _score(mutant, seed, deadline)
+        score = _score(mutant, seed, deadline, most)
         scores.append(score)
         if report is not None:
             report(score)
@@ -92,7 +90,7 @@ def _controls(scores: Sequence[MutantScore], seed: int, deadline: float) -> Iter
     yield from run_local(sorted(cases, key=lambda case: case.topology.ranks), "trimtab", deadline=deadline)
 
 
-def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
+def _score(mutant: Mutant, seed: int, deadline: float, most: int | None = None) -> MutantScore:
     start = time.perf_counter()
     if mutant.test is not None:
         found, control = (_what_fails(mutant.test, bug) for bug in (mutant.name, None))
@@ -100,7 +98,8 @@ def _score(mutant: Mutant, seed: int, deadline: float) -> MutantScore:
         killed = bool(found) and not control and BROKEN.search(found) is None
         return MutantScore(name=mutant.name, killed=killed, by=mutant.test.name, how=how, seconds=seconds)
     deadline = deadline if mutant.hangs else SLACK * deadline
-    verdicts = run_local(cases_for(mutant, seed), "trimtab", deadline=deadline, around=partial(mutated, mutant.name))
+    cases, bug = cases_for(mutant, seed)[:most], partial(mutated, mutant.name)
+    verdicts = run_local(cases, "trimtab", deadline=deadline, around=bug)
     with contextlib.closing(verdicts):  # type: ignore[type-var]
         failed = next((verdict for verdict in verdicts if verdict.failed), None)
     seconds = time.perf_counter() - start

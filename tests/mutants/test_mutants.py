@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mutants import MUTANTS, mutant_named, mutated, score
+from mutants import MUTANTS, dispatch_bugs, mutant_named, mutants_named, mutated, score
 from mutants.score import cases_for, score_mutants
 from trimtab.errors import ConfigError
 from trimtab.verify.cases import Case, plan_cases
@@ -40,7 +40,7 @@ def test_a_mutant_changes_the_code_and_undoes_itself(name: str) -> None:
         changed = _changed(before, _code())
     assert changed
     assert not {where for where, _ in changed if where.startswith("trimtab.verify")} - {
-        "trimtab.verify.adapters.trimtab_impl",  # what they imported by name: code under test
+        "trimtab.verify.trimtab_impl",  # what they imported by name: code under test
         "fuzz.layer",
     }
     assert not _changed(before, _code())
@@ -52,6 +52,16 @@ def test_a_mutant_changes_the_code_and_undoes_itself(name: str) -> None:
 def test_a_wrong_name_raises() -> None:
     with pytest.raises(ConfigError, match="fsdp_experts_x_ep"), mutated("no_such_bug"):
         pass
+    with pytest.raises(ConfigError, match=r"no mutant 'no_such_\*'"):
+        mutants_named("stale_rows", "no_such_*")
+
+
+def test_mutants_are_chosen_by_name_glob_and_file() -> None:
+    assert mutants_named() == MUTANTS
+    assert mutants_named("dispatch_bugs") == dispatch_bugs.MUTANTS
+    assert [m.name for m in mutants_named("stale_rows", "ties_*", "ties_to_higher_id")] == [
+        "stale_rows", "ties_to_higher_id"
+    ]  # fmt: skip
 
 
 def test_names_are_unique_and_there_are_enough() -> None:
@@ -75,7 +85,7 @@ def test_the_ledger_kills() -> None:
     seen: list[score.MutantScore] = []
     names = ["weights_applied_twice", "nan_weights_pass", "ddp_experts_x_ep", "empty_rank_leaves"]
     names += ["home_gradient_last", "quota_one_slot_short"]
-    scores = score_mutants(seen.append, names, deadline=5.0)
+    scores = score_mutants(seen.append, mutants_named(*names), deadline=5.0)
     assert not multiprocessing.active_children()
     assert scores == seen
     assert [s.name for s in scores if s.killed] == names
@@ -85,15 +95,15 @@ def test_the_ledger_kills() -> None:
     assert scores[2].by.startswith("2r-ep2-ddp/")
     assert " d 0." in scores[2].how
     assert (scores[4].by, scores[4].how) == (
-        "dispatch.test_balanced_exchange.weights_on_rank", "test: AssertionError"
+        "dispatch.test_replicated_exchange.weights_on_rank", "test: AssertionError"
     )  # fmt: skip
-    assert scores[5].by.startswith("2r-ep2-balanced/")
+    assert scores[5].by.startswith("2r-ep2-replicas/")
 
 
 def test_a_survivor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan_cases("default", 1, only=["1r-local/top1/float32", "1r-local/random/float32"])
     monkeypatch.setattr(score, "cases_for", lambda mutant, seed: alone)
-    (lives,) = score_mutants(names=["ties_to_higher_id"])
+    (lives,) = score_mutants(chosen=mutants_named("ties_to_higher_id"))
     assert not lives.killed
     assert not lives.by
     assert mutant_named(lives.name).name == "ties_to_higher_id"
@@ -109,7 +119,7 @@ def test_a_case_that_fails_anyway_kills_nothing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(score, "cases_for", lambda mutant, seed: cases)
     monkeypatch.setattr(score, "run_local", run)
-    (taken_back,) = score_mutants(seen.append, ["ties_to_higher_id"])
+    (taken_back,) = score_mutants(seen.append, mutants_named("ties_to_higher_id"))
     assert [s.killed for s in seen] == [True, False]
     assert taken_back == seen[1]
     assert taken_back.how == "fails without the mutant, too: rank 0: wrong with None"
@@ -132,6 +142,6 @@ def test_a_mutant_that_no_longer_fits_has_caught_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(score, "cases_for", lambda mutant, seed: cases)
     failed = Verdict(case=case, status="error", details=[said])
     monkeypatch.setattr(score, "run_local", lambda *_, **__: (verdict for verdict in [failed]))
-    (found,) = score_mutants(names=["ties_to_higher_id"])
+    (found,) = score_mutants(chosen=mutants_named("ties_to_higher_id"))
     assert not found.killed
     assert found.how.startswith("does not fit the code that it changes: error: rank 0: TypeError")

@@ -1,4 +1,4 @@
-"""DDP beside what its users do: copies for averages of weights, experts that thaw, and what it takes no part in."""
+"""DDP beside what its users do: replicas for averages of weights, experts that thaw, and what it takes no part in."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ import pytest
 
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 
-preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "trimtab.parallel.ddp", "trimtab.parallel.fsdp")
 GRID = [Case(batch=batch, length=length) for batch in (1, 3) for length in (1, 3, 8, 17)]
 SOME = Case(batch=3, length=3)
 COLD = Case(kind="cold", micros=2, batch=2, length=3)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from helpers.comparing import relative_error
 from helpers.layout_truth import D, Model, build
 from helpers.ranks import run_ranks
-from trimtab.dispatch.dispatcher import COMBINE_MODES
+from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -53,13 +53,19 @@ def gradients(model: Model, kept: Sequence[str] | None) -> list[Tensor]:
     return [x.grad.clone(), *(getattr(g, "_local_tensor", g).clone() for g in found)]  # type: ignore[union-attr]
 
 
-def selective_on_rank(balance: Any) -> dict[str, float]:
+def selective_on_rank(replicate_experts: Any) -> dict[str, float]:
     gaps = {}
     for etp in (False, True):
         model = build(torch.float32)
         mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
         parallelize(
-            model, mesh, {"layers.*.moe": ExpertParallel(etp="etp" if etp else None, balance=balance, copy_cost=0)}
+            model,
+            mesh,
+            {
+                "layers.*.moe": ExpertParallel(
+                    etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0
+                )
+            },
         )
         for layer in model.layers:
             layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
@@ -72,9 +78,9 @@ def selective_on_rank(balance: Any) -> dict[str, float]:
     return gaps
 
 
-@pytest.mark.parametrize("balance", ["off", 0.0])
-def test_what_a_policy_keeps_is_what_was_brought(balance: Any) -> None:
-    for gaps in run_ranks(selective_on_rank, 2, balance):
+@pytest.mark.parametrize("replicate_experts", ["off", 0.0])
+def test_what_a_policy_keeps_is_what_was_brought(replicate_experts: Any) -> None:
+    for gaps in run_ranks(selective_on_rank, 2, replicate_experts):
         assert len(gaps) == 2 * len(KEPT)
         assert max(gaps.values()) < 1e-6, gaps
 
@@ -124,10 +130,10 @@ class InBlocks(nn.Module):
 def sharded_on_rank() -> dict[str, float]:
     """In units of FSDP2, with the experts on one rank each or on two."""
     gaps = {}
-    for copies, masked in itertools.product((1, 2), (False, True)):
+    for replicas, masked in itertools.product((1, 2), (False, True)):
         torch.manual_seed(5)
         model = InBlocks()
-        mesh = init_device_mesh("cpu", (copies, 2 // copies), mesh_dim_names=("edp", "ep"))
+        mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("edp", "ep"))
         parallelize(model, mesh["ep"], {"block.1": ExpertParallel()})
         fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"])
         torch.manual_seed(7 + dist.get_rank())
@@ -138,7 +144,7 @@ def sharded_on_rank() -> dict[str, float]:
             model(x, mask, kept).square().sum().backward()
             found.append([p.grad.to_local().clone() for p in model.parameters()])  # type: ignore[union-attr]
         errors = [relative_error(a, b) for a, b in zip(*found, strict=True) if b.numel()]
-        gaps[f"{copies} {masked}"] = max(errors)
+        gaps[f"{replicas} {masked}"] = max(errors)
     return gaps
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import D
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from parallel.test_selective import selecting
 from trimtab.errors import ConfigError
 from trimtab.moe import MoEConfig
@@ -25,8 +25,6 @@ from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
-
-preload("torch._dynamo", "torch.distributed.fsdp", "trimtab.parallel.fsdp")
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from peers.registry import Peer, peer_named, peers
 from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.verify.adapters import get_implementation
+from trimtab.verify.implementation import get_implementation
 
 LIMIT = 900
 """Seconds for a peer, after which it is given up."""

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, reason, residual
+from peers.asked import reason, residual
+from trimtab.verify.implementation import Outcome, Place, Share, Subject
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

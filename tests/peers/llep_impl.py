@@ -17,7 +17,8 @@ from llep.gpt_oss_llep import gptoss_llep_forward
 from torch import Tensor
 
 from peers import over_experts
-from trimtab.verify.adapters import Place, Subject, reason
+from peers.asked import reason
+from trimtab.verify.implementation import Place, Subject
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from peers.asked import residual
 from trimtab.layout import shard_cuts
-from trimtab.verify.adapters import Outcome, Place, Share, averaged, residual
+from trimtab.verify.implementation import Outcome, Place, Share, averaged
 from trimtab.verify.truth import LayerWeights, Sizes
 
 

@@ -17,7 +17,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trimtab.verify.adapters import Place, Subject, averaged, transformers_impl
+from peers import transformers_impl
+from trimtab.verify.implementation import Place, Subject, averaged
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

@@ -92,11 +92,11 @@ def _transformers() -> Iterator[Peer]:
     topologies = ("1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-fsdp", "2r-ep2-tp2-replicated",
                   "4r-ep4", "4r-ep2", "4r-ep2-fsdp")  # fmt: skip
     block = "Qwen3MoeSparseMoeBlock, laid out by the functions that `from_pretrained` calls"
-    for experts, impl in (("grouped_mm", "transformers"), ("eager", "transformers-eager")):
+    for name, experts, part in (("transformers", "grouped_mm", "Impl"), ("transformers-eager", "eager", "Eager")):
         yield Peer(
-            name=impl, title=f"transformers, all_to_all, experts {experts}", impl=impl, distribution="transformers",
-            topologies=topologies, says=f'{block}; `ep_implementation="all_to_all"`, '
-            f'`experts_implementation="{experts}"`',
+            name=name, title=f"transformers, all_to_all, experts {experts}", impl=f"peers.transformers_impl:{part}",
+            distribution="transformers", topologies=topologies,
+            says=f'{block}; `ep_implementation="all_to_all"`, `experts_implementation="{experts}"`',
         )  # fmt: skip
 
 
@@ -106,12 +106,13 @@ def _torchtitan() -> Iterator[Peer]:
     )
     common = {"distribution": "torchtitan", "folders": ("torchtitan",), "dtype": "bfloat16"}
     yield Peer(
-        name="torchtitan-local", title="torchtitan, LocalTokenDispatcher", impl="torchtitan-local",
+        name="torchtitan-local", title="torchtitan, LocalTokenDispatcher", impl="peers.torchtitan_impl:Local",
         topologies=("1r-local", "2r-local"), says=says, **common,
     )  # fmt: skip
     yield Peer(
-        name="torchtitan", title="torchtitan, AllToAllTokenDispatcher", impl="torchtitan", says=says + "; of its two "
-        "exchanges the one without `spmd_types`, which asks Gloo for what it can't do", **common,
+        name="torchtitan", title="torchtitan, AllToAllTokenDispatcher", impl="peers.torchtitan_impl:Impl",
+        says=says + "; of its two exchanges the one without `spmd_types`, which asks Gloo for what it can't do",
+        **common,
     )  # fmt: skip
 
 
@@ -156,19 +157,21 @@ def _megatron() -> Iterator[Peer]:
     topologies = ("1r-local", "2r-ep2", "2r-etp2-local", "4r-ep4", "4r-ep2-etp2", "4r-ep4-tp2-sharded")
     cpu = "; what stands in for CUDA is in tests/helpers/megatron_cpu.py, each with its reason"
     kinds = (
-        ("megatron", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP" + cpu),
-        ("megatron-allgather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP" + cpu),
+        ("megatron", "Impl", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP" + cpu),
+        ("megatron-allgather", "AllGather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP" + cpu),
         (
             "megatron-trimtab",
+            "Trimtab",
             "with trimtab",
             "`trimtab.megatron.use(spec)`: its router, our dispatch, experts" + cpu,
         ),
     )
     for version, folders in (("0.16", ()), ("0.19", ("megatron-0.19",))):
-        for impl, title, says in kinds:
+        for name, part, title, says in kinds:
             yield Peer(
-                name=f"{impl}-{version}", title=f"Megatron-Core {version}, {title}", impl=impl, says=says,
-                distribution="megatron-core", folders=folders, topologies=topologies, ours="trimtab" in impl,
+                name=f"{name}-{version}", title=f"Megatron-Core {version}, {title}", says=says,
+                impl=f"peers.megatron_impl:{part}",
+                distribution="megatron-core", folders=folders, topologies=topologies, ours="trimtab" in name,
                 around="helpers.megatron_cpu:cuda_stood_in",
             )  # fmt: skip
 

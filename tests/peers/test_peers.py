@@ -13,9 +13,9 @@ from peers.fetch import ROOT
 from peers.judge import Judged, Result, cases_of, judge, judged
 from peers.registry import OURS_ALONE, SOURCES, peer_named, peers
 from peers.reproduce import run_all, run_here
-from trimtab.verify.adapters import home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict
+from trimtab.verify.implementation import home_of
 from trimtab.verify.patterns import pattern_named
 from trimtab.verify.topologies import topology_named
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peers import over_experts
-from trimtab.verify.adapters import Outcome, Place, Share, Subject, reason
+from peers.asked import reason
+from trimtab.verify.implementation import Outcome, Place, Share, Subject
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Sizes

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    from trimtab.train.tokens import byte_tokenizer
+    from trimtab.train.presets import byte_tokenizer
 
     config = Qwen3MoeConfig(
         vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,

@@ -1,4 +1,4 @@
-"""`trimtab train --lora`: adapters alone are learnt, saved and gone on with, on one rank and on two."""
+"""`trimtab train --lora`: adapters alone are learned, saved and gone on with, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -19,27 +19,19 @@ from transformers import AutoModelForCausalLM
 
 from helpers.coded_checkpoints import save_official
 from helpers.forked import run_forked
+from helpers.train_runs import assert_same_bits, assert_same_run, log
 from trimtab.checkpoint import read_tensors
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
-from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.prepare import described, plan_run
+from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
+from trimtab.train.sources import find_groups
 
 peft = pytest.importorskip("peft")
+ADAPTER = "adapter_model.safetensors"
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.xdist_group("train_adapters")
-
-
-def numbers(out: Path) -> list[dict[str, Any]]:
-    """The metrics without the times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
-def log(out: Path) -> str:
-    return out.with_name(f"{out.name}-log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +60,12 @@ def pair(config: TrainConfig, alone: Path) -> Path:
     return out
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    assert numbers(one) == numbers(other)
-    ours, theirs = (read_tensors(out / "checkpoints" / "step-00000004") for out in (one, other))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    weights = [(out / "final" / "adapter_model.safetensors").read_bytes() for out in (one, other)]
-    assert weights[0] == weights[1]
-
-
 def test_two_and_two_steps_are_four(config: TrainConfig, alone: Path) -> None:
     out = alone.with_name("parts")
     run_forked(replace(config, out=str(out), stop_after=2), 1)
     assert not (out / "final").exists()
     run_forked(resumed({"resume": str(out)}), 1)
-    assert_same_bits(out, alone)
+    assert_same_bits(out, alone, 4, ADAPTER)
     keys = read_tensors(out / "checkpoints" / "step-00000004").keys()
     assert all(".lora_" in key for key in keys)  # and nothing of the base
 
@@ -90,22 +73,19 @@ def test_two_and_two_steps_are_four(config: TrainConfig, alone: Path) -> None:
 def test_two_and_two_steps_are_four_on_two_ranks(config: TrainConfig, pair: Path) -> None:
     out = pair.with_name("whole")
     run_forked(replace(config, out=str(out), batch_size=1, ep=2, merge=False), 2)
-    assert_same_bits(pair, out)
+    assert_same_bits(pair, out, 4, ADAPTER)
 
 
-def assert_same_run(two_ranks: Path, alone: Path) -> None:
-    for one, two in zip(numbers(alone), numbers(two_ranks), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        assert two["layers"] == one["layers"]
-    ours, theirs = (load_file(out / "final" / "adapter_model.safetensors") for out in (two_ranks, alone))
+def assert_same_adapters(two_ranks: Path, alone: Path) -> None:
+    assert_same_run(two_ranks, alone, norm=1e-4)
+    ours, theirs = (load_file(out / "final" / ADAPTER) for out in (two_ranks, alone))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.nn.functional.cosine_similarity(ours[name].flatten(), value.flatten(), dim=0) > 0.9999, name
 
 
 def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
-    assert_same_run(pair, alone)
+    assert_same_adapters(pair, alone)
 
 
 def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_path: Path) -> None:
@@ -117,7 +97,7 @@ def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_p
     for way in ({"ep": 2, "batch_size": 1}, {"ep": 2, "tp": 2}):
         given = replace(config, out=str(tmp_path / "-".join(way)), **way)
         run_forked(given, 2)
-        assert_same_run(Path(given.out), Path(config.out))
+        assert_same_adapters(Path(given.out), Path(config.out))
         (row,) = (line.split() for line in log(Path(given.out)).splitlines() if line.startswith("routed experts"))
         assert row[-3] == f"{3 * 3 * 8 * 128 * 192:,}", "codes, on all ranks"
 
@@ -172,13 +152,8 @@ def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None
 def test_what_cannot_be_is_refused_before_a_rank_starts(
     config: TrainConfig, given: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
-    def start() -> None:
-        new = replace(config, out=str(tmp_path / "run"), **given)
-        check_options(new, 2)
-        plan_run(new, 2)
-
     with pytest.raises(ConfigError) as error:
-        start()
+        plan_run(replace(config, out=str(tmp_path / "run"), **given), 2)
     for part in parts:
         assert part in str(error.value)
 
@@ -189,16 +164,16 @@ def test_other_weights_below_are_refused(config: TrainConfig, checkpoint: Path, 
     run_forked(replace(given, out=str(tmp_path / "run"), save_every=1), 1)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     more = resumed({"resume": str(tmp_path / "run")})
-    check_resume(more, 1)
+    check_resume(more, 1, find_groups(more.data))
     with (model / "model.safetensors").open("ab") as file:
         file.write(b" ")
     with pytest.raises(ConfigError, match=r"weights are not those that .* holds adapters of"):
-        check_resume(more, 1)
+        check_resume(more, 1, find_groups(more.data))
 
 
 def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) -> None:
     plan = plan_run(replace(config, lora_targets="experts", out=str(tmp_path)), 1)
-    said = "\n".join(described(plan))
+    said = "\n".join(plan.described())
     assert "routed experts" in said
     kinds = {line[:14]: line[14:].split() for line in said.splitlines()}
     assert kinds["routed experts"][0] == f"{2 * 16 * 2 * (128 + 192 + 128 + 96):,}"
@@ -208,7 +183,7 @@ def test_a_dry_run_says_what_would_train(config: TrainConfig, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_codes_of_a_checkpoint_are_kept_and_merged_into_weights(kind: str, text: Path, tmp_path: Path) -> None:
-    from trimtab.train.tokens import byte_tokenizer
+    from trimtab.train.presets import byte_tokenizer
 
     base = save_official(tmp_path / "base", kind, vocab_size=264)
     byte_tokenizer().save_pretrained(base)

@@ -13,7 +13,7 @@ import zstandard
 from pyarrow import parquet
 
 from trimtab.errors import InputError
-from trimtab.train.records import SNIFF_BYTES, Record, records
+from trimtab.train.readers import SNIFF_BYTES, Record, read_records
 from trimtab.train.sources import find_groups
 
 CALLS = [
@@ -28,9 +28,8 @@ READ = [
 
 def read(*names: object) -> list[Record]:
     """All records of the data, in the order of their files and places."""
-    nothing: Any = lambda *_: None  # noqa: E731
     files = [path for group in find_groups([str(name) for name in names]) for path in group.files]
-    found = [record for path in files for record in records([path], 0, nothing, nothing, lambda: False)]
+    found = [record for path in files for record in read_records([path], 0, lambda: False)]
     return [Record(r.path, r.place, list(r.text), r.prompt, r.messages, r.tools) for r in found]
 
 
@@ -87,11 +86,7 @@ QUOTED = '{"a": "\\"1\\""}'
 
 def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
     turn = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}, {"from": "observation", "value": "3"}]
-    call = {
-        "role": "model",
-        "content": None,
-        "tool_calls": json.dumps([{"name": "f", "arguments": '{"a": "\\"1\\""}'}]),
-    }
+    call = {"role": "model", "content": None, "tool_calls": json.dumps([{"name": "f", "arguments": QUOTED}])}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     rows: list[dict[str, Any]] = [
         {"text": "plain \ud800", "messages": None},

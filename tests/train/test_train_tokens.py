@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.train.tokens import SPECIALS, byte_tokenizer
+from trimtab.train.presets import SPECIALS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

@@ -16,24 +16,18 @@ from helpers.forked import run_forked
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import TrainConfig
 from trimtab.train.models import check_finite, inspect
-from trimtab.train.prepare import make_room, plan_run
-from trimtab.train.weights import from_mxfp4, open_source, write_model, write_plain
+from trimtab.train.out_folder import make_room
+from trimtab.train.plan import plan_run
+from trimtab.train.weights import open_source, write_model, write_plain
 
 SMALL = {
     "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "eos_token_id": 256, "max_position_embeddings": 64,
 }  # fmt: skip
-LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {
-    f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
-}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3_moe", SMALL | {"head_dim": 16, "num_experts": 4, "tie_word_embeddings": True}),
     "mtp": (
@@ -78,12 +72,12 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_what_is_not_trained_comes_back_bit_for_bit(source: Path, tmp_path: Path) -> None:
     """Names, dtypes, bits, configuration and files: of vision towers, MTP layers, value heads, repeated ties."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    skeleton = inspect(str(source)).skeleton
+    skeleton = inspect(str(source))
     (tmp_path / "final").mkdir()
     opened = open_source(source, skeleton)
     assert {"v_head.summary.weight", "model.layers.2.enorm.weight"} < set(opened.carried)
-    assert "kept as they are" in str(opened)
-    assert str(opened).endswith("; not kept: old.gguf, original")
+    assert "kept as they are" in opened.summary
+    assert opened.summary.endswith("; not kept: old.gguf, original")
     write_model(model, opened, tmp_path / "final", dtype=None, write=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "final"))
     assert before.keys() == after.keys()
@@ -100,8 +94,8 @@ def test_what_is_not_trained_comes_back_bit_for_bit(source: Path, tmp_path: Path
 
 def test_what_is_dropped_and_the_dtype_that_is_asked_for(source: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    opened = open_source(source, inspect(str(source)).skeleton, ("mtp.*", "*.jinja"))
-    assert "3 tensors are dropped: mtp.layers" in str(opened)
+    opened = open_source(source, inspect(str(source)), ("mtp.*", "*.jinja"))
+    assert "3 tensors are dropped: mtp.layers" in opened.summary
     write_model(model, opened, tmp_path, dtype="float16", write=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path))
     assert {name for name in before if name not in after} == {name for name in before if name.startswith("mtp.")}
@@ -109,8 +103,8 @@ def test_what_is_dropped_and_the_dtype_that_is_asked_for(source: Path, tmp_path:
     assert after[next(name for name in after if name.endswith("embed_tokens.weight"))].dtype == torch.float16
     assert (tmp_path / "LICENSE").exists()
     assert not list(tmp_path.glob("*.jinja"))
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of \w+, among them model\.norm\.weight"):
-        open_source(source, inspect(str(source)).skeleton, ("*model.norm.weight", "*language_model.norm.weight"))
+    with pytest.raises(InputError, match=r"lacks 1 weights of \w+, among them model\.norm\.weight"):
+        open_source(source, inspect(str(source)), ("*model.norm.weight", "*language_model.norm.weight"))
 
 
 @pytest.fixture
@@ -125,16 +119,14 @@ def config_of(folder: Path, out: Path, **more: Any) -> TrainConfig:
 
 def test_files_that_are_not_whole_are_named_before_a_rank_starts(copy: Path, tmp_path: Path) -> None:
     file, config = copy / "model.safetensors", config_of(copy, tmp_path / "run")
-    whole = load_file(file)
-    name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({n: t for n, t in whole.items() if n != name}, file, metadata={"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2"
-    ):
-        plan_run(config, 2)
-    save_file({n: t for n, t in whole.items() if n != "model.norm.weight"}, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight"):
-        plan_run(config, 2)
+    whole, expert = load_file(file), "model.layers.1.mlp.experts.2.up_proj.weight"
+    for without, words in {
+        expert: r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2",
+        "model.norm.weight": r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight",
+    }.items():
+        save_file({n: t for n, t in whole.items() if n != without}, file, metadata={"format": "pt"})
+        with pytest.raises(InputError, match=words):
+            plan_run(config, 2)
     save_file(whole, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
@@ -192,13 +184,26 @@ def test_fp8_trains_on_two_ranks_and_says_what_it_becomes(
     AutoModelForCausalLM.from_pretrained(out / "final")
 
 
+def test_fp8_has_scales_of_blocks_of_experts_or_of_whole_tensors(tmp_path: Path) -> None:
+    codes = torch.randn(3, 20, 30).to(torch.float8_e4m3fn)
+    scales = {"blocks": torch.rand(3, 2, 3) + 0.5, "experts": torch.rand(3) + 0.5, "whole": torch.tensor(0.7)}
+    tensors = {name: codes.clone() for name in scales} | {f"{name}_scale_inv": scale for name, scale in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [12, 12]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_plain(tmp_path, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    of_blocks = scales["blocks"].repeat_interleave(12, 1).repeat_interleave(12, 2)[:, :20, :30]
+    for name, scale in {**scales, "blocks": of_blocks, "experts": scales["experts"][:, None, None]}.items():
+        assert torch.equal(found[name], (codes.float() * scale).bfloat16()), name
+
+
 def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
     scales = torch.randint(110, 130, (3, 8, 2), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks.clone(), scales.clone())
-    assert torch.equal(from_mxfp4(blocks, scales), expected)
     tensors = {"a.down_proj_blocks": blocks, "a.down_proj_scales": scales, "a.down_proj_bias": torch.ones(3)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
@@ -210,6 +215,9 @@ def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None
     save_file(tensors | {"b.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"codes without scales in a\.down_proj_blocks, b\.weight"):
         write_plain(tmp_path, tmp_path / "bare")
+    save_file({"a.w": torch.ones(2, 2), "a.w_scale_inv": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.w has scales, but is float32 \[2, 2\] and not float8_e4m3fn"):
+        write_plain(tmp_path, tmp_path / "odd")
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match="quantized by gptq; train the plain weights"):
         write_plain(tmp_path, tmp_path / "other")

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.forks import start
 from helpers.ranks import run_ranks
 from trimtab.errors import BackendError
 from trimtab.kernels import compiled
@@ -63,3 +66,35 @@ def test_a_long_tmpdir(tmp_path: Path) -> None:
     done = subprocess.run(run, cwd=tmp_path, env={**os.environ, **more}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not any(long.iterdir())
+
+
+def leaves_traces() -> None:
+    import torch.distributed.pipelining  # nobody else does
+
+    os.environ["LEFT"] = "behind"
+    torch.set_default_dtype(torch.float64)
+
+
+def what_is_there() -> tuple[bool, str | None, torch.dtype]:
+    return "torch.distributed.pipelining" in sys.modules, os.environ.get("LEFT"), torch.get_default_dtype()
+
+
+def test_a_rank_begins_with_what_earlier_ones_imported_and_nothing_else_of_them() -> None:
+    run_ranks(leaves_traces, 1)
+    assert run_ranks(what_is_there, 2) == [(True, None, torch.float32)] * 2
+
+
+def test_how_a_fork_ended_is_known() -> None:
+    left, killed = start(os._exit, 7), start(time.sleep, 60.0)
+    left.join()
+    killed.kill()
+    assert (left.exitcode, killed.exitcode) == (7, -signal.SIGKILL)
+    with pytest.raises(AssertionError, match="no_such_module"):
+        start(Unknown())  # type: ignore[arg-type]
+
+
+class Unknown:
+    """Of a module that the server cannot find."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return importlib.import_module, ("no_such_module",)

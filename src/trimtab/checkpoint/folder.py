@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, and which of those in a folder are whole. Imports no torch.
+"""A checkpoint on disk: names, index, whole or unfinished. Imports no torch.
 
     ROOT/step-00000010/              whole: nothing gets this name before every rank has written and synced its files
         trimtab.json                 `Index`: format, versions, step, ranks, experts per layer, sizes of the other files
@@ -37,7 +37,7 @@ CARRIED = (
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json", "tekken.json", "*.tiktoken",
     "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-"""What goes with a model's weights wherever they go, beside config.json."""
+"""Files that go with a model's weights wherever they go, beside config.json."""
 _STEP = re.compile(r"step-(\d{8,})")
 _OWN = re.compile(r"trimtab\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank-\d{5,}\.pt")
 
@@ -76,7 +76,7 @@ def rank_file(rank: int) -> str:
 
 
 def may_lie_beside(name: str) -> bool:
-    """Whether a caller's file may have this name: one in the folder itself, and none of the checkpoint's own."""
+    """True if a caller's file may have this name: in the folder itself, and none of the checkpoint's own."""
     return name not in ("", "..") and Path(name).name == name and "\0" not in name and not _OWN.fullmatch(name)
 
 
@@ -86,7 +86,7 @@ def whole_checkpoints(root: Path | str) -> list[Path]:
 
 
 def unfinished_checkpoints(root: Path | str) -> list[Path]:
-    """What is named like a checkpoint below `root` and is not whole: a save that never ended, or half a copy."""
+    """Folders below `root` that are named like a checkpoint and are not whole: a save that never ended, half a copy."""
     return sorted(path for path in _steps(Path(root)) if not _is_whole(path))
 
 
@@ -158,7 +158,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """Those of `CARRIED` that are in a model's folder, by name."""
+    """The files of a model's folder that `CARRIED` names, sorted."""
     return sorted({path for pattern in CARRIED for path in folder.glob(pattern) if path.is_file()})
 
 
@@ -184,7 +184,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def finish(unfinished: Path) -> Path:
-    """Give a folder whose files are all written and synced its name. One rank calls, after all have written."""
+    """Rename a folder whose files are all written and synced. One rank calls, after all have written."""
     folder = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     unfinished.rename(folder)
     sync(folder.parent)
@@ -199,7 +199,7 @@ def remove(folder: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link to one; nothing where nothing is."""
+    """Remove a folder with all that is in it, or a link to one; do nothing if neither exists."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -207,7 +207,7 @@ def clear(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's names."""
+    """fsync a file, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -220,7 +220,7 @@ def _steps(root: Path) -> list[Path]:
 
 
 def is_step(path: Path) -> bool:
-    """Whether a folder is named as a checkpoint is, whole or not."""
+    """True if a folder is named as a checkpoint is, whole or not."""
     return _STEP.fullmatch(path.name.removesuffix(UNFINISHED)) is not None
 
 

@@ -1,5 +1,5 @@
-"""What is one rank's own: the states of its random number generators, loads that `update_bias` has yet to see, and
-the states of recipes, which have seen the tokens of this rank. And how ranks act as one: all go on, or all raise alike.
+"""State that belongs to one rank: random number generators, loads that `update_bias` has yet to see, and recipes,
+which have seen the tokens of this rank. And actions of all ranks together: all go on, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ State = dict[str, Any]
 
 
 def rank_state(model: nn.Module, extra: Any = None) -> State:
-    """Random numbers of Python, NumPy (where it is in use), torch, the accelerator and each router's own generator;
-    each router's loads; each recipe's state, and where among the ranks of its layer; and `extra`."""
+    """This rank's random states (Python, NumPy if it is imported, torch, the accelerator, each router's own generator),
+    each router's loads, each recipe's state with this rank's coordinates in its layer's mesh, and `extra`."""
     found = {plain_name(name): router for name, router in routers(unwrapped(model)).items()}
     return {
         "random": _get_random(),
@@ -39,7 +39,7 @@ def rank_state(model: nn.Module, extra: Any = None) -> State:
 
 
 def check_readable(extra: Any) -> None:
-    """Raises InputError where `load` could not read it again."""
+    """Raise InputError where `load` could not read it again."""
     file = io.BytesIO()
     try:
         torch.save(extra, file)
@@ -132,13 +132,13 @@ def _device_module() -> Any:
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `action` returns on the group's first rank; every rank must call, and raises what it raised there."""
+    """Run `action` on the group's first rank; every rank must call, and returns its result or raises its error."""
     first = not dist.is_initialized() or dist.get_rank(group) == 0
     return cast(T, on_every_rank(lambda: action() if first else None, group)[0])
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """What `action` returns on each rank, by rank; raises the first rank's error on all of them."""
+    """Run `action` on every rank; each returns the results by rank, or raises the first error of any of them."""
     if not dist.is_initialized():
         return [action()]
     answer: tuple[T | None, TrimtabError | None]

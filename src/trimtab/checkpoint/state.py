@@ -57,7 +57,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_transformers_experts(module: nn.Module) -> bool:
-    """Whether a module runs through transformers' experts registry: it has what is set on those, and on no others."""
+    """True for a module that runs through transformers' experts registry, by the attributes that it sets."""
     return all(hasattr(module, mark) for mark in _MARKS)
 
 
@@ -161,7 +161,7 @@ def optimizer_targets(
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, or that of torch which it derives from."""
+    """The name of its class, or of the class of torch.optim which it derives from."""
     own = type(optimizer)
     known = (kind for kind in own.__mro__ if kind.__module__.startswith("torch.optim."))
     found = next(known, torch.optim.Optimizer)

@@ -11,8 +11,7 @@ from trimtab.cli import Progress
 from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trimtab.convert.convert import Converted
-    from trimtab.convert.merge import Merged
+    from trimtab.convert.convert import Converted, Merged
 
 HELP = "convert a checkpoint to safetensors of transformers, or back"
 DESCRIPTION = """\
@@ -38,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", metavar="SRC", help="a checkpoint folder; of several in one folder the latest")
     add("dst", metavar="DST", help="a folder that is not there yet, or empty")
-    add("--to", required=True, metavar="safetensors|dcp", help="what is written")
+    add("--to", required=True, metavar="safetensors|dcp", help="the form that is written")
     add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
     add("--merge", metavar="ADAPTER", help="a LoRA adapter of peft, merged into the weights that are written")
     add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")
@@ -51,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.integrations.transformers import import_transformers
 
     transformers = import_transformers("trimtab convert")
-    from trimtab.convert.convert import convert
-    from trimtab.convert.merge import merge
+    from trimtab.convert.convert import convert, merge
 
     transformers.logging.set_verbosity_error()
     progress = Progress(0, unit="tensor")
@@ -78,16 +76,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(done: Converted) -> str:
-    """What was converted, left behind, written and proved, in lines."""
+    """The lines that report a conversion: converted, left behind, written, proved."""
     kinds = Counter(", ".join(f"{n} {shape}" for n, shape in shapes.items()) for shapes in done.experts.values())
-    lines = [f"{done.tensors} tensors, {_size(done.nbytes)}, converted; layout {done.layout}"]
+    lines = [f"{done.tensors} tensors, {_size(done.nbytes)}, converted; layout {done.record.layout}"]
     lines += [f"{count} layers of experts: {kind}" for kind, count in kinds.items()]
     if done.optimizer[0]:
         entries, nbytes = done.optimizer
         lines.append(f"left behind: optimizer state, {entries} tensors, {_size(nbytes)}")
     lines += [
-        f"source   {done.source_hash}" + (", as its record says" if done.recorded else ""),
-        f"written  {done.hash}",
+        f"source   {done.record.source_hash}" + (", as its record says" if done.recorded else ""),
+        f"written  {done.record.hash}",
         "read back through the inverse mapping: every tensor's hash is the source's",
         f"{done.folder}: {', '.join(name for name in done.files if not name.endswith('.distcp'))}",
     ]
@@ -95,12 +93,12 @@ def describe(done: Converted) -> str:
 
 
 def describe_merged(done: Merged) -> str:
-    """What was merged, expert by expert, in lines."""
+    """The lines that report a merge, with the number of experts that it changed."""
     kinds = Counter((name.rpartition(".")[2], *counts) for name, counts in done.experts.items())
-    lines = [f"{done.weights} weights of {done.tensors} tensors have the adapter merged"]
+    lines = [f"{done.weights} weights of {done.written.tensors} tensors have the adapter merged"]
     lines += [f"{n} layers of {name}: {some} of {all_} experts changed" for (name, some, all_), n in kinds.items()]
     lines += ["read back from disk: every tensor is the merged one, bit for bit"]
-    lines += [f"{done.folder}: {', '.join(done.files)}"]
+    lines += [f"{done.written.folder}: {', '.join(done.written.files)}"]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`trimtab train`: the options, and who is told when it ends early."""
+"""`trimtab train`: the options, and the words of a run that ends early."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trimtab.errors import ConfigError, first_line
 from trimtab.processes import Interrupted
 from trimtab.train.config import OPTIONS, TrainConfig, flag_of
 from trimtab.train.launch import launch
-from trimtab.train.report import FINAL, METRICS
-from trimtab.train.resume import CHECKPOINTS, advice, resumed
+from trimtab.train.report import CHECKPOINTS, FINAL, METRICS
+from trimtab.train.resume import advice, resumed
 
 HELP = "train or fine-tune a MoE model"
 DESCRIPTION = """\
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         own = options.arguments[options.arguments.index("train") + 1 :]
         options = options.parser.parse_args([*_from_file(Path(options.config)), *own])
     names = {field.name for field in OPTIONS} | {"debug"}
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(options).items() if k in names}
-    config = resumed(given) if "resume" in given else TrainConfig(**given)
+    given = {name: value for name, value in vars(options).items() if name in names}
+    config = resumed(given) if "resume" in given else TrainConfig.of(given)
     out = Path(config.out)
     before = _stamp(out / METRICS)
     try:
@@ -76,16 +76,16 @@ def _from_file(path: Path) -> list[str]:
         raise ConfigError(f"--config {path}: must hold options by name, as in `seq_len: 512`")
     arguments: list[str] = []
     for name, value in given.items():
-        if value is not None and value is not False:
-            values = value if isinstance(value, list) else [value]
-            arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)] if values else []
+        values = value if isinstance(value, list) else [value]
+        if values and value is not None and value is not False:
+            arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)]
     return arguments
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: Path) -> tuple[int, int] | None:
     """Tells a file from a later one of that name, and from itself with more in it; None where there is none."""
     found = path.stat() if path.exists() else None
-    return found and (found.st_ino, found.st_mtime_ns, found.st_size)
+    return found and (found.st_mtime_ns, found.st_size)
 
 
 def _how_far(out: Path, nproc: int | None, began: bool) -> str:

@@ -29,7 +29,7 @@ dense float64 truth, over arrangements of ranks and ways for tokens to fall. Not
   trimtab verify --quick                             under a minute on two cores
   trimtab verify                                     1 to 8 local ranks, fp32 and bf16
   torchrun --nproc-per-node 8 -m trimtab verify      on the ranks, devices and backend of a cluster
-  trimtab verify --impl transformers --quick         judge another implementation
+  trimtab verify --impl MODULE:CLASS --quick         judge another implementation
 
 Exit code: 0 nothing found, 1 something found, 2 the arguments cannot be used.
 """
@@ -40,13 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="seventeen arrangements of up to 4 ranks, float32")
-    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with balanced experts")
-    add(
-        "--impl",
-        default="trimtab",
-        metavar="NAME",
-        help="trimtab (default), a peer's name, or MODULE:CLASS of your own",
-    )
+    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with replicated experts")
+    add("--impl", default="trimtab", metavar="NAME", help="trimtab (default), or MODULE:CLASS of your own")
     add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")
     add("--only", nargs="+", default=[], metavar="CASE", help="names, words or globs of TOPOLOGY/PATTERN/DTYPE")
     add("--seed", type=int, default=0, metavar="N", help="of all data (default 0)")
@@ -57,16 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
-    if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
-        raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
-    from trimtab.verify.adapters import get_implementation
+    if options.repeat < 1 or not 0 < options.deadline < math.inf:
+        raise ConfigError("--repeat must be at least 1, --deadline more than 0, and a number")
     from trimtab.verify.cases import plan_cases
+    from trimtab.verify.implementation import get_implementation
     from trimtab.verify.ledger import MOST_LOCAL, Ledger
     from trimtab.verify.run import run_cluster, run_local
 
-    cluster = group_size()
-    if cluster and options.nproc is not None:
-        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
+    cluster = group_size(options.nproc)
     program = "torchrun … -m trimtab" if cluster else "trimtab"
     level = "quick" if options.quick else "full" if options.full else "default"
     if ":" in options.impl:

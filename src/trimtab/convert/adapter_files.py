@@ -1,4 +1,4 @@
-"""peft's adapter folders: which tensor is whose A and B, in which orientation.
+"""peft's adapter folders, and a model's state with one merged in.
 
 A stack of experts [E, ., .] has A [E * r, in] and B [out, r * E]. Of several parameters of one module the first lies
 innermost: its tensors have the most `.base_layer` in their names.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trimtab.convert.tensors import TensorInfo, TensorStore
 from trimtab.errors import ConfigError, InputError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,9 +36,9 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class WeightAdapter:
-    """What is added to the weight `name` of the model: scale B A, [E, ., .] of a stack or [out, in].
+    """One adapter, added to the weight `name` of the model: scale B A, [E, ., .] of a stack or [out, in].
 
-    second_is_input: of a stack, whether A reads its second dimension; its third if not.
+    second_is_input: A reads the second dimension of a stack; its third if not.
     """
 
     name: str
@@ -48,12 +49,40 @@ class WeightAdapter:
     second_is_input: bool
 
     def delta(self) -> Tensor:
-        """In the dtype of A and B, float32 at least; as peft sums it, bit for bit."""
+        """scale B A, bit for bit as peft sums it, in the dtype of A and B (float32 at least)."""
         if self.experts is None:
             return self.b @ self.a * self.scale
         a, b = self.a.view(self.experts, -1, self.a.shape[1]), self.b.view(self.b.shape[0], -1, self.experts)
         order = "e i o" if self.second_is_input else "e o i"
         return torch.einsum(f"o r e, e r i -> {order}", b, a) * self.scale
+
+
+@dataclass
+class WithAdapters:
+    """A model's state with the adapters added as it is read. changed: by weight, a flag for each expert."""
+
+    inner: TensorStore
+    adapters: dict[str, WeightAdapter]
+    changed: dict[str, list[bool]] = field(default_factory=dict)
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self.inner.infos
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._merged(name, tensor) for name, tensor in self.inner.read(names).items()}
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            return weight
+        delta = adapter.delta()  # peft rounds that of experts before it is added, and that of linear layers after
+        whole = (weight + (delta if adapter.experts is None else delta.to(weight.dtype))).to(weight.dtype)
+        if not whole.isfinite().all():
+            raise InputError(f"{name}: with its adapter it is not finite")
+        stacks, before = (t if adapter.experts is not None else t[None] for t in (whole, weight))
+        self.changed[name] = [not torch.equal(a, b) for a, b in zip(stacks, before, strict=True)]
+        return whole
 
 
 def read_adapter(folder: Path, model: nn.Module) -> dict[str, WeightAdapter]:
@@ -101,7 +130,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _targets(model: nn.Module, config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By module, the parameters that `target_parameters` names, in the order in which peft wraps them."""
+    """Parameters that `target_parameters` names, by module, in the order in which peft wraps them."""
     wanted = config.get("target_parameters") or []
     found: dict[str, list[str]] = {}
     for module, held in model.named_modules():
@@ -113,7 +142,7 @@ def _targets(model: nn.Module, config: Mapping[str, Any]) -> dict[str, list[str]
 
 
 def _weight(path: str, targets: Mapping[str, list[str]]) -> str | None:
-    """Of what weight the tensors at a path are."""
+    """The name of the weight that the tensors at a path belong to."""
     depth = path.count(_INSIDE)
     module = path.replace(_INSIDE, "")
     if module not in targets:
@@ -145,7 +174,7 @@ def _adapter(
 
 
 def _before_swap(folder: Path, config: Mapping[str, Any], name: str, shape: Iterable[int]) -> bool:
-    """Whether a peft before 0.19 wrote it, which takes the second dimension of every stack for the input."""
+    """True if a peft before 0.19 wrote it, which takes the second dimension of every stack for the input."""
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
     if version is None:
         raise InputError(
@@ -156,5 +185,5 @@ def _before_swap(folder: Path, config: Mapping[str, Any], name: str, shape: Iter
 
 
 def _pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
-    """By peft's rule: the first pattern that matches the name, or its end behind a dot."""
+    """The value of the first pattern that matches the name, or its end behind a dot: peft's rule."""
     return next((value for p, value in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)), default)

@@ -2,9 +2,9 @@
 
     safetensors --transformers' mapping--> the model's state --block layout--> DCP, and the same reversed
 
-Names, shapes and dtypes are proved to come back from headers, before anything is written. What was written is then
+Names, shapes and dtypes are proved to come back from headers, before anything is written. The written folder is then
 read back from disk through the inverse, and every tensor's hash must be the source's. Only then does the folder get
-its name.
+its name. `merge` adds an adapter of peft to the model's state on the way to safetensors.
 """
 
 from __future__ import annotations
@@ -12,53 +12,61 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.tensors import make_index
 from trimtab.convert import source as opened
-from trimtab.convert.dcp_files import DcpFolder, write_dcp
-from trimtab.convert.layouts import experts_modules
+from trimtab.convert.adapter_files import WithAdapters, read_adapter
+from trimtab.convert.dcp_files import DcpFolder, write_store
+from trimtab.convert.layouts import Blocks, experts_modules
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
 from trimtab.convert.source import FORMS, TRANSFORMERS, Record, Source, first_difference
 from trimtab.convert.steps import loading_steps, mapping_of, saved_mapping_of, saving_steps
 from trimtab.convert.tensors import Hashed, Mapped, TensorStore, content_hash
 from trimtab.errors import ConfigError, InputError
 
+OnTensor = Callable[[int, int], None]
+"""Called with (tensors done, of how many)."""
+Back = Callable[[TensorStore], TensorStore]
+"""Makes the source's tensors of the written ones."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What a conversion did.
+    """The result of a conversion.
 
-    folder: that was written, a checkpoint or a folder of transformers. files: in it.
-    layout: of the checkpoint's MoE blocks. experts: by experts module, the shapes of its parameters in the checkpoint.
-    tensors, nbytes: of the source, that were converted. source_hash, hash: of the source and of what was written.
+    folder: the written checkpoint or folder of transformers. files: names in it. record: layout and hashes, as written.
+    experts: by experts module, the shapes of its parameters in the checkpoint.
+    tensors, nbytes: of the source, that were converted.
     recorded: whether the source bore the record of a conversion, which its tensors were held against.
     optimizer: entries and bytes of optimizer state, which has no place in safetensors and is always left behind.
     """
 
     folder: Path
     files: list[str]
-    layout: str
+    record: Record
     experts: dict[str, dict[str, list[int]]]
     tensors: int
     nbytes: int
-    source_hash: str
-    hash: str
     recorded: bool
     optimizer: tuple[int, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The result of a merge. weights: those of the adapter; experts: by stack of experts, (changed experts, all)."""
+
+    written: Converted
+    weights: int
+    experts: dict[str, tuple[int, int]]
+
+
 def convert(
-    src: Path | str,
-    dst: Path | str,
-    *,
-    to: str,
-    layout: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    on_tensor: Callable[[int, int], None] = lambda done, total: None,
-) -> Converted:
+    src: Path | str, dst: Path | str, *, to: str, layout: str | None = None, shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda done, total: None,
+) -> Converted:  # fmt: skip
     """Convert in one process, without a process group or a device.
 
     Memory: three times gate and up of a layer's experts, and one file of safetensors where that is written.
@@ -69,54 +77,84 @@ def convert(
         dst: not there yet or empty. "dcp" writes DST/step-00000000, without optimizer state.
         to: "safetensors" or "dcp".
         layout: of the checkpoint's MoE blocks: "transformers", or the name of a `BlockLayout` where the model has
-            `trimtab.MoE` in their place. If not given, what the checkpoint's record says, else "transformers". Under
-            another a router's weight and bias of 16 bits become float32, and are not narrowed on the way back.
+            `trimtab.MoE` in their place; by default the layout of the checkpoint's record, else "transformers". Under
+            a `BlockLayout` a router's weight and bias of 16 bits become float32, and stay so on the way back.
         shard_bytes: of a file of safetensors, at most, where tensors are not larger.
-        on_tensor: told (tensors done, of how many).
 
     Raises:
         ConfigError: `dst` is not empty, the source is in the form asked for, names are unknown, the layout is not the
             model's, or weights are quantized.
         InputError: the source is not whole; tensors are missing, left over, of another shape than their model's, of
-            another dtype than those they are stacked with, or not those that its record says; or what was written does
-            not come back.
+            another dtype than those they are stacked with, or not those that its record says; or the written folder
+            does not give the source back.
     """
-    src, dst = Path(src), Path(dst).resolve()  # a link's folder gets its name, not the link
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
-    source = opened.open_source(src, to=to, layout=layout)
-    new_folder(dst, to)
+    return _converted(opened.open_source(Path(src), to=to, layout=layout), Path(dst), to, shard_bytes, on_tensor)
+
+
+def merge(
+    src: Path | str, adapter: Path | str, dst: Path | str, *, layout: str | None = None, shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda done, total: None,
+) -> Merged:  # fmt: skip
+    """Write the model in `src` with the adapter in the folder `adapter` merged, as transformers opens it, to `dst`.
+
+    Args as of `convert`; `src` may be in either form. Memory: as there, and a layer's stack of experts twice more.
+
+    Raises:
+        ConfigError, InputError: as `convert` and `trimtab.convert.adapter_files.read_adapter` do.
+    """
+    form, _ = opened.form_of(Path(src))
+    source = opened.open_source(Path(src), to=next(name for name in FORMS if name != form), layout=layout)
+    model = source.model
+    if form == "dcp":
+        state = source.blocks.to_theirs(source.store)
+    else:
+        state = Mapped(source.store, loading_steps(model, mapping_of(model), source.store))
+    opened.check_state(model, state, source.folder)
+    merged = WithAdapters(state, read_adapter(Path(adapter), model))
+    if lost := sorted(merged.adapters.keys() - state.infos.keys()):
+        raise InputError(f"{adapter}: {len(lost)} of its weights are not in {src}, first {lost[0]}")
+    plain = replace(source, store=merged, blocks=Blocks(), record=None)
+    written = _converted(plain, Path(dst), "safetensors", shard_bytes, on_tensor)
+    experts = {n: (sum(merged.changed[n]), a.experts) for n, a in merged.adapters.items() if a.experts is not None}
+    return Merged(written=written, weights=len(merged.adapters), experts=experts)
+
+
+def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: OnTensor) -> Converted:
+    """Write an opened source to `dst`, prove it, and name it."""
+    dst = dst.resolve()  # a link's folder gets its name, not the link
+    _check_new(dst, to)
     read = Hashed(source.store)
-    way = _to_dcp(source, read) if to == "dcp" else _to_safetensors(source, read)
-    planned = way.back(way.view).infos
+    view, back = _to_dcp(source, read) if to == "dcp" else _to_safetensors(source, read)
+    planned = back(view).infos
     if wrong := first_difference(read.infos, planned):
         raise InputError(
             f"{source.folder}: would not come back as it is: {wrong} on the way there and back. If it is of a base "
             f"model, convert what {type(source.model).__name__}.from_pretrained and save_pretrained make of it"
         )
-
-    total, done = len(way.view.infos) + len(planned), 0
+    total, done = len(view.infos) + len(planned), 0
 
     def step(_: str) -> None:
         nonlocal done
         done += 1
         on_tensor(done, total)
 
-    experts = _expert_shapes(way.view if to == "dcp" else read, experts_modules(source.model))
-    with unfinished(dst, to) as work:
+    experts = _expert_shapes(view if to == "dcp" else read, experts_modules(source.model))
+    with _unfinished(dst, to) as work:
         if to == "dcp":
-            write_dcp(way.view, work, done=step)
+            write_store(view, work, done=step)
         else:
-            write_safetensors(way.view, work, shard_bytes=shard_bytes, done=step)
+            write_safetensors(view, work, shard_bytes=shard_bytes, done=step)
         read.finish()
         if source.record is not None:
             source.record.check(source.folder, read.hashes)
         written = Hashed(DcpFolder(work, whole=False) if to == "dcp" else SafetensorsFolder(work))
-        back = Hashed(way.back(written))
-        for name in back.infos:
-            back.read([name])
+        again = Hashed(back(written))
+        for name in again.infos:
+            again.read([name])
             step(name)
-        if wrong := first_difference(read.hashes, back.hashes):
+        if wrong := first_difference(read.hashes, again.hashes):
             raise InputError(f"{source.folder}: what was written does not come back as it was: hash of {wrong}")
         record = Record(
             layout=source.blocks.layout.name if source.blocks.layout else TRANSFORMERS,
@@ -134,26 +172,16 @@ def convert(
     return Converted(
         folder=folder,
         files=sorted(path.name for path in folder.iterdir()),
-        layout=record.layout,
+        record=record,
         experts=experts,
         tensors=len(read.infos),
         nbytes=sum(info.nbytes for info in read.infos.values()),
-        source_hash=record.source_hash,
-        hash=record.hash,
         recorded=source.record is not None,
         optimizer=(len(source.optimizer), sum(source.optimizer.values())),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """One direction. view: what is to be written. back: of what was written, the source's tensors."""
-
-    view: TensorStore
-    back: Callable[[TensorStore], TensorStore]
-
-
-def _to_dcp(source: Source, store: TensorStore) -> _Way:
+def _to_dcp(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     model, blocks, mapping = source.model, source.blocks, mapping_of(source.model)
     loaded = Mapped(store, loading_steps(model, mapping, store))
     opened.check_state(model, loaded, source.folder)
@@ -165,10 +193,10 @@ def _to_dcp(source: Source, store: TensorStore) -> _Way:
         theirs = opened.without(blocks.to_theirs(written, state), added)
         return Mapped(theirs, saving_steps(model, used, theirs))
 
-    return _Way(blocks.to_ours(state), back)
+    return blocks.to_ours(state), back
 
 
-def _to_safetensors(source: Source, store: TensorStore) -> _Way:
+def _to_safetensors(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     model, blocks = source.model, source.blocks
     state = blocks.to_theirs(store)
     opened.check_state(model, state, source.folder)
@@ -181,7 +209,7 @@ def _to_safetensors(source: Source, store: TensorStore) -> _Way:
         theirs = opened.without(theirs, (name for name in added if name not in repeated))
         return blocks.to_ours(theirs, store)
 
-    return _Way(Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back)
+    return Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back
 
 
 def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[str, list[int]]]:
@@ -194,18 +222,18 @@ def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[
     return found
 
 
-def new_folder(dst: Path, to: str = "safetensors") -> None:
+def _check_new(dst: Path, to: str) -> None:
     """Raises ConfigError where `dst` cannot become the folder that is written."""
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst}: a file; name a folder that is not there yet")
     if dst.exists() and (held := sorted(path.name for path in dst.iterdir())):
         raise ConfigError(f"{dst}: not empty, holds {held[0]}; name a folder that is not there yet")
-    if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # what is written takes the folder's place
+    if to != "dcp" and (dst == Path.cwd() or dst.is_mount()):  # the written folder takes its place
         raise ConfigError(f"{dst}: the current folder or a file system's root; name a folder that is not there yet")
 
 
 @contextmanager
-def unfinished(dst: Path, to: str) -> Iterator[Path]:
+def _unfinished(dst: Path, to: str) -> Iterator[Path]:
     """A folder to write into, gone if that fails."""
     created = not dst.exists()
     if to == "dcp":

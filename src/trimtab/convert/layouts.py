@@ -1,4 +1,4 @@
-"""`trimtab.MoE` and MoE blocks of transformers: which tensor is which. A family is a row of `LAYOUTS`.
+"""The tensors of `trimtab.MoE` and those of transformers' MoE blocks, by family: a row of `LAYOUTS` each.
 
 A `BlockLayout` is held against the model's own classes before it is used: the names in the block, and, because shapes
 say nothing where D = F or D = 2F, the outputs of a block of transformers and of our layer on the same random weights at
@@ -24,7 +24,7 @@ from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 
 Dtypes = Mapping[str, torch.dtype]
-"""What tensors are to be, by name; those not in it are what they are made of, wide where they must."""
+"""Dtypes that tensors get, by name; others keep that of what they are made of, float32 where `Part.wide`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Part:
     split: bool = False
 
     def to_ours(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the block's tensors; all under their full names, as below."""
+        """Our tensor of the block's, all under their full names."""
         named = [prefix + name for name in self.theirs]
         if len({tensors[name].dtype for name in named}) > 1:
             raise InputError(f"{prefix}{self.ours}: its parts are of different dtypes: {', '.join(named)}")
@@ -52,7 +52,7 @@ class Part:
         return {prefix + self.ours: made.to(dtypes.get(prefix + self.ours, wide))}
 
     def to_theirs(self, prefix: str, dtypes: Dtypes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The block's tensors."""
+        """The block's tensors of ours."""
         tensor = tensors[prefix + self.ours]
         if self.split:
             if tensor.dim() != 4:
@@ -67,7 +67,7 @@ class BlockLayout:
     """A family's MoE block.
 
     parts: every tensor of the block. hidden: the configuration's name for F. router, shared_hidden: (configuration) ->
-    the router, and S. shared_gate: whether the shared experts have a gate. Balance losses are left at none.
+    the router, and S. shared_gate: the shared experts have a gate. Balance losses are left at none.
     """
 
     name: str
@@ -80,7 +80,7 @@ class BlockLayout:
     def config(self, config: Any) -> MoEConfig:
         """The `trimtab.MoE` that computes what the block of a transformers configuration does.
 
-        Raises ConfigError for an activation that `ExpertMLP` has none of.
+        Raises ConfigError for an activation that `ExpertMLP` does not have.
         """
         activation = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}.get(config.hidden_act)
         if activation is None:
@@ -170,11 +170,11 @@ class Blocks:
         self.layout, self.names = layout, names
 
     def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """Under trimtab's names, in the dtypes of `like` where that is given."""
+        """The store under trimtab's names, in the dtypes of `like` if it is given."""
         return self._mapped(store, like, to_ours=True)
 
     def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """Under transformers' names, in the dtypes of `like` where that is given."""
+        """The store under transformers' names, in the dtypes of `like` if it is given."""
         return self._mapped(store, like, to_ours=False)
 
     def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:

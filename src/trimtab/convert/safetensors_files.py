@@ -1,4 +1,8 @@
-"""A folder as transformers' `save_pretrained` writes it: safetensors, one file or several with an index."""
+"""A folder as transformers' `save_pretrained` writes it: safetensors, one file or several with an index.
+
+Not by torch's HuggingFaceStorageReader and -Writer: one reads any safetensors that lie in the folder and no index, the
+other holds a file twice more in memory than `save_file`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,7 +33,7 @@ _DTYPES = {
 
 
 def holds_safetensors(folder: Path) -> bool:
-    """Whether the folder has weights in this form, whole or not."""
+    """True if the folder has weights in this form, whole or not."""
     return any(name in (SINGLE, INDEX) or _SHARD.fullmatch(name) for name in _names(folder))
 
 
@@ -97,34 +102,24 @@ def write_safetensors(store: TensorStore, folder: Path, *, shard_bytes: int, don
     Memory: one file's tensors, `shard_bytes` or the largest tensor if that is more, beside what the store holds.
     Raises InputError where a file cannot be written.
     """
-    files: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, info in store.infos.items():
-        if files[-1] and info.nbytes > room:
-            files.append([])
-            room = shard_bytes
-        files[-1].append(name)
-        room -= info.nbytes
-    count = len(files)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
+    plan = split_torch_state_dict_into_shards(
+        {name: info.meta() for name, info in store.infos.items()}, max_shard_size=shard_bytes
+    )
+    for file, names in plan.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors[name] = store.read([name])[name].contiguous()
             done(name)
         with writing(folder / file):
             save_file(tensors, folder / file, metadata={"format": "pt"})
-    if count > 1:
-        total = sum(info.nbytes for info in store.infos.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """For code that writes `path`: raises InputError, with the room left on the disk, where it cannot."""
+    """Around code that writes `path`: an OSError becomes InputError, with the room that is left on a full disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -132,5 +127,5 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Also links to nothing, as in a cache of the Hub that was cleared in part: opening them says so."""
+    """File names, links to nothing among them (a cache of the Hub that was cleared in part): opening them says so."""
     return sorted(path.name for path in folder.iterdir())

@@ -1,4 +1,4 @@
-"""What a conversion starts from: the form and folder that a path means, its tensors, its model, its layouts."""
+"""The source of a conversion: the form and folder that a path means, its tensors, its model, its layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD, RECORD_FORMAT, RECORD_VERSION = "convert.json", "trimtab.convert", 2
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """convert.json, of a folder that was written by a conversion: the next one sees what was changed.
+    """convert.json in a folder that a conversion wrote: the next conversion sees tensors that were changed since.
 
     layout: "transformers", or the name of the layout of MoE blocks that are `trimtab.MoE`.
     source_hash: over the tensors that were converted, under their names in the source.
@@ -45,7 +45,7 @@ class Record:
         (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def check(self, folder: Path, hashes: Mapping[str, str]) -> None:
-        """Raises InputError where a tensor is not what the conversion that wrote the folder put there."""
+        """Raise InputError where a tensor is not the one that the conversion wrote."""
         names = self.tensors.keys() | hashes.keys()
         if changed := sorted(name for name in names if self.tensors.get(name) != hashes.get(name)):
             raise InputError(
@@ -55,7 +55,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """That of a folder; None where no conversion wrote it. Raises InputError for one that cannot be read."""
+    """The record in a folder; None where no conversion wrote it. Raises InputError for one that cannot be read."""
     if not (folder / RECORD).is_file():
         return None
     try:
@@ -89,7 +89,7 @@ class Source:
 
 
 def open_source(src: Path, *, to: str, layout: str | None) -> Source:
-    """Open what is to be converted to the form `to`. Raises as `trimtab.convert.convert.convert` does."""
+    """Open `src` for a conversion to the form `to`. Raises as `trimtab.convert.convert.convert` does."""
     form, folder = form_of(src)
     if form == to:
         other = next(name for name in FORMS if name != to)
@@ -109,7 +109,7 @@ def open_source(src: Path, *, to: str, layout: str | None) -> Source:
 
 
 def form_of(src: Path) -> tuple[str, Path]:
-    """The form of what lies at a path, one of FORMS, and the folder itself: of several checkpoints the latest.
+    """(one of FORMS, the folder itself) for a path; of several checkpoints the latest.
 
     Raises InputError where there is neither, both, or no whole one.
     """
@@ -169,7 +169,7 @@ def carry(source: Path, target: Path, model: Any) -> None:
 
 
 def check_state(model: Any, store: TensorStore, where: Path) -> None:
-    """Hold names and shapes against the model's. Raises InputError: what is missing, left over or of another shape."""
+    """Compare names and shapes with the model's. Raises InputError for one missing, left over or of another shape."""
     wanted, found = model.state_dict(), store.infos
     name = type(model).__name__
     if more := [n for n in found if n not in wanted]:
@@ -188,25 +188,25 @@ def check_state(model: Any, store: TensorStore, where: Path) -> None:
 
 
 def ties(model: Any) -> dict[str, str]:
-    """Name -> name of the weight that it shares: a checkpoint of transformers holds it once, our own under both."""
+    """Name -> name of the weight that it shares: transformers' checkpoints hold it once, ours under both names."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def with_ties(model: Any, store: TensorStore) -> tuple[TensorStore, list[str]]:
-    """The store with the shared weights that it lacks under both names, and the names that were added."""
+    """The store with each shared weight under both names, and the names that were added."""
     added = {n: shared for n, shared in ties(model).items() if n not in store.infos and shared in store.infos}
     copies = [kept(n, shared) for n, shared in added.items()]
     return (Mapped(store, [*map(kept, store.infos), *copies]) if added else store), list(added)
 
 
 def without(store: TensorStore, names: Iterable[str]) -> TensorStore:
-    """The store without these."""
+    """The store without the tensors of these names."""
     dropped = set(names)
     return Mapped(store, [kept(n) for n in store.infos if n not in dropped]) if dropped else store
 
 
 def repeated_ties(model: Any, store: TensorStore) -> list[str]:
-    """Names under which the store repeats a shared weight. Raises InputError where the two are not the same bits."""
+    """Names under which the store repeats a shared weight. Raises InputError where the two differ in a bit."""
     repeated = [n for n, shared in ties(model).items() if n in store.infos and shared in store.infos]
     for n in repeated:
         shared = ties(model)[n]
@@ -217,7 +217,7 @@ def repeated_ties(model: Any, store: TensorStore) -> list[str]:
 
 
 def first_difference(wanted: Mapping[str, object], found: Mapping[str, object]) -> str | None:
-    """In words, the first name by which two mappings differ."""
+    """The first name by which two mappings differ, in words."""
     for n in sorted(wanted.keys() | found.keys()):
         if wanted.get(n) != found.get(n):
             return f"{n} is {wanted.get(n, 'not there')} and {found.get(n, 'not there')}"

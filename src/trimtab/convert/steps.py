@@ -34,7 +34,7 @@ from trimtab.errors import InputError
 
 @dataclass(kw_only=True, eq=False)
 class Group:
-    """The tensors that make one target, or the several that come of one.
+    """Tensors that are converted together: those that make one target, or one that makes several.
 
     target: the name that the group is known by. transform: transformers' own, run in a copy, as it collects tensors.
     members: (name, pattern that it matched), in the order in which they are stacked.
@@ -69,12 +69,12 @@ class Group:
 
 
 def mapping_of(model: Any) -> list[Any]:
-    """What `from_pretrained` would apply to a checkpoint of this model."""
+    """The transforms that `from_pretrained` applies to a checkpoint of this model."""
     return list(get_model_conversion_mapping(model))
 
 
 def saved_mapping_of(model: Any) -> list[Any]:
-    """What `save_pretrained` reverts for a model that no checkpoint was loaded into."""
+    """The transforms that `save_pretrained` reverts for a model that no checkpoint was loaded into."""
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in mapping if not isinstance(transform, PrefixChange)]
 
@@ -111,7 +111,7 @@ def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> lis
 
 
 def without_place(model: Any, store: TensorStore) -> list[str]:
-    """The tensors of a checkpoint that the model has no place for."""
+    """Names of a checkpoint's tensors that the model has no place for."""
     renamings, converters, _ = _sorted_out(mapping_of(model))
     state, prefix = model.state_dict(), model.base_model_prefix
     targets = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in store.infos}
@@ -138,14 +138,14 @@ def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list
 
 
 def _sorted_out(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Renamings, converters, and by pattern the converter that it belongs to."""
+    """(renamings, converters, converter by pattern) of a mapping."""
     converters = [t for t in mapping if isinstance(t, WeightConverter)]
     owner = {pattern: t for t in converters for pattern in t.source_patterns}
     return [t for t in mapping if isinstance(t, WeightRenaming)], converters, owner
 
 
 def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
-    """Raises InputError for what joining would hide: a promoted dtype, a shape that fits both ways."""
+    """Raise InputError for a promoted dtype or a shape that fits both ways, which joining would hide."""
     kinds = {infos[name].dtype for name in group.sources}
     if len(kinds) > 1:
         names = ", ".join(sorted(map(str, kinds)))
@@ -163,7 +163,7 @@ def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
 
 
 def _check_experts(group: Group, infos: Mapping[str, TensorInfo], target: Tensor | None, renamings: Any) -> None:
-    """Raises InputError where experts that are to be stacked are not all there, each once, and alike."""
+    """Raise InputError where experts to be stacked are not all there, each once, and alike."""
     operations = getattr(group.transform, "operations", ())
     if not operations or not isinstance(operations[0], MergeModulelist):
         return

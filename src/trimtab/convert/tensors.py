@@ -18,7 +18,7 @@ from trimtab.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Shape and dtype, known without reading the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class TensorStore(Protocol):
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """What is in it, in the order in which it is best read."""
+        """Name -> info, in the order in which the tensors are best read."""
         ...
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def kept(name: str, source: str | None = None) -> Step:
 
 
 class Mapped:
-    """The tensors that `steps` make of another store's. Holds the results of the last step alone.
+    """The tensors that `steps` make of another store's, run when they are read. Keeps the last step's results alone.
 
     Raises:
         InputError: two steps make one name, or a step cannot take what the store holds.
@@ -97,7 +97,7 @@ class Mapped:
 
 
 class Hashed:
-    """A store that takes the SHA-256 of every tensor that is read through it: of name, dtype, shape and bytes."""
+    """Takes the SHA-256 (name, dtype, shape, bytes) of every tensor that is read through it."""
 
     def __init__(self, inner: TensorStore) -> None:
         self.inner = inner

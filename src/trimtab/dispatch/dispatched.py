@@ -1,4 +1,4 @@
-"""What a rank's experts run on, of one layer call.
+"""The rows of one layer call on the rank of their experts.
 
 Legend: K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.replication.route import CopyRoute
+from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.route import DispatchSlots, Route, slots_of
 
 
 @dataclass(kw_only=True)
 class Dispatched:
-    """What a rank's experts run on, itself a small MoE layer's input, and the way home, of one layer call: any function
+    """Input of a rank's experts, itself that of a small MoE layer, and the way home, of one layer call: any function
     that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
 
     x_MD: [M', D] in the tokens' dtype.
     ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
     weights_MK: [M', K] float32 (float64 for float64 tokens).
     num_slots: how many ids are not -1, or how many at most, where the host knows it.
-    copies: with balanced experts, where copies of other ranks' come from; ids of them follow those of the rank's own.
+    replicas: with replicated experts, the way of the weights; ids of replicas follow those of the rank's own experts.
     """
 
     x_MD: Tensor
@@ -34,12 +34,12 @@ class Dispatched:
     route: Route
     sent: Tensor
     slot_row_R: Tensor | None = None
-    copies: CopyRoute | None = None
+    replicas: ReplicaRoute | None = None
 
     @property
     def known(self) -> dict[str, Any]:
-        """What `ExpertMLP.forward` takes beside the rows; `copies` where there are such, which other experts lack."""
-        return {"num_slots": self.num_slots} | ({} if self.copies is None else {"copies": self.copies})
+        """Options of `ExpertMLP.forward` beside the rows; `replicas` where there are such, which other experts lack."""
+        return {"num_slots": self.num_slots} | ({} if self.replicas is None else {"replicas": self.replicas})
 
 
 def by_slot(rows: Dispatched) -> Dispatched:

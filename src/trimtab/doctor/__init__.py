@@ -1,1 +1,1 @@
-"""What `trimtab doctor` looks at, and what it says about it."""
+"""The findings of `trimtab doctor`."""

@@ -1,4 +1,4 @@
-"""Which process groups and kernels can run here, why the others cannot; and a layer over two processes."""
+"""Findings about process groups, sets of kernels, and a layer over two processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def process_groups() -> list[Finding]:
 
 
 def judge_groups(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
-    """What a build of torch with these backends can do on a host with that many GPUs."""
+    """Findings about a build of torch with these backends on a host with that many GPUs."""
     found = [Finding("ok", "gloo", "process groups of CPU tensors")]
     if not gloo:
         what = "this torch has no Gloo, so ranks cannot exchange CPU tensors"

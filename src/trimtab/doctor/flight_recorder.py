@@ -3,7 +3,8 @@
 A dump is a pickle or JSON of {version, pg_config, entries: [...]}, one file per rank: NCCL writes it when its watchdog
 times out, `trimtab.doctor.flight_recorder_dump` on a signal and on any backend. JSON dumps have no stack frames.
 
-A pickle can run any code while it is read, so only builtin containers and numbers are let through.
+A pickle can run any code while it is read, as torch's own `torch.distributed.flight_recorder` reads it: only builtin
+containers and numbers are let through.
 
 Format: pytorch/torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.x.
 """
@@ -64,7 +65,7 @@ _LIKELY = re.compile(r"(trace|rank).*\d(\.(json|pickle|pkl))?$")
 
 
 class _Plain(pickle.Unpickler):
-    """Of builtin containers and numbers."""
+    """Unpickles builtin containers and numbers alone."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise InputError(

@@ -7,7 +7,7 @@ What a collective is in MoE words is read off its stack: phase, direction, layer
 
     count      exchange of counts before rows move            dispatch   rows out to the experts; backward: home
     combine    rows home; backward: out to the experts        shard      sequence shards put together
-    route      balanced experts: slots of each expert         experts    their copies; backward: gradients home
+    route      replicated experts: slots of each expert         experts    their copies; backward: gradients home
     check before one of them: the guard's own exchange, so that no rank moves rows unless all are there
 """
 
@@ -118,10 +118,10 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
     differences = _differences(stop)
     if differences:
         lines = [f"its ranks are not in the same call at collective {stop.seq}: {differences}"]
-        lines += [f"  rank {rank}: {place_of(e)}, {_sizes(e)}" for rank, e in stop.here.items()]
+        lines += [f"  rank {rank}: {stage_of(e)}, {_sizes(e)}" for rank, e in stop.here.items()]
         return Finding("broken", where, "\n".join(lines), DESYNC)
     some = next(iter(stop.here.values()))
-    lines = [f"stopped at its collective {stop.seq}: {place_of(some)}"]
+    lines = [f"stopped at its collective {stop.seq}: {stage_of(some)}"]
     waits = [rank for rank, entry in stop.here.items() if not entry.done]
     since = min(stop.here[rank].created_ns for rank in waits)
     lines.append(f"  waiting: rank {_ranks(waits)}, since {_clock(since)}")
@@ -143,15 +143,15 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
 
 
 def _differences(stop: Stop) -> str:
-    """How the entries of one collective differ between ranks in a way that cannot work; "" if they agree."""
+    """The difference between ranks in one collective that cannot work; "" if they agree."""
     entries = list(stop.here.values())
-    places = [place_of(e) for e in entries]
+    stages = [stage_of(e) for e in entries]
     # Everything, but for rows in an all-to-all, whose number is each rank's own.
-    rows = places[0].rows and "all_to_all" in entries[0].op
+    rows = stages[0].rows and "all_to_all" in entries[0].op
     sizes = {tuple(size[1:] for size in e.sizes) if rows else e.sizes for e in entries}
     if len({e.op for e in entries}) > 1:
         return "different collectives"
-    if len({(p.what, p.backward, p.layer) for p in places}) > 1:
+    if len({(p.what, p.backward, p.layer) for p in stages}) > 1:
         return "different phases or layers"
     if len({e.dtypes for e in entries}) > 1:
         return "different dtypes"
@@ -160,15 +160,15 @@ def _differences(stop: Stop) -> str:
 
 def _whereabouts(rank: int, waiting: dict[int, Entry], last: dict[int, Entry | None]) -> str:
     if (entry := waiting.get(rank)) is not None:
-        return f"itself waiting in group {entry.group}: {place_of(entry)}"
+        return f"itself waiting in group {entry.group}: {stage_of(entry)}"
     if (entry := last.get(rank)) is not None:
-        return f"whose last collective is over: {place_of(entry)}, issued {_clock(entry.created_ns)}"
+        return f"whose last collective is over: {stage_of(entry)}, issued {_clock(entry.created_ns)}"
     return "which has recorded no collective at all"
 
 
 def _nothing_stopped(last: dict[int, Entry | None]) -> Finding:
     lines = ["no collective was under way when the dumps were made; the last one of each rank:"]
-    lines += [f"  rank {rank}: {place_of(e) if e else 'none recorded'}" for rank, e in sorted(last.items())]
+    lines += [f"  rank {rank}: {stage_of(e) if e else 'none recorded'}" for rank, e in sorted(last.items())]
     return Finding("note", "all groups", "\n".join(lines), NONE_STOPPED)
 
 
@@ -186,10 +186,10 @@ def _clock(ns: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where in a step a collective is. phase "" outside of trimtab's layers; layer "" where it is not recorded.
+class Stage:
+    """The part of a step that a collective belongs to. phase "": outside of our layers; layer "": not recorded.
 
-    rows: whether rows move, whose number may differ between ranks; else all ranks bring the same sizes.
+    rows: rows move, whose number may differ between ranks; else all ranks bring the same sizes.
     """
 
     what: str
@@ -205,40 +205,39 @@ class Place:
         return f"{self.what}{direction}{layer}{f' ({self.at})' if self.at else ''}"
 
 
-def place_of(entry: Entry) -> Place:
-    """The place of a collective. Without frames (JSON dumps) only the collective's own name is known."""
-    inside = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
-    names = {name for file, name in inside if file.startswith("dispatch/")}
-    maps = {name for file, name in inside if file == "dispatch/route.py"}
+def stage_of(entry: Entry) -> Stage:
+    """The stage of a collective. Without frames (JSON dumps) only the collective's own name is known."""
+    calls = {(_file_of_trimtab(f.file), f.name) for f in entry.frames}
+
+    def called(where: str) -> set[str]:
+        return {name for file, name in calls if file.startswith(where)}
+
+    names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replication/"))
     # Of our own functions: below a forward that is computed again lies torch's backward.
-    backward = any(file.startswith("dispatch/") and name == "backward" for file, name in inside)
-    layer = next((f.name for f in entry.frames if f.file == LAYER_FILE), "")
+    backward, checked = "backward" in names, "handshake" in names
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
     phase = "dispatch" if out != backward else "combine"
-    copies = {name for file, name in inside if file == "dispatch/replication/route.py"} & {"send", "add_home"}
+    rows = out != home and not checked
     if names & {"join_shards", "unshard", "take_shard"}:
-        what, phase = "sequence shards put together", "shard"
-    elif copies:
-        what, phase, backward = "copies of experts", "experts", "add_home" in copies
-    elif ("dispatch/balancer.py", "gather") in inside:
-        what, phase, backward = "slots of each expert", "route", False
-    elif "handshake" in names and out == home:
-        what, phase, backward = "exchange of counts", "count", False
-    elif "handshake" in names:
-        what = f"check before {phase}"
+        what, phase, rows = "sequence shards put together", "shard", False
+    elif replication & {"send", "add_home"}:
+        what, phase, backward, rows = "replicas of experts", "experts", "add_home" in replication, not checked
+    elif "gather" in replication:
+        what, phase, backward, rows = "slots of each expert", "route", False, False
     elif out != home:
         what = phase
+    elif checked:
+        what, phase, backward, checked = "exchange of counts", "count", False, False
     else:
         what, phase, backward = _other(entry), "", False
-    checked = phase in ("experts", "route") and "handshake" in names
-    return Place(
-        what=f"check before {what}" if checked else what, phase=phase, backward=backward, layer=layer,
-        rows=what == phase or (phase == "experts" and not checked), at=_users(entry.frames),
+    return Stage(
+        what=f"check before {what}" if checked else what, phase=phase, rows=rows, backward=backward,
+        layer=next((f.name for f in entry.frames if f.file == LAYER_FILE), ""), at=_users(entry.frames),
     )  # fmt: skip
 
 
 def _other(entry: Entry) -> str:
-    """What is not an exchange of ours."""
+    """The name of a collective that is not an exchange of ours."""
     backward = any(f.name == "backward" for f in entry.frames)
     kinds = {"all_gather": "gathers parameters", "reduce_scatter": "scatters gradients"}
     fsdp = next((says for op, says in kinds.items() if op in entry.op), "reduces gradients over replicas")

@@ -1,4 +1,4 @@
-"""What runs here: versions, cores, devices, the environment variables that steer them, and the ranks of this host."""
+"""Findings about versions, cores, devices, environment variables, and the ranks of this host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRANSFORMERS = (5, 23)
 OPTIONAL = {
     "transformers": "MoE families of transformers (trimtab.integrations.transformers) and `trimtab train`",
     "accelerate": "loading transformers models with a distributed config",
-    "torchtitan": "`trimtab verify --impl torchtitan`",
+    "torchtitan": "trimtab's exchange and experts in torchtitan's MoE (trimtab.integrations.torchtitan)",
     "triton": "Triton kernels on a GPU",
 }
 PREFIXES = (

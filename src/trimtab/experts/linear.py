@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from trimtab.autograd import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
-from trimtab.experts.composed import ToExperts
-from trimtab.experts.grouped_linear import grouped_linear, linear_of
+from trimtab.experts.expert_rows import ToExperts
+from trimtab.experts.grad_sink import GradSink
+from trimtab.experts.group_sizes import GroupSizes, offsets_of
 from trimtab.experts.grouped_module import GroupedModule
-from trimtab.experts.grouped_ops import GroupSizes, offsets_of
+from trimtab.experts.grouped_product import grouped_product
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import dense, described
@@ -145,44 +147,47 @@ class GroupedLinear(GroupedModule):
         if kernels is None or self._has_state():
             y_RB = self._stateful(x_RD.to(dtype), offsets_e)
         else:
-            y_RB = self._linear(x_RD.to(dtype), offsets_e, kernels=kernels)
-        if self.active_adapters:
-            y_RB = self._adapted(x_RD.to(dtype), y_RB, offsets_e)
+            y_RB = grouped_product(x_RD.to(dtype), self.grouped_weight(), offsets_e, kernels=kernels)
         return y_RB.to(x_RD.dtype)
 
-    def _adapted(self, x_RD: Tensor, y_RB: Tensor, offsets_e: Tensor) -> Tensor:
-        """What the active adapters add."""
-        from trimtab.experts.adapter_module import in_use
+    def grouped_weight(self) -> GroupedWeight:
+        """The parameters as they are now, the active adapters' included."""
+        lora = None
+        if self.active_adapters:
+            from trimtab.experts.lora import factors_of, in_use
 
-        kernels = kernels_for(self.kernels, x_RD.device, x_RD.dtype) or self.kernels.on(x_RD.device, x_RD.dtype)
-        for adapter in in_use(self):
-            rows = torch.nn.functional.dropout(x_RD, adapter.dropout, self.training)
-            a, b = (adapter.get_parameter(f"weight_{kind}").expand(self.num_groups, -1, -1) for kind in "ab")
-            thin = grouped_linear(rows, a.to(x_RD.dtype), offsets_e, kernels=kernels) * adapter.scale
-            y_RB = y_RB + grouped_linear(thin, b.to(x_RD.dtype), offsets_e, kernels=kernels)
-        return y_RB
+            adapters = in_use(self)
+            lora = factors_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])["weight"]
+        return GroupedWeight(values=self.weights, biases=self.biases, lora=lora)
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        """The weight, where it is one parameter."""
-        return ("weight",) if self._stacked("weight") else ()
+        """The weight, of one parameter or one per group."""
+        return ("weight",)
 
-    def _linear(self, x_RD: Tensor, offsets_e: Tensor, **options: Any) -> Tensor:
-        return linear_of(x_RD, self.weights, self.biases, offsets_e, stacked=self.single_parameter, **options)
+    def stands_for(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """The shape and the dtype of the weight of all groups."""
+        return (self.num_groups, self.out_features, self.in_features), self.weights[0].dtype
+
+    def own_part(self, name: str) -> Any:
+        """What this rank has of a parameter; of one per group all of them."""
+        return self.weights if name == "weight" and not self._stacked(name) else super().own_part(name)
 
     @not_in_graphs
     def _stateful(self, x_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        kernels, defer = self.kernels.on(x_RD.device, x_RD.dtype), self._delayed.add if self.delay_wgrad else None
-        options: dict[str, Any] = {"kernels": kernels, "main_grad": self.main_grad, "defer": defer}
+        kernels, weight = self.kernels.on(x_RD.device, x_RD.dtype), self.grouped_weight()
+        sink = GradSink(self.main_grad, self._delayed.add if self.delay_wgrad else None)
         if self.recipe is None:
-            return self._linear(x_RD, offsets_e, **options)
-        from trimtab.experts.lowered import LoweredProducts
+            return grouped_product(x_RD, weight, offsets_e, kernels=kernels, sink=sink)
+        from trimtab.experts.low_precision import LowPrecisionProducts
 
         engine, state = self.engine_for(self._widths()), self.recipe_state
         assert state is not None
         plan = _aligned(offsets_e, x_RD.shape[0], (engine or self.recipe).alignment)
-        low = LoweredProducts(kernels, plan.offsets_e, state.call(), engine)
-        y_SB = self._linear(forward_of(ToExperts, x_RD, plan, False), plan.offsets_e, low=low, **options)
+        low = LowPrecisionProducts(kernels, plan.offsets_e, state.call(), engine)
+        y_SB = grouped_product(
+            x_RD, weight, plan.offsets_e, plan=plan, kernels=kernels, sink=sink, low_precision=low
+        )  # fmt: skip
         y_RB: Tensor = forward_of(ToExperts, y_SB, plan, True)
         return y_RB
 

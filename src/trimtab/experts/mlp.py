@@ -1,157 +1,247 @@
 """The expert MLPs of one rank, differentiable: y = sum over a row's experts of w * down(activation(up(x))).
 
-Saved for the backward: the rows, the routing weights and the pre-activations [R, I]. Gathered rows and activations are
-computed again. A gate of one's own or a norm behind the experts keeps its rows: see `composed`.
+Saved for the backward: the rows, the routing weights, the pre-activations [R, I], and scale * x a^T [R, r] of each
+adapter. Gathered rows and activations are computed again. A function of one's own between the products, or a norm
+behind them, keeps its rows: it runs under autograd, between two products that are functions of their own.
 
 Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autograd import forward_of, needed, once_differentiable, without_autocast
+from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_call import ExpertCall
-from trimtab.experts.expert_call import ExpertWeights as ExpertWeights
-from trimtab.experts.ops import experts_backward_op, experts_op, experts_weight_gradients_op
+from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
+from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
+from trimtab.experts.passes import Pass, backward, run_forward
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.weight_grad import Defer, MainGradMode
+from trimtab.experts.product import Sink
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
+from trimtab.experts.weight_grad import Defer, anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 
 if TYPE_CHECKING:
-    from trimtab.experts.lowered import LoweredProducts
+    from trimtab.experts.low_precision import LowPrecisionProducts
 
 RowFunction = Callable[[Tensor], Tensor]
 """Row by row, differentiable, for any number of rows including none."""
+ORDINARY = GradSink()
 
 
 def expert_mlp(
     x_MD: Tensor,
     w_MK: Tensor,
     plan: ExpertPlan,
-    weights: ExpertWeights,
+    up: GroupedWeight,
+    down: GroupedWeight,
     activation: str | RowFunction = "swiglu",
     kernels: Backend | str = "auto",
     *,
     norm: RowFunction | None = None,
-    main_grad: MainGradMode = "off",
-    defer: Defer | None = None,
-    low: tuple[LoweredProducts, LoweredProducts] | None = None,
+    sink: GradSink = ORDINARY,
+    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None = None,
 ) -> Tensor:
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
     Args:
         x_MD: rows; computed in the parameters' dtype, or in autocast's, see `trimtab.autograd.computed_in`.
         w_MK: routing weights of the slots that `plan` was built from; those of dropped slots are not read.
+        up, down: the weights; where each is of all experts, up is [e, 2, F, D] with a gate (gate 0, up 1) or [e, I, D],
+            and down [e, D, F]; with `transposed` [e, D, I] and [e, F, D].
         activation: a word of `activations.activation_of`, or a function [R, I] -> [R, F] of one's own.
         kernels: those of a `KernelChoice`, or their names joined by commas, which `torch.compile` can trace.
         norm: a function [R, D] -> [R, D] behind the experts, before their outputs are weighted.
-        main_grad: where the gradients of `up` and `down` go, see `trimtab.experts.weight_grad`. Biases always have
-            ordinary gradients.
-        defer: takes the work of the weight and bias gradients at each backward; until it is done the gradients of
-            the pre-activations and of the result are kept. Nobody is told of them before `DelayedGradients.run`.
-        low: a recipe's products with up and with down, made for this call; the plan's segments are aligned for it.
+        sink: where the parameters' gradients go. With `defer` the gradients of the pre-activations and of the result
+            are kept until its work is done, and nobody is told of parameters' gradients before.
+        low_precision: a recipe's products with up and with down, made for this call; the plan's segments are aligned
+            for it.
 
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
 
     Raises:
-        ConfigError: `main_grad`, `defer` or `low` with a function of one's own; `low` with `transposed`; `low` or
-            `defer` with adapters or codes; codes with `transposed`.
+        ConfigError: codes with `transposed`, or a recipe with it.
     """
-    dtype = weights.computed_in
-    if callable(activation) or norm is not None or (weights.adapters is not None and weights.adapters.dropout):
-        if main_grad != "off" or defer is not None or low is not None:
-            raise ConfigError(
-                "main_grad, delayed weight gradients and recipes take no function of one's own, and no dropout"
-            )
-        from trimtab.experts.composed import composed_experts
-
-        return composed_experts(x_MD, w_MK, plan, weights, activation, norm, kernels, dtype)
-    thin = weights.adapters is not None or weights.codes is not None
-    if thin and (low is not None or defer is not None):
-        raise ConfigError("experts of codes or with adapters take no recipe, and no weight gradients that come later")
-    if weights.transposed and (low is not None or weights.codes is not None):
+    if up.transposed and (low_precision is not None or up.format):
         raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
-    call = ExpertCall(
-        plan=plan, word=activation, kernels=None if isinstance(kernels, str) else kernels,
-        name=kernels if isinstance(kernels, str) else name_of(kernels), weights=weights.lasting(),
-        main_grad=main_grad, keep=torch.is_grad_enabled(), defer=defer, low=low,
-        trained=() if defer is None else tuple(p is not None and p.requires_grad for p in weights.each),
+    dtype = up.computed_in
+    w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
+    if callable(activation) or norm is not None:
+        from trimtab.experts.own_functions import by_products
+
+        y: Tensor = by_products(x_MD.to(dtype), w, plan, up, down, activation, norm, kernels, sink, low_precision)
+        return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
+    seed = None
+    if up.lora is not None or down.lora is not None:
+        up, down, seed = filled(up), filled(down), seed_of(up, down)
+    of_up, of_down = up.tensors(), down.tensors()
+    tensors = of_up + of_down
+    call = Call(
+        plan, activation, None if isinstance(kernels, str) else kernels,
+        kernels if isinstance(kernels, str) else name_of(kernels), up.form, down.form, len(of_up), len(tensors),
+        seed, torch.is_grad_enabled(), sink, low_precision,
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
-    w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
-    inputs = call.inputs(weights, x_MD)
-    y: Tensor
-    if thin:
-        from trimtab.experts.adapted import adapted_experts
-
-        with without_autocast():
-            y = adapted_experts(call, weights, x, w)
-    elif low is None:
-        y = forward_of(_Experts, call, x, w, *inputs)
+    if sink.ordinary and low_precision is None:
+        y = forward_of(_Experts, call, x, w, *tensors)
     else:
-        from trimtab.experts.mlp_lowered import LoweredMLP
-
-        with without_autocast():
-            y = forward_of(LoweredMLP, call, x, w, *inputs)
+        y = forward_of(_WithState, call, x, w, *call.inputs(tensors, x_MD))
     return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
 
 
-class _Experts(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: ExpertCall,
-        x: Tensor,
-        w_MK: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        anchor: Tensor | None,
-    ) -> Tensor:
-        plan, options = list(call.plan), (call.word, call.weights.transposed, call.name)
-        y: Tensor
-        y, pre = experts_op(x, w_MK, up, down, up_bias, down_bias, plan, *options, call.keep)
-        ctx.call, ctx.options = call, options
-        ctx.save_for_backward(pre, x, w_MK, up, down, up_bias, down_bias, *plan)
-        return y
+@dataclass(slots=True, eq=False)
+class Call:
+    """What is not differentiated.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: ExpertCall = ctx.call
-        pre, x, w_MK, *rest = ctx.saved_tensors
-        params, plan = rest[:4], rest[4:]
-        _, need_x, need_w, *needs = needed(ctx)
-        reads = (x, w_MK, *params, plan, *ctx.options)
-        if call.defer is None:
-            grads = call.gradients(needs)
-            out, wanted, adds = grads.buffers()
-            dx, dw, _ = experts_backward_op(dy, pre, out, wanted, adds, *reads, need_x, False)
-            found = grads.close()
-        else:
-            dx, dw, d_pre = experts_backward_op(dy, pre, [], [False] * 4, [], *reads, need_x, True)
-            _defer(call, dy, pre, d_pre, reads)
-            found = [None] * 4
-        return (None, dx if need_x else None, dw if need_w else None, *found, None)
+    word: names the activation. name: of the kernels, in operators. up_form, down_form: see `GroupedWeight.form`.
+    first, count: how many tensors up has, and both have. keep: whether a backward may come.
+    owned: with `sink.main_grad` or `sink.defer` the tensors themselves; else autograd's saved ones are all that lives,
+        which a checkpoint may free. trained: which of these wanted a gradient when the call was made.
+    """
+
+    plan: ExpertPlan
+    word: str
+    kernels: Backend | None
+    name: str
+    up_form: str
+    down_form: str
+    first: int
+    count: int
+    seed: Tensor | None
+    keep: bool
+    sink: GradSink
+    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None
+    owned: Sequence[Tensor] | None = None
+    trained: Sequence[bool] = ()
+
+    def inputs(self, tensors: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
+        """The tensors as autograd may meet them, and what stands in for those that it may not."""
+        if self.sink.ordinary:
+            return tensors
+        self.owned, self.trained = tensors, [t.requires_grad for t in tensors]
+        if self.sink.defer is None:
+            return tensors
+        return [*(t.detach() for t in tensors), anchor(x, any(self.trained))]
+
+    def reads(self, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Any) -> list[Any]:
+        """As the operators take them."""
+        up, down = list(tensors[: self.first]), list(tensors[self.first : self.count])
+        return [x, w, up, down, list(plan), seed, self.word, self.up_form, self.down_form, self.name]
+
+    def gradients(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
+        """Of those that are wanted."""
+        kinds = [*kinds_of(self.up_form, "up"), *kinds_of(self.down_form, "down")]
+        empty_like = torch.empty_like if self.kernels is None else self.kernels.empty_like
+        return Gradients(tensors, kinds, wanted, self.sink.main_grad, empty_like)
+
+    def pass_of(self, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Any) -> Pass:
+        """Of a recipe's products, which are in no operator."""
+        assert self.kernels is not None
+        up = GroupedWeight.of(tensors[: self.first], self.up_form)
+        down = GroupedWeight.of(tensors[self.first : self.count], self.down_form)
+        return Pass(x, w, up, down, self.word, ExpertPlan(*plan), self.kernels, seed, self.low_precision)
+
+    def delayed_reads(self, x: Tensor, dy: Tensor, w: Tensor) -> list[Tensor]:
+        """Of the rows, and of what the gradients of down are made of, what delayed work will read."""
+        return [x] * any(self.trained[: self.first]) + [dy, w] * any(self.trained[self.first :])
 
 
-def _defer(call: ExpertCall, dy: Tensor, pre: Tensor, d_pre: Tensor, reads: tuple[Any, ...]) -> None:
-    """Leave the parameters' gradients for later."""
+def _forward(ctx: Any, call: Call, x: Tensor, w_MK: Tensor, *tensors: Tensor) -> Tensor:
+    y: Tensor
+    if call.low_precision is None:
+        y, *kept = experts_op(*call.reads(x, w_MK, tensors, call.plan, call.seed), call.keep)
+    else:
+        with without_autocast():
+            y, *kept = run_forward(call.pass_of(x, w_MK, tensors, call.plan, call.seed), call.keep)
+    ctx.call = call
+    ctx.save_for_backward(x, w_MK, call.seed, *call.plan, *tensors[: call.count], *kept)
+    return y
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    call: Call = ctx.call
+    x, w_MK, seed, *rest = ctx.saved_tensors
+    places = len(call.plan)
+    plan, tensors, kept = rest[:places], rest[places : places + call.count], rest[places + call.count :]
+    _, need_x, need_w, *needs = needed(ctx)
+    found: Sequence[Tensor | None] = [None] * len(needs)
+    defer = call.sink.defer
+    if call.low_precision is not None:
+        dx, dw, found = _by_recipe(call, dy, kept, call.pass_of(x, w_MK, tensors, plan, seed), tensors, needs, need_x)
+    elif defer is None:
+        reads, grads = call.reads(x, w_MK, tensors, plan, seed), call.gradients(call.owned or tensors, needs)
+        dx, dw, _ = experts_backward_op(dy, kept, *grads.buffers(), *reads, need_x, False)
+        found = grads.close()
+    else:
+        reads = call.reads(x, w_MK, tensors, plan, seed)
+        dx, dw = _later(call, dy, kept, reads, need_x, defer)
+    return (None, dx if need_x else None, dw if need_w else None, *found)
+
+
+def _later(
+    call: Call, dy: Tensor, kept: Sequence[Tensor], reads: Sequence[Any], need_x: bool, defer: Defer
+) -> tuple[Tensor, Tensor]:
+    """Leaves the tensors' gradients for later."""
+    v = [torch.empty_like(u) for u in kept[1:]]
+    dx, dw, d_pre = experts_backward_op(dy, kept, v, [False] * call.count, [], *reads, need_x, True)
 
     def job() -> list[tuple[Tensor, Tensor]]:
-        grads = call.gradients(())
-        out, wanted, adds = grads.buffers()
-        experts_weight_gradients_op(dy, pre, d_pre, out, wanted, adds, *reads)
+        assert call.owned is not None
+        grads = call.gradients(call.owned, call.trained)
+        experts_gradients_op(dy, [*kept, d_pre, *v], *grads.buffers(), *reads)
         return grads.deliver()
 
-    assert call.defer is not None
-    call.defer(job, call.delayed_reads(reads[0], dy, reads[1]))
+    x, w_MK, *_ = reads
+    defer(job, call.delayed_reads(x, dy, w_MK))
+    return dx, dw
+
+
+def _by_recipe(
+    call: Call, dy: Tensor, kept: Sequence[Tensor], p: Pass, tensors: Sequence[Tensor], needs: Sequence[bool],
+    need_x: bool,
+) -> tuple[Tensor | None, Tensor, Sequence[Tensor | None]]:  # fmt: skip
+    """Operands are quantized now, also where they are multiplied later."""
+    defer, owned = call.sink.defer, call.owned or tensors
+    wanted = needs if defer is None else call.trained
+    p.u = p.placed(kept[1:])
+    if defer is None:
+        grads = call.gradients(owned, wanted)
+        p.sinks = Sink.of(*grads.buffers()).cut(call.first)
+        dx, dw = backward(p, dy, kept[0], need_x, None)
+        return dx, dw, grads.close()
+    jobs = p.waits = []
+    sinks = p.sinks = Sink(wanted, [None] * call.count, [False] * call.count).cut(call.first)
+    dx, dw = backward(p, dy, kept[0], need_x, None)
+
+    def job() -> list[tuple[Tensor, Tensor]]:
+        grads = call.gradients(owned, wanted)
+        for sink, made in zip(sinks, Sink.of(*grads.buffers()).cut(call.first), strict=True):
+            sink.into, sink.adds = made.into, made.adds
+        while jobs:
+            jobs.pop(0)()
+        return grads.deliver()
+
+    defer(job, ())  # it reads copies
+    return dx, dw, [None] * len(needs)
+
+
+class _Experts(Function):
+    """In graphs of `torch.compile` as well."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(once_differentiable(_backward))
+
+
+class _WithState(Function):
+    """With what a graph does not see: `main_grad`, delayed gradients, a recipe."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(eager_backward(_backward))

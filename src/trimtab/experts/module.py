@@ -6,7 +6,7 @@ Legend: M rows, K slots per row, E experts, D model dim, F hidden dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
-from trimtab.experts.expert_call import ExpertWeights, joined
+from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.ops import plan_for
-from trimtab.experts.plan import plan_experts
-from trimtab.experts.quantized import Codes, packed, quantized
+from trimtab.experts.plan import plan_experts, plan_for
+from trimtab.experts.quantized import quantized, values_per_byte
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
 
 if TYPE_CHECKING:
-    from trimtab.experts.adapters import Adapters
-    from trimtab.experts.copied import Copies
     from trimtab.experts.recipes.base import Recipe
+    from trimtab.experts.replicated import Replicas
+
+
+Weights = tuple[GroupedWeight, GroupedWeight]
+"""Up and down."""
 
 
 def check_activation(name: str) -> None:
@@ -121,15 +124,12 @@ class ExpertMLP(GroupedModule):
         same names, with `<name>_scales` beside them. Before `parallelize`, which gives each rank its experts' codes.
 
         Raises:
-            ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
-                divide D and F, or the module has `main_grad`, `delay_wgrad` or a recipe.
+            ConfigError: they have codes already or are sharded, there is no encoder for the format, or its blocks do
+                not divide D and F.
         """
         weights = {key: getattr(self, key) for key in (self._up, "down")}
-        if self.codes is not None or self._has_state() or not all(dense(weight) for weight in weights.values()):
-            raise ConfigError(
-                "experts are quantized once, before parallelize, and without main_grad, delay_wgrad and a recipe",
-                phase="experts",
-            )
+        if self.codes is not None or not all(dense(weight) for weight in weights.values()):
+            raise ConfigError("experts are quantized once, before parallelize", phase="experts")
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
         for key, (codes, scales) in made.items():
@@ -137,19 +137,29 @@ class ExpertMLP(GroupedModule):
             setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
         return self
 
-    def expert_weights(self) -> ExpertWeights:
-        """The parameters as they are now."""
-        down_bias = self.down_bias
-        up_bias = None if down_bias is None else getattr(self, f"{self._up}_bias")
-        own = {"up": getattr(self, self._up), "down": self.down, "up_bias": up_bias, "down_bias": down_bias}
-        codes = self._codes(lambda name: getattr(self, name))
-        return ExpertWeights(**own, codes=codes, adapters=self._adapters() if self.active_adapters else None)
+    def expert_weights(self) -> Weights:
+        """Up and down as they are now."""
+        return self._weights(partial(getattr, self))
 
-    def _adapters(self) -> Adapters:
-        from trimtab.experts.adapter_module import adapters_of, in_use
+    def _weights(self, tensor: Callable[[str], Tensor]) -> Weights:
+        """From this module's tensors by name."""
+        form, dtype = self.codes or ("", None)
+        lora = self._lora() if self.active_adapters else {}
+
+        def read(name: str) -> GroupedWeight:
+            return GroupedWeight(
+                values=(tensor(name),), biases=() if self.down_bias is None else (tensor(f"{name}_bias"),),
+                scales=tensor(f"{name}_scales") if form else None, lora=lora.get(name), format=form, dtype=dtype,
+            )  # fmt: skip
+
+        return read(self._up), read("down")
+
+    def _lora(self) -> Mapping[str, LoraFactors | None]:
+        """The sum of the active adapters' factors."""
+        from trimtab.experts.lora import factors_of, in_use
 
         adapters = in_use(self)
-        return adapters_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])
+        return factors_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])
 
     @property
     def adaptable(self) -> tuple[str, ...]:
@@ -160,15 +170,10 @@ class ExpertMLP(GroupedModule):
         """The shape and the dtype of a weight, or of what its codes stand for."""
         shape, dtype = super().stands_for(name)
         return (
-            (shape, dtype) if self.codes is None else ((*shape[:-1], shape[-1] * packed(self.codes[0])), self.codes[1])
+            (shape, dtype)
+            if self.codes is None
+            else ((*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1])
         )
-
-    def _codes(self, tensor: Callable[[str], Tensor]) -> Codes | None:
-        """What the weights are codes of, from the tensors by the scales' names."""
-        if self.codes is None:
-            return None
-        up, down = map(tensor, self.scale_names)
-        return Codes(format=self.codes[0], up=joined(up), down=down, dtype=self.codes[1])
 
     @property
     def scale_names(self) -> tuple[str, ...]:
@@ -182,7 +187,13 @@ class ExpertMLP(GroupedModule):
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
@@ -192,8 +203,8 @@ class ExpertMLP(GroupedModule):
             ids_MK: int local expert ids; a slot whose id is outside 0..E - 1 is dropped.
             w_MK: routing weights, in one of these dtypes; their gradient comes back in their dtype.
             num_slots: how many slots are kept, or how many at most, where it is known.
-            copies: of other ranks' experts that have rows here in this call, of ids from E on. Collective then, and the
-                gradients of copies are added to those of their homes in the backward, see `trimtab.experts.copied`.
+            replicas: those of other ranks' experts that have rows here in this call, of ids from E on. Collective then;
+                the backward adds their gradients to those of their homes, see `trimtab.experts.replicated`.
 
         Raises:
             ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
@@ -205,29 +216,38 @@ class ExpertMLP(GroupedModule):
         (`main_grad`, `delay_wgrad`, `recipe`) or kernels of one's own it runs eagerly, between two graphs.
         """
         weights = self.expert_weights()
-        if copies is None:
+        if replicas is None:
             return self.run(weights, x_MD, ids_MK, w_MK, num_slots)
-        return self.run_with_copies(weights, x_MD, ids_MK, w_MK, copies)
+        return self.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas)
 
     @not_in_graphs
-    def run_with_copies(
-        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, copies: Copies,
+    def run_with_replicas(
+        self,
+        weights: Weights,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        replicas: Replicas,
         num_slots: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`run` of the weights and of copies. num_slots: see `trimtab.experts.copied.run_with_copies`."""
-        from trimtab.experts.copied import check_copied, run_with_copies
+    ) -> Tensor:
+        """`run` of the weights and of replicas. num_slots: a bound for each of both, where `replicas` does not know."""
+        from trimtab.experts.replicated import check_replicable, replicate
 
-        check_copied(self)
-        empty_like = self.kernels.on(x_MD.device, weights.computed_in).empty_like
-        return run_with_copies(
-            self.run, weights, x_MD, ids_MK, w_MK, copies, main_grad=self.main_grad, empty_like=empty_like,
-            num_slots=num_slots,
-        )  # fmt: skip
+        check_replicable(self)
+        x_MD, home, of_others = replicate(replicas, x_MD, *weights, self.main_grad)
+        of_home = replicas.num_home_slots if num_slots is None else num_slots
+        y = self.run(home, x_MD, ids_MK, w_MK, of_home)
+        if not replicas.number:
+            return y
+        of_replicas = replicas.num_slots if num_slots is None else num_slots
+        first = home[0].groups
+        return y.add_(self.run(of_others, x_MD, ids_MK - first, w_MK, of_replicas, "off"))
 
     def run(
-        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None
-    ) -> Tensor:
-        """`forward` with other weights than the module's own parameters."""
+        self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None,
+        main_grad: MainGradMode | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`forward` with other weights than the module's own parameters. main_grad: another mode than the module's."""
         legal = dense(x_MD) and dense(ids_MK) and dense(w_MK)
         legal = legal and x_MD.ndim == ids_MK.ndim == 2 and ids_MK.shape == w_MK.shape
         legal = legal and x_MD.shape[0] == ids_MK.shape[0] and x_MD.shape[1] == self.dim
@@ -237,43 +257,44 @@ class ExpertMLP(GroupedModule):
                 f"floating ones in {VALUES}, got {', '.join(described(t) for t in (x_MD, ids_MK, w_MK))}",
                 phase="experts",
             )
-        self._refuse_codes(weights.each[0 if weights.codes is None else 2 :])
+        up, down = weights
+        for weight in weights:
+            self._refuse_codes(weight.biases if weight.format else (*weight.values, *weight.biases))
         refuse_transforms(type(self).__name__)
-        kernels = kernels_for(self.kernels, x_MD.device, weights.computed_in)
+        kernels = kernels_for(self.kernels, x_MD.device, up.computed_in)
         in_graph = isinstance(kernels, str)  # where it may be a symbol
         if num_slots is not None and not in_graph and (not is_whole(num_slots) or num_slots < 0):
             raise InputError(f"num_slots={num_slots!r} must be a whole number, at least 0, or None", phase="experts")
         if kernels is None or self._has_state():
-            return self._stateful(weights, x_MD, ids_MK, w_MK, num_slots)
-        plan = plan_for(ids_MK, weights.down.shape[0], num_slots, kernels)
-        return expert_mlp(x_MD, w_MK, plan, weights, self.activation, kernels)
+            return self._stateful(weights, x_MD, ids_MK, w_MK, num_slots, main_grad or self.main_grad)
+        plan = plan_for(ids_MK, up.groups, num_slots, kernels)
+        return expert_mlp(x_MD, w_MK, plan, up, down, self.activation, kernels)
 
     @not_in_graphs
     def _stateful(
-        self, weights: ExpertWeights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None
-    ) -> Tensor:
+        self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None,
+        main_grad: MainGradMode,
+    ) -> Tensor:  # fmt: skip
         """Between two graphs where `torch.compile` traces."""
-        kernels = self.kernels.on(x_MD.device, weights.computed_in)
+        up, down = weights
+        kernels = self.kernels.on(x_MD.device, up.computed_in)
         engine = self.engine_for(self._widths())
         alignment = 1 if self.recipe is None else (engine or self.recipe).alignment
-        experts = weights.down.shape[0]
-        plan = plan_experts(ids_MK, experts, alignment=alignment, num_slots=num_slots, kernels=kernels)
+        plan = plan_experts(ids_MK, up.groups, alignment=alignment, num_slots=num_slots, kernels=kernels)
         low = None
         if self.recipe is not None:
-            from trimtab.experts.lowered import LoweredProducts
+            from trimtab.experts.low_precision import LowPrecisionProducts
 
             ups, downs = self.up_state, self.down_state
             assert ups is not None
             assert downs is not None
-            made = partial(LoweredProducts, kernels, plan.offsets_e, engine=engine)
+            made = partial(LowPrecisionProducts, kernels, plan.offsets_e, engine=engine)
             low = made(ups.call()), made(downs.call())
-        defer = self._delayed.add if self.delay_wgrad else None
-        return expert_mlp(
-            x_MD, w_MK, plan, weights, self.activation, kernels, main_grad=self.main_grad, defer=defer, low=low
-        )  # fmt: skip
+        sink = GradSink(main_grad, self._delayed.add if self.delay_wgrad else None)
+        return expert_mlp(x_MD, w_MK, plan, up, down, self.activation, kernels, sink=sink, low_precision=low)
 
     def _widths(self) -> Sequence[tuple[int, int]]:
-        return [(self.dim, self.expert_weights().width), (self.hidden, self.dim)]
+        return [(self.dim, 2 * self.hidden if self.gated else self.hidden), (self.hidden, self.dim)]
 
     def _device(self) -> torch.device:
         return self.down.device

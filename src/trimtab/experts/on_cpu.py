@@ -17,10 +17,9 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
-from trimtab.experts.adapters import experts_first
-from trimtab.experts.expert_call import cast_weights
-from trimtab.experts.operands import Operands, Targets
-from trimtab.experts.quantized import packed
+from trimtab.experts.passes import Pass
+from trimtab.experts.product import cast, joined, with_rows
+from trimtab.experts.weight import experts_first
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 from trimtab.kernels.tensor_checks import apart
@@ -28,22 +27,29 @@ from trimtab.kernels.tensor_checks import apart
 Fields = dict[str, Any]
 ADAPTED = 32
 """Where there are adapters, D and F are multiples of it: their columns lie behind the others (cpu/bring.h)."""
-NAMES = ("up", "down", "up_bias", "down_bias")
+NAMES = ("up", "down")
 
 
-def covers(o: Operands) -> bool:
+def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
-    params = o.up, o.down, o.up_bias, o.down_bias
-    adapted = any(pair.rank for pair in o.thin or ())
-    return (
-        isinstance(o.kernels, CompiledKernels)
-        and _known(o.word) is not None
-        and o.x.dtype in TYPES
-        and all(p is None or (p.is_contiguous() and (o.codes is not None or p.dtype is o.up.dtype)) for p in params)
-        and (o.codes is None or (o.codes.up.is_contiguous() and o.codes.down.is_contiguous()))
-        and (not adapted or (o.x.shape[1] % ADAPTED == 0 and o.hidden % ADAPTED == 0))
-        and (not (adapted or o.codes) or _passed(o.kernels))
-    )
+    up, down, adapted = p.up, p.down, p.adapted
+    if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
+        return False
+    if up.format != down.format or len(up.biases) != len(down.biases):
+        return False
+    dtype = up.values[0].dtype
+    for weight in (up, down):
+        if weight.values[0].ndim < 3:
+            return False
+        for t in (*weight.values, *weight.biases):
+            if not t.is_contiguous() or not (up.format or t.dtype is dtype):
+                return False
+        lora = weight.lora
+        if (weight.scales is not None and not weight.scales.is_contiguous()) or (lora is not None and lora.dropout):
+            return False
+    if adapted and (p.x.shape[1] % ADAPTED or down.ins % ADAPTED):
+        return False
+    return not (adapted or up.format) or _passed(p.kernels)
 
 
 def _passed(kernels: CompiledKernels) -> bool:
@@ -61,52 +67,50 @@ def _passed(kernels: CompiledKernels) -> bool:
     return kernels.fault_by(find, "adapters and codes") is None
 
 
-def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
-    """y [M, D], and the pre-activations [R, I], none unless `keep`."""
-    kernels, x = _kernels(o), o.x.contiguous()
-    fields = _fields(o, x) | _weights(o, x)
-    pre = kernels.empty(fields["R"] if keep else 0, o.width, dtype=x.dtype)
+def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """y [M, D], and with `keep` the pre-activations [R, I]."""
+    kernels, x = _kernels(p), p.x.contiguous()
+    fields = _fields(p, x) | _weights(p, x)
+    pre = kernels.empty(fields["R"], p.up.outs, dtype=x.dtype) if keep else None
     y = kernels.empty(*x.shape, dtype=x.dtype)
-    thin = _adapters(o, x.dtype if o.codes else fields["up"].dtype)
-    kernels.forward(fields | thin | {"pre": pre if keep else None, "y": y})
+    if p.adapted:
+        fields |= _adapters(p, x.dtype if p.up.format else fields["up"].dtype)
+    kernels.forward(fields | {"pre": pre, "y": y})
     return y, pre
 
 
-def backward(
-    o: Operands, dy: Tensor, pre: Tensor, targets: Targets, need_x: bool, d_pre: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """dx [M, D] and dw [M, K]; see `by_blocks.backward`."""
-    kernels, x = _kernels(o), o.x.contiguous()
-    fields = _fields(o, x) | _weights(o, x)
-    if pre.shape[0] < fields["R"] or pre.shape[1:] != (o.width,):
+def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """dx [M, D] and dw [M, K]; see `passes.backward`."""
+    kernels, x = _kernels(p), p.x.contiguous()
+    fields = _fields(p, x) | _weights(p, x)
+    if pre.shape[0] < fields["R"] or pre.shape[1:] != (p.up.outs,):
         raise InputError(f"the pre-activations came back as {tuple(pre.shape)}", phase="experts")
     dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
-    dw = torch.zeros(o.w.shape, dtype=torch.float32, device="cpu")
+    dw = torch.zeros(p.w.shape, dtype=torch.float32, device="cpu")
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw, "d_pre": d_pre}
-    thin = _adapters(o, x.dtype if o.codes else fields["up"].dtype)
-    for name, pair in zip(("up", "down"), o.thin or (), strict=False):
-        thin[f"v_{name}"] = kernels.empty(fields["R"], pair.rank, dtype=x.dtype)
-        thin |= {f"d_{name}_a": pair.d_a, f"d_{name}_b": pair.d_b}
-    fields |= thin
-    later = _written(fields, targets) if d_pre is None else []
+    if p.adapted:
+        fields |= _adapters(p, x.dtype if p.up.format else fields["up"].dtype) | _thin_gradients(p, fields["R"])
+    later = _written(p, fields) if d_pre is None else []
     kernels.backward(fields)
     _put(later)
-    return dx, dw.to(o.w.dtype)
+    return dx, dw.to(p.w.dtype)
 
 
-def weight_gradients(o: Operands, dy: Tensor, pre: Tensor, d_pre: Tensor, targets: Targets) -> None:
-    """The parameters' gradients, from what the backward left."""
-    x = o.x.contiguous()
-    fields = _fields(o, x)
+def gradients(p: Pass, dy: Tensor, pre: Tensor, d_pre: Tensor) -> None:
+    """The tensors' gradients, from what the backward left."""
+    x = p.x.contiguous()
+    fields = _fields(p, x)
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "d_pre": d_pre}
-    later = _written(fields, targets)
-    _kernels(o).weight_gradients(fields)
+    if p.adapted:
+        fields |= _thin_numbers(p) | _thin_gradients(p, fields["R"])
+    later = _written(p, fields)
+    _kernels(p).weight_gradients(fields)
     _put(later)
 
 
-def _kernels(o: Operands) -> CompiledKernels:
-    assert isinstance(o.kernels, CompiledKernels)
-    return o.kernels
+def _kernels(p: Pass) -> CompiledKernels:
+    assert isinstance(p.kernels, CompiledKernels)
+    return p.kernels
 
 
 @lru_cache(maxsize=64)
@@ -115,86 +119,108 @@ def _known(word: str) -> Fields | None:
     name = word.split()[0]
     if name not in ACTIVATIONS:
         return None
-    activation, number = activation_of(word), {"act": ACTIVATIONS.index(name)}
+    activation = activation_of(word)
+    number = {"act": ACTIVATIONS.index(name), "gated": activation.gated}
     if not isinstance(activation, ClampedSwiGLU):
         return number
     numbers = {key: getattr(activation, key) for key in ("alpha", "limit", "shift")}
     return number | numbers | {"interleaved": int(activation.interleaved)}
 
 
-def _fields(o: Operands, x: Tensor) -> Fields:
+def _fields(p: Pass, x: Tensor) -> Fields:
     """What all three calls read, and what keeps it alive."""
-    plan, (M, D), (e, _, F), width, known = o.plan, x.shape, o.down.shape, o.width, _known(o.word)
-    each = packed(o.codes.format) if o.codes else 1
-    wanted, F = (e, D, F), F * each
-    if o.transposed:
-        F = o.down.shape[1]
-        wanted = (e, F, D)
+    plan, (M, D), up, down, known = p.plan, x.shape, p.up, p.down, _known(p.word)
+    e, F, width = down.groups, down.ins, up.outs
     assert known is not None
-    fits = o.down.shape == wanted and o.up.shape[0] == e and o.up.shape[1 if o.transposed else -1] * each == D
-    fits = fits and width == (2 * F if activation_of(o.word).gated else F) and o.w.shape[0] == M
+    fits = down.outs == D and up.groups == e and up.ins == D and p.w.shape[0] == M
+    fits = fits and width == (2 * F if known["gated"] else F)
     if not fits or plan.offsets_e.shape[0] != e + 1 or plan.bag_offsets.shape[0] != M + 1:
         raise InputError(
-            f"x {tuple(x.shape)}, weights {tuple(o.w.shape)}, up {tuple(o.up.shape)} and down {tuple(o.down.shape)} "
-            "do not fit together",
+            f"x {tuple(x.shape)}, weights {tuple(p.w.shape)}, up {tuple(up.values[0].shape)} and down "
+            f"{tuple(down.values[0].shape)} do not fit together",
             phase="experts",
         )
-    w = o.w if o.w.dtype is torch.float32 else o.w.to(torch.float32)
+    w = p.w if p.w.dtype is torch.float32 else p.w.to(torch.float32)
     return known | {
-        "type": TYPES[x.dtype], "transposed": int(o.transposed), "M": M, "R": plan.row_R.shape[0], "E": e,
+        "type": TYPES[x.dtype], "transposed": int(up.transposed), "M": M, "R": plan.row_R.shape[0], "E": e,
         "D": D, "F": F, "row_R": plan.row_R, "slot_R": plan.slot_R, "offsets": plan.offsets_e, "x": x,
         "w": w.contiguous(),
     }  # fmt: skip
 
 
-def _weights(o: Operands, x: Tensor) -> Fields:
-    """The parameters where they are read, in one of the types that may lie beside x."""
-    up, down, up_bias, down_bias = o.up, o.down, o.up_bias, o.down_bias
-    if o.codes is not None:
-        fields: Fields = {"type_weights": CODES[o.codes.format], "up_scales": o.codes.up, "down_scales": o.codes.down}
+def _weights(p: Pass, x: Tensor) -> Fields:
+    """Values or codes, and biases, where they are read, in one of the types that may lie beside x."""
+    up, down = p.up.values[0], p.down.values[0]
+    if p.up.format:
+        fields: Fields = {
+            "type_weights": CODES[p.up.format], "up_scales": p.up.scales, "down_scales": p.down.scales
+        }  # fmt: skip
     else:
-        if up.dtype is not x.dtype and (up.dtype, x.dtype) != (
-            torch.float32,
-            torch.bfloat16,
-        ):  # beside those C++ rounds
-            up, down, up_bias, down_bias = cast_weights(up, down, up_bias, down_bias, o.plan, x, o.kernels)
+        if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those it rounds
+            runs = with_rows(p.plan.offsets_e)
+            up, down = (cast(joined(t), x.dtype, p.kernels, runs) for t in (up, down))
         fields = {"type_weights": TYPES[up.dtype]}
     fields |= {"up": up, "down": down}
-    if up_bias is not None and down_bias is not None:
-        fields |= {"up_bias": up_bias.to(x.dtype), "down_bias": down_bias.to(x.dtype)}
+    if p.up.biases:
+        fields |= {"up_bias": p.up.biases[0].to(x.dtype), "down_bias": p.down.biases[0].to(x.dtype)}
     return fields
 
 
-def _adapters(o: Operands, dtype: torch.dtype) -> Fields:
-    """The pairs beside weights of this dtype, contiguous."""
-
-    def read(thin: Tensor) -> Tensor:
-        if thin.dtype is dtype and thin.is_contiguous():
-            return thin
-        return experts_first(thin, _kernels(o).empty(*thin.shape, dtype=dtype))
-
+def _thin_numbers(p: Pass) -> Fields:
     fields: Fields = {}
-    for name, pair in zip(("up", "down"), o.thin or (), strict=False):
-        if pair.rank:
-            fields |= {f"{name}_a": read(pair.a), f"{name}_b": read(pair.b)}
-        fields |= {f"rank_{name}": pair.rank, f"scale_{name}": pair.scale, f"u_{name}": pair.u}
+    for name, weight, u in zip(NAMES, (p.up, p.down), p.u, strict=True):
+        if weight.lora is not None:
+            fields |= {f"rank_{name}": weight.lora.rank, f"scale_{name}": weight.lora.scale, f"u_{name}": u}
     return fields
 
 
-def _written(fields: Fields, targets: Targets) -> list[tuple[Tensor, Tensor, bool]]:
+def _adapters(p: Pass, dtype: torch.dtype) -> Fields:
+    """Factors beside weights of this dtype, contiguous."""
+
+    def read(factor: Tensor) -> Tensor:
+        if factor.dtype is dtype and factor.is_contiguous():
+            return factor
+        return experts_first(factor, _kernels(p).empty(*factor.shape, dtype=dtype))
+
+    fields = _thin_numbers(p)
+    for name, weight in zip(NAMES, (p.up, p.down), strict=True):
+        if weight.lora is not None:
+            fields |= {f"{name}_a": read(weight.lora.a), f"{name}_b": read(weight.lora.b)}
+    return fields
+
+
+def _thin_gradients(p: Pass, rows: int) -> Fields:
+    """Rows `v`, and where factors' gradients go: C++ writes both of an adapter, also where one is wanted alone."""
+    fields: Fields = {}
+    for name, weight, v, sink in zip(NAMES, (p.up, p.down), p.v, p.sinks, strict=True):
+        lora = weight.lora
+        if lora is None:
+            continue
+        fields[f"v_{name}"] = _kernels(p).empty(rows, lora.rank, dtype=p.x.dtype) if v is None else v
+        into = (None, None) if sink is None else sink.into[-2:]
+        if any(t is not None for t in into):
+            for kind, factor, target in zip("ab", (lora.a, lora.b), into, strict=True):
+                made = _kernels(p).empty(*factor.shape, dtype=torch.float32) if target is None else target
+                fields[f"d_{name}_{kind}"] = made
+    return fields
+
+
+def _written(p: Pass, fields: Fields) -> list[tuple[Tensor, Tensor, bool]]:
     """Say where the gradients that are wanted go. What C++ cannot write is made beside it: (target, value, adds)."""
     later: list[tuple[Tensor, Tensor, bool]] = []
-    for name, target, adds in zip(NAMES, targets.each, targets.adds, strict=True):
-        if target is None:
+    for name, sink, weight in zip(NAMES, p.sinks, (p.up, p.down), strict=True):
+        if sink is None:
             continue
-        bias = name.endswith("bias")
-        if bias or target.dtype not in TYPES or not target.is_contiguous():
-            value = torch.empty(target.shape, dtype=torch.float32, device="cpu")
-            later.append((target, value, adds))
-            target, adds = value, False
-        fields[f"d_{name}"] = target
-        if not bias:
-            fields |= {f"type_{name}": TYPES[target.dtype], f"add_{name}": int(adds)}
+        target, adds = sink.into[0], sink.adds[0]
+        if target is not None:
+            if target.dtype not in TYPES or not target.is_contiguous():
+                value = torch.empty(target.shape, dtype=torch.float32, device="cpu")
+                later.append((target, value, adds))
+                target, adds = value, False
+            fields |= {f"d_{name}": target, f"type_{name}": TYPES[target.dtype], f"add_{name}": int(adds)}
+        if weight.biases and (target := sink.into[1]) is not None:
+            value = fields[f"d_{name}_bias"] = torch.empty(target.shape, dtype=torch.float32, device="cpu")
+            later.append((target, value, sink.adds[1]))
     return later
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.experts.expert_call import cast_weights, joined
-from trimtab.experts.operands import Operands, Targets
+from trimtab.experts.passes import Pass
 from trimtab.experts.plan import slot_grads, slot_weights
+from trimtab.experts.product import by_row, cast, joined
 from trimtab.kernels.api import put
 from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.moves import combine
@@ -29,21 +29,19 @@ from trimtab.kernels.triton.products import grouped_rows, weight_grad
 from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
 
 
-def covers(o: Operands) -> bool:
-    """Whether the fused kernels compute this call: SwiGLU without biases and adapters."""
+def covers(p: Pass) -> bool:
+    """Whether the fused kernels compute this call: SwiGLU of stacked values alone."""
     return (
-        isinstance(o.kernels, TritonBackend)
-        and o.word == "swiglu"
-        and not o.thin
-        and o.up_bias is None
-        and o.down_bias is None
+        isinstance(p.kernels, TritonBackend)
+        and p.word == "swiglu"
+        and all(w.stacked and not (w.biases or w.format or w.lora) for w in (p.up, p.down))
     )
 
 
-def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
-    """y [M, D], and the pre-activations [R, I], none unless `keep`."""
-    x, plan, launch = o.x.contiguous(), o.plan, _launch(o)
-    up_eDI, down_eFD, weight_R = _read(o)
+def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """y [M, D], and with `keep` the pre-activations [R, I]."""
+    x, plan, launch = p.x.contiguous(), p.plan, _launch(p)
+    up_eDI, down_eFD, weight_R = _read(p)
     rows, hidden = plan.row_R.shape[0], down_eFD.shape[1]
     pre = x.new_empty(rows if keep else 0, 2 * hidden)
     h = x.new_empty(rows, hidden)
@@ -52,15 +50,13 @@ def forward(o: Operands, keep: bool) -> tuple[Tensor, Tensor]:
     return combine(out_RD, plan.row_csr), pre
 
 
-def backward(
-    o: Operands, dy: Tensor, pre: Tensor, targets: Targets, need_x: bool, d_pre_RI: None
-) -> tuple[Tensor | None, Tensor]:
-    """dx [M, D] and dw [M, K]; see `by_blocks.backward`, which is there for weight gradients that come later."""
-    x, dy, plan, launch = o.x.contiguous(), dy.contiguous(), o.plan, _launch(o)
-    up_eDI, down_eFD, weight_R = _read(o)
+def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: None) -> tuple[Tensor | None, Tensor]:
+    """dx [M, D] and dw [M, K]; see `passes.backward`, which is there for weight gradients that come later."""
+    x, dy, plan, launch = p.x.contiguous(), dy.contiguous(), p.plan, _launch(p)
+    up_eDI, down_eFD, weight_R = _read(p)
     d_pre, hw, dots = hidden_grad(dy, plan.row_R, down_eFD.transpose(1, 2), weight_R, plan.offsets_e, pre, launch)
-    dw = slot_grads(dots.sum(1).to(o.w.dtype), plan, o.w)
-    _write(o, targets, x, dy, hw, d_pre)
+    dw = slot_grads(dots.sum(1).to(p.w.dtype), plan, p.w)
+    _write(p, x, dy, hw, d_pre)
     del hw
     if not need_x:
         return None, dw
@@ -69,25 +65,26 @@ def backward(
     return combine(dx_RD, plan.row_csr), dw
 
 
-def _write(o: Operands, targets: Targets, x: Tensor, dy: Tensor, hw: Tensor, d_pre: Tensor) -> None:
-    up, down, *_ = targets.each
-    row_R, offsets = o.plan.row_R, o.plan.offsets_e
-    if down is not None:
-        weight_grad(hw, dy, offsets, o.by_row(down), _launch(o), add=targets.adds[1], b_index_R=row_R)
-    if up is not None:
+def _write(p: Pass, x: Tensor, dy: Tensor, hw: Tensor, d_pre: Tensor) -> None:
+    row_R, offsets, launch = p.plan.row_R, p.plan.offsets_e, _launch(p)
+    up_sink, down_sink = p.sinks
+    if down_sink is not None and (down := down_sink.into[0]) is not None:
+        there = by_row(down, p.down.transposed)
+        weight_grad(hw, dy, offsets, there, launch, add=down_sink.adds[0], b_index_R=row_R)
+    if up_sink is not None and (up := up_sink.into[0]) is not None:
         there = up if up.ndim < 4 or up.is_contiguous() else torch.empty_like(up).contiguous()
-        add = targets.adds[0] and there is up
-        weight_grad(x, d_pre, offsets, o.by_row(joined(there)), _launch(o), add=add, a_index_R=row_R)
+        add = up_sink.adds[0] and there is up
+        weight_grad(x, d_pre, offsets, by_row(joined(there), p.up.transposed), launch, add=add, a_index_R=row_R)
         if there is not up:
-            put(up, there, targets.adds[0])
+            put(up, there, up_sink.adds[0])
 
 
-def _read(o: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _read(p: Pass) -> tuple[Tensor, Tensor, Tensor]:
     """The weights as [e, in, out], and the routing weight of each expert row."""
-    up, down, *_ = cast_weights(o.up, o.down, None, None, o.plan, o.x, o.kernels)
-    return o.by_row(up), o.by_row(down), slot_weights(o.w, o.plan)[:, 0].float()
+    up, down = (by_row(cast(joined(w.values[0]), p.x.dtype, p.kernels), w.transposed) for w in (p.up, p.down))
+    return up, down, slot_weights(p.w, p.plan)[:, 0].float()
 
 
-def _launch(o: Operands) -> Any:
-    assert isinstance(o.kernels, TritonBackend)
-    return o.kernels.launch
+def _launch(p: Pass) -> Any:
+    assert isinstance(p.kernels, TritonBackend)
+    return p.kernels.launch

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
+from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import kernels_of
 from trimtab.kernels.rows import ExpertPlan as ExpertPlan
 from trimtab.kernels.rows import csr_of, inverse_of, narrow, static_by_default
+from trimtab.kernels.tensor_checks import no_values
 from trimtab.layout import ALIGNMENTS
-from trimtab.validation import wide_ids
+from trimtab.operators import operator
+from trimtab.validation import assert_on_device, wide_ids
 
 
 def plan_experts(
@@ -88,3 +92,74 @@ def slot_grads(dw_R: Tensor, plan: ExpertPlan, w_MK: Tensor) -> Tensor:
     d_N1 = dw_R.new_zeros(slots + 1)
     d_N1.scatter_(0, torch.where(plan.slot_R < 0, slots, plan.slot_R), dw_R)
     return d_N1[:slots].view_as(w_MK)
+
+
+def plan_for(
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str = ""
+) -> ExpertPlan:
+    """`plan_experts`, in a graph as an operator with as many rows as there are slots.
+
+    whole: who says that each slot names an expert, and is named where one does not. "": slots may be dropped.
+
+    Raises:
+        InputError: more slots are kept than `num_slots`, on the CPU; some are dropped, with `whole`.
+    """
+    if not torch.compiler.is_compiling():
+        return _plan(ids_MK, num_experts, num_slots, kernels, whole)
+    bound = ids_MK.numel() if num_slots is None else num_slots
+    names = kernels if isinstance(kernels, str) else ""
+    return ExpertPlan(*plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names))
+
+
+def _plan(
+    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str
+) -> ExpertPlan:  # fmt: skip
+    if getattr(kernels, "name", "") == "triton":
+        from trimtab.kernels.triton.moves import place_slots
+
+        plan = place_slots(ids_MK, num_experts, num_slots=num_slots)
+    else:
+        plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
+    if whole and not no_values(ids_MK.device):
+        _refuse_dropped(whole, plan, ids_MK, num_experts)
+    return plan
+
+
+def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: int) -> None:
+    """On a device, trip an assertion there."""
+    if ids_MK.device.type != "cpu":
+        kept = plan.counts_e.sum() == ids_MK.numel()
+        assert_on_device(kept, f"{whole}: ids outside 0..{num_experts - 1}")
+    elif dropped := ids_MK.numel() - plan.bag_index.shape[0]:
+        raise InputError(
+            f"{whole}: {dropped} slot(s) have an id outside 0..{num_experts - 1}. Does the router score as many "
+            "experts as there are?",
+            phase="experts",
+        )
+
+
+def _plan_tensors(
+    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
+) -> list[Tensor]:  # fmt: skip
+    dtype = torch.float32
+    chosen = kernels_of(kernels, ids.device, dtype) if ids.device.type == "cpu" else ""
+    plan = _plan(ids, num_experts, bound if bounded else None, chosen, whole)
+    slot_R, row_R, indices, *rest = plan
+    short = bound - slot_R.shape[0]
+    pad = torch.nn.functional.pad
+    return [pad(slot_R, (0, short), value=-1), pad(row_R, (0, short), value=-1), pad(indices, (0, short)), *rest]
+
+
+def _plan_fake(
+    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
+) -> list[Tensor]:  # fmt: skip
+    sizes = (bound, bound, bound, ids.shape[0] + 1, num_experts, num_experts + 1)
+    return [ids.new_empty(size, dtype=torch.int64) for size in sizes]
+
+
+plan_op = operator(
+    "plan_experts(Tensor ids, SymInt num_experts, SymInt bound, bool bounded, str whole, str kernels) -> Tensor[]",
+    _plan_tensors,
+    _plan_fake,
+)
+"""An `ExpertPlan` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""

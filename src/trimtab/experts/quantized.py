@@ -42,20 +42,7 @@ class Format:
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Codes:
-    """What the weights of experts are codes of: these stand where the weights would, in [e, out, in]'s order.
-
-    format: of `FORMATS`. up, down: scales. dtype: of the weights that they stand for.
-    """
-
-    format: str
-    up: Tensor
-    down: Tensor
-    dtype: torch.dtype
-
-
-def packed(name: str) -> int:
+def values_per_byte(name: str) -> int:
     """Values in an entry of a weight's last axis; 1 where it is no codes, ""."""
     return FORMATS[name].per_byte if name else 1
 
@@ -68,9 +55,11 @@ def scales_of(codes: Tensor, name: str) -> tuple[int, ...]:
     return (*lead, -(-outs // f.outs), -(-ins // f.ins) if f.ins else 1)
 
 
-def decoded(codes_eOI: Tensor, scales_eOI: Tensor, name: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def decoded(
+    codes_eOI: Tensor, scales_eOI: Tensor, name: str | Format, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """The weights [e, out, in] of codes [e, out, in / values in a byte], into `out` if it is given."""
-    f = FORMATS[name]
+    f = name if isinstance(name, Format) else FORMATS[name]
     if f.values:
         wide = _pairs(f.values, f.high_first, codes_eOI.device)
         value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)

@@ -33,6 +33,8 @@ from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite", "te", "te_first"]
 MODES = ("off", "accumulate", "overwrite")
+MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
+"""What a view that stands for a parameter must have of it."""
 
 WgradJob = Callable[[], list[tuple[Tensor, Tensor]]]
 """Gives the parameters that want a gradient, each with what autograd gets for it."""
@@ -76,8 +78,6 @@ class WeightGradient:
         if not self.fused:
             return self.buffer
         self.param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if not any(self.param.stride()):  # an outline of copies, see `copied`: nobody hooks on them
-            return self.param.detach()
         zeros = getattr(self.param, "zero_out_wgrad", False) or torch.is_anomaly_enabled()  # which looks for NaN
         return torch.zeros_like(self.param) if zeros else torch.empty_like(self.param)
 
@@ -106,7 +106,7 @@ class DelayedGradients:
     """The work that the backwards of one module left, oldest first. A copy of the module begins without any."""
 
     def __init__(self) -> None:
-        self._jobs: deque[tuple[WgradJob, list[tuple[Tensor, int]]]] = deque()
+        self._jobs: deque[WgradJob] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DelayedGradients, ()
@@ -117,7 +117,7 @@ class DelayedGradients:
 
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
-        self._jobs.append((job, [(t, t._version) for t in reads if not t.is_inference()]))
+        self._jobs.append(unchanged(job, reads))
 
     def waiting(self) -> bool:
         """Whether a backward's gradients have not been asked for yet."""
@@ -131,17 +131,46 @@ class DelayedGradients:
         """
         if not self._jobs:
             raise InputError("backward_dw() without a backward before it", phase="experts")
-        job, reads = self._jobs.popleft()
-        changed = [tuple(t.shape) for t, version in reads if t._version != version]
+        job = self._jobs.popleft()
+        with torch.no_grad(), without_autocast():
+            found = [(param, gradient) for param, gradient in job() if param.requires_grad]
+        torch.autograd.backward([param for param, _ in found], [gradient for _, gradient in found])
+
+
+class DelayedTogether:
+    """One job of what several functions of one call leave in a backward.
+
+    Args:
+        defer: takes it.
+    """
+
+    def __init__(self, defer: Defer) -> None:
+        self._defer, self._jobs = defer, list[WgradJob]()
+
+    def begin(self, dy: Tensor) -> None:
+        """Called with the gradient of the call's result, before any of its functions."""
+        jobs = self._jobs = []
+        self._defer(lambda: [found for job in jobs for found in job()], ())
+
+    def __call__(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
+        self._jobs.append(unchanged(job, reads))
+
+
+def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
+    """The job, which raises InputError if a tensor that it reads was changed in place meanwhile."""
+    versions = [(t, t._version) for t in reads if not t.is_inference()]
+
+    def run() -> list[tuple[Tensor, Tensor]]:
+        changed = [tuple(t.shape) for t, version in versions if t._version != version]
         if changed:
             raise InputError(
                 f"a tensor {changed[0]} that backward_dw() needs was changed in place since the backward: hand the "
                 "layer a copy, or call backward_dw() before the buffer is used again",
                 phase="experts",
             )
-        with torch.no_grad(), without_autocast():
-            found = [(param, gradient) for param, gradient in job() if param.requires_grad]
-        torch.autograd.backward([param for param, _ in found], [gradient for _, gradient in found])
+        return job()
+
+    return run
 
 
 def anchor(like: Tensor, wanted: bool) -> Tensor:

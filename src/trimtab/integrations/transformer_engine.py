@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.grouped_ops import GroupSizes
+from trimtab.experts.group_sizes import GroupSizes
 from trimtab.experts.linear import GroupedLinear as Grouped
 from trimtab.kernels.choose import KernelChoice
 from trimtab.validation import check_flags
@@ -139,13 +139,8 @@ class GroupedLinear(Grouped):
 
     @property
     def biases(self) -> tuple[Tensor, ...]:
-        """Those that the product adds, in the form of the weights."""
-        if not self.apply_bias:
-            return ()
-        found = self._params("bias")
-        if self.single_grouped_weight == self.single_grouped_bias:
-            return found
-        return (torch.stack(found),) if self.single_grouped_weight else found[0].unbind()
+        """Those that the product adds."""
+        return self._params("bias") if self.apply_bias else ()
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:

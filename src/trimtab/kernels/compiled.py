@@ -5,7 +5,7 @@
     weight_gradients   later, from x, dy, pre and d_pre                                                cpu/wgrad.h
     place_slots        the plan of a rank's experts                                                    cpu/experts.cpp
 
-What these do not cover goes block by block, see `trimtab.experts.by_blocks`. Sums are taken in float32, and an expert
+What these do not cover goes block by block, see `trimtab.experts.passes`. Sums are taken in float32, and an expert
 row's bits depend on no other row, on no thread and on no number of threads. A weight in float32 beside rows in bfloat16
 is rounded on the way.
 

@@ -23,7 +23,7 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trimtab.autograd import once_differentiable
-from trimtab.experts.adapter_module import ExpertAdapter
+from trimtab.experts.lora import ExpertAdapter
 from trimtab.parallel.meshes import ExpertMesh
 
 SPLIT = {"gate_up_b": Shard(2), "up_b": Shard(1), "down_a": Shard(2)}

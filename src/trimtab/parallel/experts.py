@@ -23,12 +23,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.adapter_module import ExpertAdapter, adapters_of, in_use
-from trimtab.experts.adapters import Adapters
-from trimtab.experts.copied import Copies
-from trimtab.experts.expert_call import ExpertWeights
-from trimtab.experts.module import ExpertMLP
+from trimtab.experts.lora import ExpertAdapter, factors_of, in_use
+from trimtab.experts.module import ExpertMLP, Weights
 from trimtab.experts.quantized import FORMATS
+from trimtab.experts.replicated import Replicas
+from trimtab.experts.weight import LoraFactors
+from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.adapters import cut_adapter, summed_over_copies
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
@@ -36,7 +36,6 @@ from trimtab.parallel.meshes import ExpertMesh, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
 SPLIT |= {f"{name}_scales": SPLIT[name] for name in ("gate_up", "up", "down")}
-MAIN_GRAD_NAMES = ("main_grad", "overwrite_main_grad", "zero_out_wgrad")
 OF_EXPERTS = "_He"
 """How the names of buffers end that have a column for each expert."""
 
@@ -83,36 +82,36 @@ class ParallelExperts(ExpertMLP):
     reduce_delayed: Callable[[], None] | None
 
     def forward(
-        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None, copies: Copies | None = None
+        self,
+        x_MD: Tensor,
+        ids_MK: Tensor,
+        w_MK: Tensor,
+        *,
+        num_slots: int | None = None,
+        replicas: Replicas | None = None,
     ) -> Tensor:
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync.
 
-        Copies go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""
+        Replicas go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""
         if self.etp is None:
-            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots, copies=copies)
+            return super().forward(x_MD, ids_MK, w_MK, num_slots=num_slots, replicas=replicas)
         rows = self.etp.dispatch(x_MD, ids_MK, w_MK, num_slots)
         met = rows.x_MD, rows.ids_MK, rows.weights_MK
-        if copies is None:
+        if replicas is None:
             y = super().forward(*met, num_slots=rows.num_slots)
         else:
-            y = self.run_with_copies(self.expert_weights(), *met, copies, rows.num_slots)
+            y = self.run_with_replicas(self.expert_weights(), *met, replicas, rows.num_slots)
         return self.etp.combine(y, rows)
 
-    def expert_weights(self) -> ExpertWeights:
-        """This rank's part of the parameters as they are now, differentiable."""
-        up, down, *biases = map(self._local, self.parameter_names)
-        up_bias, down_bias = biases or (None, None)
-        adapters = self._adapters() if self.active_adapters else None
-        codes = self._codes(self._local)
-        return ExpertWeights(
-            up=up, down=down, up_bias=up_bias, down_bias=down_bias, adapters=adapters, codes=codes
-        )  # fmt: skip
+    def expert_weights(self) -> Weights:
+        """This rank's part of up and of down as they are now, differentiable."""
+        return self._weights(self._local)
 
-    def _adapters(self) -> Adapters:
+    def _lora(self) -> Mapping[str, LoraFactors | None]:
         adapters = in_use(self)
         parts = [{name: self._scaled(local_part(p)) for name, p in a.named_parameters()} for a in adapters]
         summed_over_copies(adapters, parts, self.place)
-        return adapters_of(self, adapters, parts)
+        return factors_of(self, adapters, parts)
 
     def own_part(self, name: str) -> Tensor:
         """What this rank has of a parameter."""
@@ -126,7 +125,7 @@ class ParallelExperts(ExpertMLP):
         cut_adapter(adapter, self.place, None)
 
     def backward_dw(self) -> None:
-        """As `ExpertMLP.backward_dw`. Every rank that holds parts or copies of these experts must call, in the same
+        """As `ExpertMLP.backward_dw`. Every rank that holds parts or replicas of these experts must call, in the same
         order: their data-parallel reduction happens here."""
         super().backward_dw()
         if self.delay_wgrad and self.reduce_delayed is not None:

@@ -48,7 +48,7 @@ def _draw(metrics: Path, png: Path) -> None:
             loads = layer["tokens_per_expert"]
             totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(loads)), loads, strict=True)]
             vio.setdefault(name, []).append(layer["max_vio"])
-        copied = [layer["balanced"] for layer in record["layers"].values() if "balanced" in layer]
+        copied = [layer["replicated"] for layer in record["layers"].values() if "replicated" in layer]
         for when, values in busiest.items():
             values.append(max((layer[f"busiest_{when}"] for layer in copied), default=float("nan")))
     if not totals:
@@ -73,7 +73,7 @@ def _draw(metrics: Path, png: Path) -> None:
         lines.legend(title="layer", fontsize="small")
     for ranks in of_ranks:
         for when, style in (("before", "--"), ("after", "-")):
-            ranks.plot(steps, busiest[when], style, linewidth=1, label=f"{when} copies of experts")
+            ranks.plot(steps, busiest[when], style, linewidth=1, label=f"{when} replicas of experts")
         ranks.set(xlabel="step", ylabel="rows of the busiest rank / mean", title="ranks, worst layer")
         ranks.set_ylim(bottom=1)
         ranks.legend(fontsize="small")

@@ -34,7 +34,7 @@ def load_scalars(layers: dict[str, dict[str, Any]], most_keys: int = 64) -> dict
 
     Keys are `loads/NAME` and `loads/NAME/LAYER`, of which there are never more than `most_keys` (at least 5), whatever
     the model. Tokens per expert are not among them. No layers, no numbers. Where experts are copied, `busiest_before`
-    and `busiest_after` are those of the worst layer, `copies` and `copy_bytes` of all, if there is room for 9 keys.
+    and `busiest_after` are those of the worst layer, `replicas` and `replica_bytes` of all, where 9 keys have room.
     """
     if not layers:
         return {}
@@ -46,10 +46,10 @@ def load_scalars(layers: dict[str, dict[str, Any]], most_keys: int = 64) -> dict
         "loads/entropy": min(record["entropy"] for record in records),
         "loads/drop_rate": max(record["drop_rate"] for record in records),
     }
-    copied = [record["balanced"] for record in records if "balanced" in record]
+    copied = [record["replicated"] for record in records if "replicated" in record]
     if copied and most_keys >= len(found) + 4:
         found |= {f"loads/{name}": max(one[name] for one in copied) for name in ("busiest_before", "busiest_after")}
-        found |= {f"loads/{name}": float(sum(one[name] for one in copied)) for name in ("copies", "copy_bytes")}
+        found |= {f"loads/{name}": float(sum(one[name] for one in copied)) for name in ("replicas", "replica_bytes")}
     each = ("max_vio", "dead_experts", "entropy", "drop_rate")
     room = min(max(most_keys - len(found), 0) // len(each), len(records))
     numbers = [round(i * (len(records) - 1) / max(room - 1, 1)) for i in range(room)]

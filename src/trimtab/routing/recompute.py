@@ -70,7 +70,7 @@ class _Tapes(threading.local):
 
     def __init__(self) -> None:
         self.running: list[_Tape] = []
-        self.unseen = False
+        self.hidden_from_ac_policy = False
 
 
 _TAPES = _Tapes()
@@ -113,7 +113,7 @@ class Taped:
 
 
 class _Policy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode of selective checkpointing, which is asked for what is not `unseen`."""
+    """A mode of selective checkpointing, which is asked for what is not `hidden_from_ac_policy`."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,21 +124,21 @@ class _Policy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _TAPES.unseen:
+        if _TAPES.hidden_from_ac_policy:
             return func(*args, **(kwargs or {}))
         return self._mode.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class unseen:
+class hidden_from_ac_policy:
     """Within, selective checkpointing keeps nothing and runs all again, whatever its policy: it can keep no tensor that
     is written to, and counts on the same operators in both runs, which FSDP2's units do not have."""
 
     def __enter__(self) -> None:
-        self._before = _TAPES.unseen
-        _TAPES.unseen = bool(_TAPES.running)
+        self._before = _TAPES.hidden_from_ac_policy
+        _TAPES.hidden_from_ac_policy = bool(_TAPES.running)
 
     def __exit__(self, *error: object) -> None:
-        _TAPES.unseen = self._before
+        _TAPES.hidden_from_ac_policy = self._before
 
 
 def replay_in_recompute(context_fn: Callable[[], Contexts] | None = None) -> Contexts:

@@ -1,4 +1,4 @@
-"""What a training run is made of: its options, in one table, and how its ranks are laid out.
+"""The options of a training run, in one table, and how its ranks are laid out.
 
 Pure values and integer arithmetic; nothing here imports torch. An option that is None has a default that depends
 on the model or on the number of ranks, filled in by `TrainConfig.resolved` and `Mesh.of`.
@@ -7,12 +7,13 @@ on the model or on the number of ranks, filled in by `TrainConfig.resolved` and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from trimtab.errors import ConfigError
+from trimtab.train.presets import PRESETS
 
 MOST_SEED = 2**32 - 1  # of numpy
 WITH_LORA = ("lora_alpha", "lora_targets", "quantize", "merge")
@@ -33,18 +34,13 @@ def option(
 
     Args:
         group: the heading that it stands under in the help.
-        shown: what stands for its value there.
+        shown: stands for its value there.
         fixed: the numbers of a run follow from it, so that a run that goes on cannot change it.
         per_run: it is about one start of the command, and no part of what a run is made of.
     """
-    about = {
-        "group": group,
-        "help": help,
-        "shown": shown or "|".join(choices) or "N",
-        "least": least,
-        "choices": choices,
-    }
-    return dataclasses.field(default=default, metadata=about | {"fixed": fixed, "per_run": per_run})
+    about: dict[str, Any] = {"group": group, "help": help, "shown": shown or "|".join(choices) or "N", "least": least}
+    about |= {"choices": choices, "fixed": fixed, "per_run": per_run}
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,7 @@ class TrainConfig:
         shown="NAME|PATH", fixed=True,
     )  # fmt: skip
     dtype: str = option(
-        "model", "what the model computes in; master weights are float32 (default float32)", default="float32",
+        "model", "dtype that the model computes in; master weights are float32 (default float32)", default="float32",
         choices=("float32", "bfloat16"), fixed=True,
     )  # fmt: skip
     attn: str | None = option("model", "attention, as transformers names it: eager, sdpa …", shown="NAME", fixed=True)
@@ -70,7 +66,7 @@ class TrainConfig:
         choices=("truncate", "drop"), fixed=True,
     )  # fmt: skip
     data_report: bool = option(
-        "data", "tell what the data holds and what of it is learnt, and end", default=False, per_run=True
+        "data", "tell what the data holds and what of it is learned, and end", default=False, per_run=True
     )
     accept_new_data: bool = option(
         "data", "with --resume: go on though the data has changed", default=False, per_run=True
@@ -106,7 +102,7 @@ class TrainConfig:
         "steps", "of a preset's weights and the order of the data (default 0)", default=0, least=0, fixed=True
     )
     eval_data: tuple[str, ...] = option(
-        "evaluation", "files and folders that are not learnt, whose loss is measured", default=(), shown="FILE|DIR"
+        "evaluation", "files and folders that are not learned, whose loss is measured", default=(), shown="FILE|DIR"
     )
     eval_split: float | None = option(
         "evaluation", "a share of --data that is held out for that, as in 0.05", shown="X", fixed=True
@@ -129,12 +125,12 @@ class TrainConfig:
     fsdp: int | None = option("ranks", "ranks that share the other weights (default: what is left)", least=1)
     tp: int | None = option("ranks", "tensor-parallel ranks (default 1)", least=1)
     replicate: int | None = option("ranks", "copies of the sharded model (default 1)", least=1)
-    balance: str = option(
+    replicate_experts: str = option(
         "ranks", "copy hot experts, for one call, to ranks with room: auto, where that pays, or how far above the mean "
         "the busiest rank may be, as in 0.1 (default off)", default="off", shown="off|auto|X",
     )  # fmt: skip
     copy_cost: int | None = option(
-        "ranks", "slots that a copy must take off the busiest rank to be worth its way (default 1000)", least=0
+        "ranks", "slots that a replica must take off the busiest rank to be worth its way (default 1000)", least=0
     )
     out: str = option(
         "results", "where everything is written, shared by all hosts (default runs/train)", default="runs/train",
@@ -182,8 +178,8 @@ class TrainConfig:
         if self.eval_split is not None and (self.eval_data or not 0 < self.eval_split < 1):
             raise ConfigError(f"--eval-split {self.eval_split}: must be between 0 and 1, and stand without --eval-data")
         _ = self.tolerance
-        if self.copy_cost is not None and self.balance == "off":
-            raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --balance")
+        if self.copy_cost is not None and self.replicate_experts == "off":
+            raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --replicate-experts")
         for name in ("lr", "epochs", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
@@ -191,20 +187,21 @@ class TrainConfig:
 
     @property
     def tolerance(self) -> Literal["off", "auto"] | float:
-        """What `balance` says. Raises ConfigError where that is nothing."""
-        if self.balance in ("off", "auto"):
-            return cast(Literal["off", "auto"], self.balance)
+        """`replicate_experts` as a word or a number. Raises ConfigError where it is neither."""
+        if self.replicate_experts in ("off", "auto"):
+            return cast(Literal["off", "auto"], self.replicate_experts)
         try:
-            above = float(self.balance)
+            above = float(self.replicate_experts)
         except ValueError:
             above = math.nan
         if not 0 <= above < math.inf:
-            raise ConfigError(f"--balance {self.balance}: must be off, auto or a number from 0 on, 0.1 for 10 %")
+            given = self.replicate_experts
+            raise ConfigError(f"--replicate-experts {given}: must be off, auto or a number from 0 on, 0.1 for 10 %")
         return above
 
-    def resolved(self, *, preset: bool) -> TrainConfig:
+    def resolved(self) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
-        steps = self.max_steps or 100
+        steps, preset = self.max_steps or 100, self.model in PRESETS
         return dataclasses.replace(
             self,
             max_steps=steps,
@@ -216,18 +213,14 @@ class TrainConfig:
             warmup=min(steps // 10, 100) if self.warmup is None else self.warmup,
         )
 
-    def to_json(self) -> str:
-        """One line that `from_json` reads back."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        """Read what `to_json` wrote."""
-        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in json.loads(text).items()}
-        return cls(**fields)
+    def of(cls, fields: Mapping[str, Any]) -> TrainConfig:
+        """The configuration of options by name, as JSON and argparse have them: with lists for tuples."""
+        options: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return cls(**options)
 
     def made_of(self) -> dict[str, Any]:
-        """What `--config` of a run like this one holds: the options that are not about one start of the command."""
+        """The options that are not about one start of the command: what `--config` of a run like this one holds."""
         fields = {field.name: getattr(self, field.name) for field in OPTIONS if not field.metadata["per_run"]}
         return fields if self.epochs is None else fields | {"max_steps": None}
 
@@ -237,13 +230,13 @@ FIXED = tuple(field.name for field in OPTIONS if field.metadata["fixed"])
 
 
 def flag_of(name: str) -> str:
-    """How the command line calls an option."""
+    """The name of an option on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How `world` ranks are laid out, innermost last: replicate x fsdp x tp for dense weights, and
+    """The layout of `world` ranks, innermost last: replicate x fsdp x tp for dense weights, and
     replicate x (fsdp * tp / ep) x ep for experts. The tp ranks of one group read the same data."""
 
     world: int
@@ -258,7 +251,7 @@ class Mesh:
         return self.world // self.tp
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_size` shares of the data `rank` reads."""
+        """The share of the data, of `data_size`, that `rank` reads."""
         return rank // self.tp
 
     @classmethod

@@ -1,24 +1,30 @@
-"""From one command to the right number of ranks: here, through PyTorch's elastic launcher, or under torchrun."""
+"""From one command to the right number of ranks: here, through PyTorch's elastic launcher, or under torchrun.
+
+`python -m trimtab.train.launch CONFIG_JSON LAUNCHER` is a rank that the launcher of that process id starts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
+import time
+import traceback
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from trimtab.errors import ConfigError, TrimtabError
-from trimtab.integrations.transformers import import_transformers
+from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
-from trimtab.train.checks import check_options
 from trimtab.train.config import TrainConfig
-from trimtab.train.rank import log_file, run_rank
+from trimtab.train.plan import DATA, Plan, plan_run
+from trimtab.train.report import LOGS
 from trimtab.train.resume import advice
 
 
@@ -28,61 +34,49 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
     ranks are gone by then. With `data_report` or `dry_run` no rank is started, and nothing is written.
     """
-    size = group_size()
-    if size is not None and nproc is not None:
-        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: must be at least 1")
-    asked = config.data_report or config.dry_run
+    size, asked = group_size(nproc), config.data_report or config.dry_run
     if size is not None and not asked:
-        run_rank(config)
+        _run_rank(config)
         return
     with signals_raise():
-        check_options(config, size or nproc or 1)
-        import_transformers("trimtab train")
+        plan = plan_run(config, size or nproc or 1)
         if asked:
             if int(os.environ.get("RANK", 0)) == 0:
-                _report(config, size or nproc or 1)
+                _report(plan)
         elif nproc is None or nproc == 1:
             from trimtab.train.session import run_session
 
-            run_session(config, prepared=False)
+            run_session(plan, prepared=False)
         else:
-            _launch_ranks(config, nproc)
+            _launch_ranks(plan, nproc)
 
 
-def _report(config: TrainConfig, ranks: int) -> None:
+def _report(plan: Plan) -> None:
     from trimtab.train.packing import prepare_data
-    from trimtab.train.prepare import DATA, described, plan_run, with_steps
 
     with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
-        plan = plan_run(dataclasses.replace(config, out=scratch), ranks)
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, out=scratch))
         reports = prepare_data(plan.groups, plan.packer, plan.out / DATA, plan.draws)
-        if config.dry_run:
-            print("\n".join(described(with_steps(plan))))
+        if plan.config.dry_run:
+            print("\n".join(plan.with_steps().described()))
         for report in reports:
             print("\n".join([report.summary(), *report.details(plan.tokenizer)]))
 
 
-def _launch_ranks(config: TrainConfig, nproc: int) -> None:
+def _launch_ranks(plan: Plan, nproc: int) -> None:
     import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    from transformers.utils import logging as transformers_logging
 
-    from trimtab.train.prepare import make_room, plan_run
+    from trimtab.train.out_folder import make_room
 
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise ConfigError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPU(s)")
-    if not config.debug:
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
+    inherited = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))}
+    if not plan.config.debug:
+        inherited["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    plan = plan_run(config, nproc)
-    inherited = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))} | (
-        {} if config.debug else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    )
     os.environ.update({name: value for name, value in inherited.items() if name not in os.environ})
     with contextlib.closing(make_room(plan)), tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
         elastic = LaunchConfig(
@@ -98,14 +92,18 @@ def _launch_ranks(config: TrainConfig, nproc: int) -> None:
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            program = *module_arguments("trimtab.train.rank"), plan.asked.to_json(), str(os.getpid())
-            elastic_launch(elastic, sys.executable)(*program)
+            given = json.dumps(dataclasses.asdict(plan.asked)), str(os.getpid())
+            elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
         except ChildFailedError as error:
             hint = advice(plan.out, nproc)
-            cause = _root_cause(error.failures, plan.out)
-            raise TrimtabError(f"{cause}; {hint}" if hint else cause) from error
+            raise TrimtabError(_root_cause(error.failures, plan.out) + (f"; {hint}" if hint else "")) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
+
+
+def _log_file(out: Path, rank: int) -> Path:
+    """The file for a rank's output and traceback."""
+    return out / LOGS / f"rank-{rank}.log"
 
 
 def _log_places(out: Path, scratch: Path) -> Any:
@@ -114,7 +112,7 @@ def _log_places(out: Path, scratch: Path) -> Any:
 
     class LogPlaces(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            logs = {rank: str(log_file(out, rank)) if rank else "" for rank in envs}
+            logs = {rank: str(_log_file(out, rank)) if rank else "" for rank in envs}
             errors = {rank: str(scratch / f"error-{rank}.json") for rank in envs}
             for rank, env in envs.items():
                 env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
@@ -145,5 +143,53 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
         hint = "; SIGKILL often means that memory ran out" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks have been stopped"
     said = failure.error_file_data.get("message", f"exit code {failure.exitcode}")
-    log = log_file(out, rank)
+    log = _log_file(out, rank)
     return f"rank {rank} failed: {said}; {f'details in {log}' if log.exists() else 'what it said is above'}"
+
+
+def _run_rank(config: TrainConfig, launcher: int | None = None) -> None:
+    """Run this process's rank of a group that torchrun, or the launcher of that process id, started; never returns
+    after a failure, of which it leaves word."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
+    try:
+        if launcher is not None:
+            threading.Thread(target=_die_with, args=(launcher,), daemon=True).start()
+        plan = plan_run(config, int(os.environ["WORLD_SIZE"]))
+        from trimtab.train.session import run_session
+
+        run_session(plan, prepared=launcher is not None)
+    except Exception as error:
+        _fail(error, config, launched=launcher is not None)
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its launcher is gone, even if it was killed, and before this rank came up at that."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
+    rank = int(os.environ.get("RANK", 0))
+    expected = isinstance(error, TrimtabError)
+    message = str(error) if expected else first_line(error, typed=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        follows = isinstance(error, (PeerLost, PhaseTimeout))
+        word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}
+        Path(path).write_text(json.dumps(word), encoding="utf-8")
+    log = _log_file(Path(config.out), rank)
+    if not expected and log.parent.is_dir():
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+    if config.debug:
+        traceback.print_exc()
+    # What the user got wrong is wrong on every rank of a machine: once is enough.
+    if not launched and (int(os.environ.get("LOCAL_RANK", rank)) == 0 or not expected):
+        sys.stderr.write(f"trimtab: {message if expected else f'rank {rank}: {message}'}\n")
+    sys.stderr.flush()
+    os._exit(1)  # the process group's threads may wait for other ranks; do not wait with them
+
+
+if __name__ == "__main__":
+    _run_rank(TrainConfig.of(json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,15 @@ from transformers.utils.generic import is_flash_attention_requested
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.replicated_params import average_replicated
 from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.trainer.copy_counts import CopyCounts, with_balanced
+from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
-from trimtab.train.blocks import Blocks, RankBlocks
-from trimtab.train.chat import IGNORED
-from trimtab.train.checkpoints import Checkpoints
+from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.dataset import Blocks, RankBlocks
+from trimtab.train.plan import Plan
+from trimtab.train.report import METRICS
+from trimtab.train.resume import Checkpoints, describe_run
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -103,31 +104,29 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     """`Trainer` for one mesh of ranks over an endless stream of blocks.
 
     Args:
-        model: what `load_model` gave.
-        config: a resolved configuration.
-        mesh: how the ranks are laid out.
-        blocks: this rank's blocks.
-        metrics: the file that gets one JSON line per step, written by rank 0.
-        checkpoints: when to save and where to go on from.
-        held_out: blocks that the model is evaluated on, the same on every rank; None for no evaluation.
+        plan: of the run, its data ready and its steps known.
+        model: loaded for it, with adapters where it has them.
+        rank: of this process.
 
     After `train`, `state.global_step` says how many steps are taken.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        config: TrainConfig,
-        mesh: Mesh,
-        blocks: RankBlocks,
-        metrics: Path,
-        checkpoints: Checkpoints,
-        held_out: Blocks | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, model: Any, rank: int) -> None:
+        config, mesh = plan.config, plan.mesh
+        run = describe_run(config, mesh.data_size, plan.groups)
+        self.checkpoints = checkpoints = Checkpoints(config, run, plan.checkpoint)
+        blocks = RankBlocks(
+            plan.blocks(),
+            batch=config.batch_size,
+            rank=mesh.data_rank(rank),
+            size=mesh.data_size,
+            seed=config.seed,
+            skip=checkpoints.start * config.grad_accum * config.batch_size,
+        )
         super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
-        self.mesh, self.metrics, self.checkpoints = mesh, metrics, checkpoints
+        self.mesh, self.metrics = mesh, plan.out / METRICS
         text = model.config.get_text_config()
         # Some families have no such loss.
         coefficient = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", None)
@@ -135,7 +134,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self.balance = BalanceLosses(aux_loss=coefficient or 0.0, z_loss=0.0, group=lambda: group)
         self.balance.micro_batches = config.grad_accum
         self._without_logits = {"output_router_logits": False} if hasattr(text, "output_router_logits") else {}
-        self.loads, self.copies = Loads(), CopyCounts(model)
+        self.loads, self.replicas = Loads(), ReplicaCounts(model)
         self.observed = Observed(model, self.loads, *([self.balance] if coefficient else []))
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
@@ -143,7 +142,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._nll = torch.zeros((), dtype=self._wide, device=device)
         self._targets = self._nll.clone()
         self._tokens = config.batch_size * (config.seq_len or 0) * config.grad_accum * mesh.data_size
-        self.held_out, self.eval_every = held_out, config.eval_every or 0
+        self.held_out, self.eval_every = plan.eval_blocks(), config.eval_every or 0
         self._clock = time.perf_counter()
         self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
@@ -219,7 +218,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def _forward(
         self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[Any, torch.Tensor]:
-        """What the model gives for a batch, and the sum of its targets' losses. rows: whose tokens count in loads."""
+        """The outputs for a batch, and the sum of its targets' losses. rows: those whose tokens count in loads."""
         self.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
         given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
         if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
@@ -283,7 +282,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
         layers = {name: load_metrics(loads) for name, (loads, _) in self.loads.listed(counts).items()}
-        layers = with_balanced(layers, self.copies.reported())
+        layers = with_replica_counts(layers, self.replicas.reported())
         super().log(record | load_scalars(layers), start_time)
         if self.is_world_process_zero():
             with self.metrics.open("a", encoding="utf-8") as file:

@@ -1,65 +1,37 @@
-"""A model by name or path: what it is made of, and how it is loaded onto the ranks."""
+"""A model by name or path: what it is made of, how it is loaded onto the ranks, and adapters on it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from copy import deepcopy
+from pathlib import Path
 from typing import Any, cast
+
+import torch
+from torch import nn
 
 import trimtab.integrations.transformers
 from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
+from trimtab.integrations.transformers.lora.config import lora_config
+from trimtab.integrations.transformers.quantized.params import allocate_params
+from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
+from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.presets import PRESETS
+from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
 IMPLEMENTATION = "trimtab"
 ENCODED = ("nf4", "int8")
-"""What experts are made while they are loaded."""
+"""Formats that experts are quantized to while they are loaded."""
 RESUMS = "replicated_with_grad_allreduce"
 """A style of transformers' tp plans, of norms over a head: its hook sums `.grad`, earlier micro-batches included."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the launcher must know of a model before any rank starts.
-
-    Attributes:
-        experts: global number of experts by the name of each MoE layer's experts module.
-        vocab_size: rows of the input embedding.
-        positions: tokens of the longest sequence that its config.json is for, or None where that says none.
-        plans: which of "tp", "ep" and "fsdp" the model class has a sharding plan for.
-        packs: whether documents of one row that `position_ids` tell apart do not see each other.
-        skeleton: the model, on the meta device.
-        resums: whether its tp plan sums what a gradient holds so far, over the ranks, in every backward.
-    """
-
-    class_name: str
-    experts: dict[str, int]
-    plans: frozenset[str]
-    vocab_size: int
-    positions: int | None
-    resums: bool
-    packs: bool
-    skeleton: Any
-
-    @property
-    def num_experts(self) -> int:
-        """Experts per layer; where layers differ, the largest number that divides them all."""
-        return math.gcd(*self.experts.values())
-
-
-def is_preset(model: str) -> bool:
-    """Whether `model` names a preset rather than a folder."""
-    return model in PRESETS
-
-
-def inspect(model: str, attn: str | None = None) -> Facts:
-    """Build the model without weights and look. Raises ConfigError for a path that is no MoE language model."""
-    import torch
+def inspect(model: str, attn: str | None = None) -> Any:
+    """Build the model on the meta device. Raises ConfigError for a path that is no MoE language model."""
     from transformers import AutoModelForCausalLM
 
-    config = PRESETS[model].build() if is_preset(model) else _read_config(model)
+    config = preset_config(model) if model in PRESETS else _read_config(model)
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
@@ -67,34 +39,46 @@ def inspect(model: str, attn: str | None = None) -> Facts:
         if attn is not None:
             raise ConfigError(f"--attn {attn}: {first_line(error)}") from error
         raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
-    experts = {name: int(cast(int, module.num_experts)) for name, module in experts_modules(skeleton).items()}
-    name = type(skeleton).__name__
-    if not experts:
+    if not experts_modules(skeleton):
         raise ConfigError(
-            f"--model {model}: {name} has no experts that transformers hands to an implementation; trimtab trains "
-            "Mixture-of-Experts models whose experts module it does"
+            f"--model {model}: {type(skeleton).__name__} has no experts that transformers hands to an implementation; "
+            "trimtab trains Mixture-of-Experts models whose experts module it does"
         )
-    plans = frozenset(kind for kind in ("tp", "ep", "fsdp") if getattr(skeleton, f"{kind}_plan", None))
-    rows = int(skeleton.get_input_embeddings().num_embeddings)
-    positions = getattr(skeleton.config, "max_position_embeddings", None)
-    resums = RESUMS in (skeleton.tp_plan or {}).values()
-    return Facts(name, experts, plans, rows, positions, resums, keeps_documents_apart(skeleton), skeleton)
+    return skeleton
+
+
+def num_experts(model: Any) -> dict[str, int]:
+    """The number of experts by the name of each MoE layer's experts module; of the global ones before sharding."""
+    return {name: int(cast(int, module.num_experts)) for name, module in experts_modules(model).items()}
+
+
+def num_rows(model: Any) -> int:
+    """Rows of the input embedding."""
+    return int(model.get_input_embeddings().num_embeddings)
+
+
+def _read_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"--model {model}: config.json cannot be used ({first_line(error)})") from error
+    config.__dict__.pop("quantization_config", None)  # its weights are written out plain
+    return config
 
 
 def keeps_documents_apart(model: Any) -> bool:
-    """Whether masks and `position_ids` that begin anew keep documents of one row apart in every layer: not where a
+    """True where masks and `position_ids` that begin anew keep documents of one row apart in every layer: not where a
     state or a convolution runs over the row, or keys are compressed or chosen for a block of it."""
-    from torch import nn
-
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     mixes = any(isinstance(module, nn.Conv1d) for module in model.modules())
     return not mixes and kinds <= {"full_attention", "sliding_attention"}
 
 
 def mask_by_positions(model: Any) -> None:
-    """Let a model make its masks from `position_ids`: not every one hands them on to the functions that do, and GPT-OSS
+    """Have a model's masks made from `position_ids`: not every one hands them on to the functions that do, and GPT-OSS
     and AFMoE would let documents of one row see each other."""
-    import torch
     from transformers.masking_utils import create_masks_for_generate
 
     def with_masks(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -108,38 +92,65 @@ def mask_by_positions(model: Any) -> None:
     model.base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
-def check_plans(facts: Facts, mesh: Mesh, grad_accum: int) -> None:
-    """Raise ConfigError if the mesh asks for a kind of sharding that the model class has no plan for, or has one that
-    gives other gradients in several micro-batches."""
-    wanted = {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}
-    for kind, size in wanted.items():
-        if size > 1 and kind not in facts.plans:
-            raise ConfigError(
-                f"--{kind} {size}: transformers has no {kind} plan for {facts.class_name}; use --{kind} 1"
-            )
-    if mesh.tp > 1 and grad_accum > 1 and facts.resums:
+def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> None:
+    """Raise ConfigError for options that the model, its plans, its tokenizer or adapters on it do not allow."""
+    name, rows = type(model).__name__, num_rows(model)
+    for kind, size in {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}.items():
+        if size > 1 and not getattr(model, f"{kind}_plan", None):
+            raise ConfigError(f"--{kind} {size}: transformers has no {kind} plan for {name}; use --{kind} 1")
+    if mesh.tp > 1 and config.grad_accum > 1 and RESUMS in (model.tp_plan or {}).values():
         raise ConfigError(
-            f"--tp {mesh.tp} --grad-accum {grad_accum}: transformers' tp plan for {facts.class_name} sums gradients of "
+            f"--tp {mesh.tp} --grad-accum {config.grad_accum}: transformers' tp plan for {name} sums gradients of "
             "norms anew in every micro-batch, and they come out too large; use --grad-accum 1"
         )
+    if config.replicate_experts != "off" and mesh.ep == 1:
+        raise ConfigError(
+            f"--replicate-experts {config.replicate_experts}: every rank has all experts (ep 1); raise --ep, or leave "
+            "that off"
+        )
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"--model {config.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows"
+        )
+    positions, seq_len = getattr(model.config, "max_position_embeddings", None), config.seq_len or 0
+    if positions is not None and seq_len > positions:
+        more = "" if config.model in PRESETS else ", or extend it in its config.json"
+        raise ConfigError(
+            f"--seq-len {seq_len}: {config.model} has {positions} positions (max_position_embeddings); use at most as "
+            f"many{more}"
+        )
+    if config.lora:
+        _check_adapters(config, model, mesh)
 
 
-def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
+def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
+    for flag, size in (("--tp", mesh.tp), ("--replicate", mesh.replicate)):
+        if size > 1 and config.lora_targets != "experts":
+            raise ConfigError(
+                f"--lora with {flag} {size}: peft sizes adapters of linear layers by one rank's shard then; use "
+                f"--lora-targets experts, or {flag} 1"
+            )
+    if config.quantize and mesh.ep == 1 and mesh.tp > 1:
+        raise ConfigError(f"--quantize with --tp {mesh.tp} and --ep 1: codes are sharded by expert alone; give --ep 2")
+    _quantized_skeleton(model, config)
+    _lora_config(model, config)
+
+
+def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     """Load a checkpoint folder onto this rank's place in the mesh, with trimtab's experts and exchange.
 
-    Raises ConfigError for a checkpoint that lacks weights.
+    Every rank must call. Raises ConfigError for a checkpoint that lacks weights, or whose weights are not finite.
     """
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
+    from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
+
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, balance=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize in ENCODED:
-        from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
-
         options["quantization_config"] = QuantizedExpertsConfig(config.quantize)
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(
@@ -162,16 +173,15 @@ def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
     # transformers fills these with random numbers, which would pass for a checkpoint that learns badly.
     if absent := sorted(report["missing_keys"]):
         raise ConfigError(f"--model {config.model}: the checkpoint lacks {len(absent)} weights, among them {absent[0]}")
+    check_finite(model, config.model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def load_tokenizer(model: str) -> Any:
-    """The checkpoint's tokenizer, or the byte tokenizer of the presets. Raises ConfigError if there is none."""
-    from trimtab.train.tokens import byte_tokenizer
-
-    if is_preset(model):
+    """Load the checkpoint's tokenizer, or the byte tokenizer of the presets. Raises ConfigError if there is none."""
+    if model in PRESETS:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
@@ -194,12 +204,67 @@ def check_finite(model: Any, name: str) -> None:
         )
 
 
-def _read_config(model: str) -> Any:
+def with_adapters(model: Any, config: TrainConfig) -> Any:
+    """The model with new adapters of peft's around it, the same on every rank, and everything else frozen."""
+    from peft import get_peft_model
+
+    torch.manual_seed(config.seed)
+    meta = next(model.parameters()).is_meta
+    return get_peft_model(model, _lora_config(model, config), low_cpu_mem_usage=meta)
+
+
+def trained_skeleton(skeleton: Any, config: TrainConfig) -> Any:
+    """The model of the run, on the meta device: with adapters and quantized experts where the run has them."""
+    return with_adapters(_quantized_skeleton(skeleton, config), config) if config.lora else skeleton
+
+
+def _lora_config(model: nn.Module, config: TrainConfig) -> Any:
+    targets = [target.strip() for target in (config.lora_targets or "").split(",")]
+    try:
+        return lora_config(model, rank=config.lora or 0, alpha=config.lora_alpha, targets=targets)
+    except ConfigError as error:
+        raise ConfigError(f"--lora-targets {error}") from None
+
+
+def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
+    """A copy of the model whose experts are what the run will hold. Raises ConfigError where they cannot be that."""
     from transformers import AutoConfig
 
+    model, name = deepcopy(skeleton), config.quantize
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"--model {model}: config.json cannot be used ({first_line(error)})") from error
-    config.__dict__.pop("quantization_config", None)  # its weights are written out plain
-    return config
+        if name == "keep":
+            name = None if config.model in PRESETS else prequantized_format(AutoConfig.from_pretrained(config.model))
+            if name is None:
+                raise ConfigError(f"the experts of {config.model} are no codes that can be kept; use nf4 or int8")
+        for module in experts_in(model) if name else ():
+            allocate_params(module, name or "")
+    except ConfigError as error:
+        raise ConfigError(f"--quantize {config.quantize}: {error}") from None
+    return model
+
+
+def trained_part(model: nn.Module) -> nn.Module:
+    """The trained parameters of a model alone, the very same, in modules of the same names."""
+    whole = nn.Module()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            *path, own = name.split(".")
+            module = whole
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(own, parameter)
+    return whole
+
+
+def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:
+    """Write peft's folder of the model's adapters, which every rank has whole; one rank calls.
+
+    base: where the model below lies, as the folder says. dtype: of the adapters; that of training if not given.
+    """
+    (made,) = model.peft_config.values()
+    made.base_model_name_or_path = base
+    wanted = None if dtype is None else getattr(torch, dtype)
+    state = {name: p.detach().to(dtype=wanted) for name, p in model.named_parameters() if p.requires_grad}
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)

@@ -18,31 +18,30 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.train.blocks import INDEX, turns
-from trimtab.train.chat import IGNORED, Piece, encode_chat
-from trimtab.train.records import Record, records
+from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
+from trimtab.train.dataset import INDEX, turns
+from trimtab.train.readers import Record, read_records
 from trimtab.train.report import DataReport
 from trimtab.train.sources import Group
 
 WINDOW_TOKENS = 1 << 23
-"""Conversations that are packed at a time: memory holds so many tokens."""
+"""Tokens of the conversations that are packed at a time, which memory holds."""
 
 Document = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids and labels, [2, length]."""
 
 
 class Encoder:
-    """Records to tokens and labels."""
+    """Turns records into tokens and labels. Raises InputError for a tokenizer without an EOS token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
         if self.eos is None:
             raise InputError("the model's tokenizer has no EOS token to separate documents with")
-        # BOS, where the tokenizer adds one.
-        self.opening = [i for i in tokenizer("")["input_ids"] if i != self.eos]
+        self.opening = [i for i in tokenizer("")["input_ids"] if i != self.eos]  # BOS, where the tokenizer adds one
 
     def text(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """A plain text, piece by piece, and EOS; nothing for an empty one."""
+        """Encode a plain text piece by piece, then EOS; nothing for an empty one."""
         began = False
         for ids in map(self._ids, filter(None, pieces)):
             yield ids if began else self.opening + ids
@@ -51,14 +50,14 @@ class Encoder:
             yield [self.eos]
 
     def pieces(self, record: Record) -> Iterator[Piece]:
-        """A conversation, or a prompt with its completion, labelled where the model is to learn."""
+        """Encode a conversation, or a prompt with its completion, labeled where the model is to learn."""
         if record.messages is not None:
             yield from encode_chat(self.tokenizer, record.messages, record.place, record.tools)
             return
         ids = [*self.opening, *self._ids("".join([record.prompt or "", *record.text])), self.eos]
         before = self.opening + self._ids(record.prompt or "")
         start = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))))
-        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learnt
+        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learned
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -73,19 +72,14 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     spaces: list[int] = []  # those that a bin has, sorted
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect.bisect_left(spaces, lengths[item])
-        if at == len(spaces):
-            space, chosen = room, []
-        else:
-            space = spaces[at]
-            chosen = bins[space].pop()
-            if not bins[space]:
-                del bins[space], spaces[at]
+        space, chosen = (room, []) if at == len(spaces) else (spaces[at], bins[spaces[at]].pop())
+        if space in bins and not bins[space]:
+            del bins[space], spaces[at]
         chosen.append(item)
         left = space - lengths[item]
         if left not in bins:
-            bins[left] = []
             bisect.insort(spaces, left)
-        bins[left].append(chosen)
+        bins.setdefault(left, []).append(chosen)
     return [each for _, same in sorted(bins.items()) for each in same]
 
 
@@ -123,13 +117,14 @@ class _Writer:
 
     def _pack(self) -> None:
         lengths = [document.shape[1] for document in self._window]
-        for items in best_fit(lengths, self.seq_len) if self.packed else [[n] for n in range(len(lengths))]:
+        bins = best_fit(lengths, self.seq_len) if self.packed else [[n] for n in range(len(lengths))]
+        for items in bins:
             self._write([self._window[n] for n in items])
-            self.chats += 1
+        self.chats += len(bins)
         self._window, self._held = [], 0
 
     def _write(self, documents: list[Document]) -> None:
-        """Documents and, where they end early, their own tokens once more, without labels, their positions as
+        """Write documents and, where they end early, their own tokens once more, without labels, their positions as
         complements: tokens of padding would all go to the same experts."""
         missing = self.seq_len - sum(document.shape[1] for document in documents)
         if missing:
@@ -142,13 +137,13 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Packer:
-    """How records become blocks.
+    """Turns records into blocks.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with an EOS token.
         seq_len: tokens of a block.
         seed: of the order of texts.
-        packed: whether several conversations share a block; else each has one of its own.
+        packed: True where several conversations share a block; else each has one of its own.
         too_long: "truncate" what is longer than a block from the right, or "drop" it.
     """
 
@@ -158,34 +153,34 @@ class Packer:
     packed: bool = True
     too_long: str = "truncate"
 
-    def write(self, group: Group, path: Path, most: int | None, progress: Callable[[int], object]) -> DataReport:
+    def write(self, group: Group, path: Path, most: int | None) -> DataReport:
         """Read and check all of a group and write its blocks: of plain text at most `most`, if that is all it holds.
 
         Raises InputError for a record that is malformed, or that the tokenizer's template refuses.
         """
+        from tqdm import tqdm
+
         report, encoder = DataReport(group.unread), Encoder(self.tokenizer)
         with path.open("wb") as file:
             writer = _Writer(file, self.seq_len, self.packed)
-
-            def enough() -> bool:
-                return most is not None and writer.texts >= most
-
-            for record in records(group.files, self.seed, progress, report.add_unread, enough):
-                tally = report.of(record)
+            enough: Callable[[], bool] = lambda: most is not None and writer.texts >= most  # noqa: E731
+            found = read_records(group.files, self.seed, enough)
+            for record in tqdm(found, desc="reading data", unit=" records", delay=2, leave=False, disable=None):
+                report.see(record)
                 if record.kind != "text":
                     self._add(list(encoder.pieces(record)), record, report, writer)
                 elif enough():
-                    tally.left_out["beyond the steps of the run"] += 1
+                    report.of(record).left_out["beyond the steps of the run"] += 1
                 else:
                     length = 0
                     for ids in encoder.text(record.text):
                         report.samples.setdefault("text", (record.place, (ids[:256], ids[:256])))
                         writer.text(ids)
                         length += len(ids)
-                    tally.add(length, length)
+                    report.of(record).add(length, length)
             writer.close()
         if enough() and writer.chats:  # a mixture: the share of texts in it is that of all of them
-            return self.write(group, path, None, lambda _: None)
+            return self.write(group, path, None)
         report.blocks = writer.texts + writer.chats
         return report
 
@@ -197,41 +192,37 @@ class Packer:
             whole = np.array(piece, np.int32)
             whole[1, 0] = IGNORED  # nothing comes before it
             document = whole[:, : self.seq_len]
-            learnt, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
+            learned, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
             if cut and self.too_long == "drop":
                 tally.left_out[f"longer than {self.seq_len} tokens"] += 1
-            elif not learnt:
+            elif not learned:
                 tally.left_out[f"without a token to learn among its first {self.seq_len}"] += 1
             else:
                 report.samples.setdefault(record.kind, (record.place, piece))
-                tally.add(whole.shape[1], learnt)
+                tally.add(whole.shape[1], learned)
                 tally.truncated += cut
                 writer.document(document)
 
 
 def prepare_data(groups: Sequence[Group], packer: Packer, folder: Path, draws: int | None) -> list[DataReport]:
-    """Write the blocks of all groups, and what they are, to a folder, which is made anew; `Blocks` opens it.
+    """Write the blocks of all groups, and an index of them, to a folder, which is made anew; `Blocks` opens it.
 
     Args:
         draws: blocks that a run takes; plain text is read only as far as they reach. None: all.
 
     Raises InputError for the first record that is malformed, and where a group has nothing to learn from.
     """
-    from tqdm import tqdm
-
     weights = [group.weight for group in groups]
     taken = Counter(itertools.islice(turns(weights), draws)) if draws is not None else None
-    size = sum(path.stat().st_size for group in groups for path in group.files)
     reports = []
     folder.mkdir(parents=True)
-    with tqdm(total=size, desc="reading data", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
-        for n, group in enumerate(groups):
-            report = packer.write(group, folder / f"{n}.blocks", max(1, taken[n]) if taken else None, bar.update)
-            if not report.blocks:
-                found = f"{len(group.files)} file(s), {group.files[0]} …"
-                raise InputError(f"the data is empty, {found}: {report.summary()}")
-            reports.append(report)
+    for n, group in enumerate(groups):
+        report = packer.write(group, folder / f"{n}.blocks", max(1, taken[n]) if taken else None)
+        if not report.blocks:
+            found = f"{len(group.files)} file(s), {group.files[0]} …"
+            raise InputError(f"the data is empty, {found}: {report.summary()}")
+        reports.append(report)
     held = {"seq_len": packer.seq_len, "packed": packer.packed, "weights": weights}
-    held |= {"blocks": [each.blocks for each in reports], "said": [each.summary() for each in reports]}
+    held |= {"blocks": [each.blocks for each in reports], "summaries": [each.summary() for each in reports]}
     (folder / INDEX).write_text(json.dumps(held), encoding="utf-8")
     return reports

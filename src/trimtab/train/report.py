@@ -1,4 +1,4 @@
-"""What a run leaves, by name, and what is for people: what its data holds, the closing words."""
+"""Names of the files that a run leaves, and words for people: what its data holds, how it ended."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trimtab.checkpoint.folder import step_of, whole_checkpoints
+from trimtab.checkpoint.folder import step_folder, step_of, whole_checkpoints
 from trimtab.routing.load_picture import read_metrics
-from trimtab.train.records import Record
+
+if TYPE_CHECKING:
+    from trimtab.train.readers import Record
 
 METRICS, HEATMAP, FINAL, MERGED, LOGS = "metrics.jsonl", "load.png", "final", "merged", "logs"
+CHECKPOINTS = "checkpoints"
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
-
-
-OPENS = "AutoModelForCausalLM.from_pretrained opens it, without trimtab"
 MOST_UNREAD = 4
 """Things that the one line on the data names."""
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
@@ -29,126 +29,131 @@ PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
     """The step of the checkpoint with the lowest loss in evaluation; None if there was none."""
     held = {step_of(folder) for folder in checkpoints}
-    records = read_metrics(metrics)
-    found = [
-        (record["eval_loss"], record["step"]) for record in records if record["step"] in held and "eval_loss" in record
-    ]
-    return min(found)[1] if found else None
+    evaluated = [record for record in read_metrics(metrics) if record["step"] in held and "eval_loss" in record]
+    return min(((record["eval_loss"], record["step"]) for record in evaluated), default=(0.0, None))[1]
 
 
 def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
-    """Where everything is and what the loss did."""
+    """Lines that say how the loss fell, how even the loads were, and where everything is."""
     adapter = (out / FINAL / "adapter_config.json").exists()
-    whole = out / MERGED if adapter else out / FINAL
-    return "\n".join(
-        [
-            *_steps_taken(read_metrics(out / METRICS), unit, seconds),
-            *_best(out),
-            f"metrics {out / METRICS}",
-            f"loads   {missing_picture or out / HEATMAP}",
-            *([f"adapter {out / FINAL}  (peft's, with the path of the model below)"] if adapter else []),
-            *([f"model   {whole}  ({OPENS})"] if whole.exists() or not adapter else []),
-        ]
-    )
+    model = out / MERGED if adapter else out / FINAL
+    lines = list(_steps_taken(read_metrics(out / METRICS), unit, seconds))
+    best = best_step(out / METRICS, whole_checkpoints(out / CHECKPOINTS))
+    if best is not None:
+        lines.append(f"best    {step_folder(out / CHECKPOINTS, best)}")
+    lines += [f"metrics {out / METRICS}", f"loads   {missing_picture or out / HEATMAP}"]
+    if adapter:
+        lines.append(f"adapter {out / FINAL}  (peft's, with the path of the model below)")
+    if model.exists() or not adapter:
+        lines.append(f"model   {model}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)")
+    return "\n".join(lines)
 
 
 def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:
-    """Nothing of a run that was resumed at its end, without its metrics, to write the model."""
-    start, end, steps = None, None, 0
-    for end in records:
-        start, steps = start or end, steps + 1
-    if start is None or end is None:
+    ends: list[dict[str, Any]] = []
+    evaluated: list[dict[str, Any]] = []
+    steps = 0
+    for record in records:
+        steps += 1
+        ends = [*ends[:1], record]
+        evaluated = [*evaluated[:1], record] if "eval_loss" in record else evaluated
+    if not steps:  # of a run that was resumed at its end, without its metrics, to write the model
         return
-    first, last, layers = start["loss"], end["loss"], end["layers"].values()
+    first, last, layers = ends[0]["loss"], ends[-1]["loss"], ends[-1]["layers"].values()
     worst = max(layer["max_vio"] for layer in layers)
     dead = sum(layer["dead_experts"] for layer in layers)
     yield f"loss    {first:.3f} -> {last:.3f} nats per {unit} in {steps} steps, {seconds:.0f} s"
     yield f"balance max_vio {worst:.2f} in the worst layer, {dead} expert(s) without a token in the last step"
-    if copied := [layer["balanced"] for layer in layers if "balanced" in layer]:
+    if copied := [layer["replicated"] for layer in layers if "replicated" in layer]:
         before, after = (max(layer[f"busiest_{when}"] for layer in copied) for when in ("before", "after"))
         yield (
             f"ranks   the busiest had {before:.2f} times the mean rows in the worst layer and computed {after:.2f}, by "
-            f"{sum(layer['copies'] for layer in copied)} copies of experts in the last step"
+            f"{sum(layer['replicas'] for layer in copied)} replicas of experts in the last step"
         )
-
-
-def _best(out: Path) -> Iterator[str]:
-    evaluated = [record for record in read_metrics(out / METRICS) if "eval_loss" in record]
     if evaluated:
-        first, last = (f"{record['eval_loss']:.3f}" for record in (evaluated[0], evaluated[-1]))
-        yield f"eval    {first} -> {last} nats, max_vio {evaluated[-1]['eval_max_vio']:.2f} in the worst layer"
-    best = best_step(out / METRICS, whole_checkpoints(out / "checkpoints"))
-    if best is not None:
-        yield f"best    {out / 'checkpoints' / f'step-{best:08d}'}"
+        began, ended = (f"{evaluated[n]['eval_loss']:.3f}" for n in (0, -1))
+        yield f"eval    {began} -> {ended} nats, max_vio {evaluated[-1]['eval_max_vio']:.2f} in the worst layer"
 
 
 def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
-    """What a run says that ends before its schedule does."""
-    more = f" --nproc {ranks}" if ranks > 1 else ""
-    return f"stopped after step {step} of {steps}; go on with: trimtab train --resume {shlex.quote(str(out))}{more}"
+    """The words of a run that ends before its schedule does."""
+    return f"stopped after step {step} of {steps}; go on with: {resume_command(out, ranks)}"
+
+
+def resume_command(out: Path, ranks: int | None) -> str:
+    """The command that goes on with the run that writes to `out`."""
+    return f"trimtab train --resume {shlex.quote(str(out))}" + (f" --nproc {ranks}" if ranks and ranks > 1 else "")
 
 
 @dataclass
 class Tally:
-    """What became of the records of one kind in one file, or in all plain text files."""
+    """Counts of the records of one kind in one file, or in all plain text files."""
 
     tokens: int = 0
-    learnt: int = 0
+    learned: int = 0
     truncated: int = 0
     lengths: array[int] = field(default_factory=lambda: array("I"))
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def add(self, length: int, learnt: int) -> None:
-        """Count a record of so many tokens, of which so many are learnt; an empty one is left out."""
+    def add(self, length: int, learned: int) -> None:
+        """Count a record of so many tokens, of which so many are learned; an empty one is left out."""
         if not length:
             self.left_out["empty"] += 1
             return
         self.lengths.append(length)
         self.tokens += length
-        self.learnt += learnt
+        self.learned += learned
 
 
 class DataReport:
-    """What a group of files held: `tallies` by file and kind, what is `unread`, a sample of each kind, `blocks`."""
+    """Contents of a group of files: `tallies` by file and kind, a sample of each kind, `blocks`, and what is unread."""
 
     def __init__(self, unread: Iterable[str]) -> None:
         self.tallies: dict[tuple[str, str], Tally] = {}
-        self.unread = list(unread)
         self.samples: dict[str, tuple[str, tuple[list[int], list[int]]]] = {}
         self.blocks = 0
+        self._unread, self._columns = list(unread), dict[Path, set[str]]()
+
+    @property
+    def unread(self) -> list[str]:
+        """Files, splits, columns and rows that are not read, in words."""
+        columns = (f"{', '.join(sorted(names))} of {path}" for path, names in self._columns.items())
+        return [*self._unread, *columns]
+
+    def see(self, record: Record) -> None:
+        """Note what of a record is not read."""
+        if record.unread:
+            self._columns.setdefault(record.path, set()).update(record.unread)
 
     def of(self, record: Record) -> Tally:
         """The tally that a record counts in."""
         where = "plain text files" if record.place == str(record.path) else str(record.path)
         return self.tallies.setdefault((where, record.kind), Tally())
 
-    def add_unread(self, path: Path, what: Iterable[str]) -> None:
-        """Note what of a file is not read."""
-        self.unread.append(f"{', '.join(sorted(what))} of {path}")
-
     def summary(self) -> str:
-        """What is read, cut, left out and not read, in one line."""
-        found, left_out, tokens, learnt, cut = Counter[str](), Counter[str](), 0, 0, 0
+        """One line: what is read, cut, left out and not read."""
+        found, left_out = Counter[str](), Counter[str]()
         for (_, kind), tally in self.tallies.items():
             found[kind] += len(tally.lengths)
             left_out += tally.left_out
-            tokens, learnt, cut = tokens + tally.tokens, learnt + tally.learnt, cut + tally.truncated
+        tokens, learned, cut = (
+            sum(getattr(each, name) for each in self.tallies.values()) for name in ("tokens", "learned", "truncated")
+        )
         records = " and ".join(f"{n:,} {kind}(s)" for kind, n in found.items() if n) or "nothing"
-        parts = [f"{records}, {tokens:,} tokens, {learnt:,} of them learnt, in {self.blocks:,} block(s)"]
-        if cut:
-            parts.append(f"cut to a block: {cut:,}")
-        if left_out:
-            parts.append(f"left out: {_listed(left_out)}")
-        if self.unread:
-            more = f" and {len(self.unread) - MOST_UNREAD} more" if len(self.unread) > MOST_UNREAD else ""
-            parts.append(f"not read: {', '.join(self.unread[:MOST_UNREAD])}{more}")
-        return "; ".join(parts)
+        more = f" and {len(self.unread) - MOST_UNREAD} more" if len(self.unread) > MOST_UNREAD else ""
+        parts = {
+            f"{records}, {tokens:,} tokens, {learned:,} of them learned, in {self.blocks:,} block(s)": True,
+            f"cut to a block: {cut:,}": cut,
+            f"left out: {_listed(left_out)}": left_out,
+            f"not read: {', '.join(self.unread[:MOST_UNREAD])}{more}": self.unread,
+        }
+        return "; ".join(part for part, there in parts.items() if there)
 
     def details(self, tokenizer: Any) -> Iterator[str]:
-        """By file and kind, with the percentiles of lengths; and a sample of each kind, what is learnt in ⟦ ⟧."""
+        """Lines by file and kind, with percentiles of lengths; and a sample of each kind, what is learned in ⟦ ⟧."""
         for (where, kind), tally in self.tallies.items():
             sizes = sorted(tally.lengths)
-            yield f"{where}: {len(sizes):,} {kind}(s), {tally.tokens:,} tokens, {tally.learnt:,} of them learnt"
+            yield f"{where}: {len(sizes):,} {kind}(s), {tally.tokens:,} tokens, {tally.learned:,} of them learned"
             if sizes:
                 marks = [f"{sizes[(len(sizes) - 1) * p // 100]:,} ({p} %)" for p in PERCENTILES]
                 yield f"  tokens in one: {', '.join(marks)}"
@@ -158,11 +163,11 @@ class DataReport:
                 yield f"  left out: {_listed(tally.left_out)}"
         yield from (f"not read: {word}" for word in self.unread)
         for kind, (place, (ids, labels)) in self.samples.items():
-            yield f"a {kind}, {place}, what is learnt in ⟦ ⟧:"
+            yield f"a {kind}, {place}, what is learned in ⟦ ⟧:"
             shown = ""
-            for learnt, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0):
+            for learned, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0):
                 text = tokenizer.decode([token for token, _ in run])
-                shown += f"⟦{text}⟧" if learnt else text
+                shown += f"⟦{text}⟧" if learned else text
             yield shown
 
 

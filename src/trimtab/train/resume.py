@@ -1,10 +1,10 @@
-"""Going on from a checkpoint: what a run was made of comes from there, and what must not change is held against it.
+"""Checkpoints of a run, and going on from one: what a run was made of comes from there, and is held against it.
 
 The order of the data, the batches of a step and the schedule follow from FIXED options, the data's files and the
 number of ranks that read different data. How those ranks share the model (ep, fsdp, tp, replicate) is free: then the
 state is the same bit for bit, and the sums that follow may be rounded otherwise. The model that a run began with may
-lie elsewhere now: its configuration and its tokenizer must be those that the checkpoint holds. Nothing here imports
-torch.
+lie elsewhere now: its configuration and its tokenizer must be those that the checkpoint holds. Importing this imports
+no torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
-from trimtab.train.config import FIXED, OPTIONS, Mesh, TrainConfig, flag_of
+from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS
-from trimtab.train.sources import Group, find_groups
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command
+from trimtab.train.sources import Group
 
-CHECKPOINTS = "checkpoints"
+if TYPE_CHECKING:
+    from trimtab.checkpoint.save_load import Loaded
+
+_COUNTS = ("last_epoch", "_step_count")
+"""State of a schedule beside the groups' rates, which the optimizer's state has."""
 
 
 def resumed(given: dict[str, Any]) -> TrainConfig:
@@ -49,7 +52,7 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
         )
     saved = kept | {name: value for name, value in saved.items() if name in kept}
     for name in FIXED:
-        if name in given and _plain(name, given[name]) != saved[name]:
+        if name in given and _absolute(name, given[name]) != saved[name]:
             hint = "; --stop-after ends a run early" if name == "max_steps" else ""
             if name == "model" and not {given[name], saved[name]} & PRESETS.keys():
                 if (other := _differing_file(Path(given[name]), folder)) is None:
@@ -59,25 +62,24 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
                 f"{flag_of(name)} {given[name]}: the run of {folder} has {saved[name]}, and going on cannot "
                 f"change it{hint}"
             )
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()} | given
-    if "out" not in given:
-        if folder.parent.name != CHECKPOINTS:
-            raise ConfigError(f"--resume {asked}: {folder} lies in no run's folder; say with --out where to write")
-        fields["out"] = str(folder.parent.parent)
-    return TrainConfig(**{**fields, "resume": str(folder)})
+    if "out" not in given and folder.parent.name != CHECKPOINTS:
+        raise ConfigError(f"--resume {asked}: {folder} lies in no run's folder; say with --out where to write")
+    return TrainConfig.of({**saved, "out": str(folder.parent.parent), **given, "resume": str(folder)})
 
 
-def check_resume(config: TrainConfig, world: int) -> None:
-    """Hold the run against its checkpoint: data, ranks, steps and metrics. Raises ConfigError or InputError."""
+def check_resume(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> None:
+    """Hold the run against its checkpoint: data, ranks that read different data, steps and metrics.
+
+    Raises ConfigError or InputError.
+    """
     folder = Path(config.resume or "")
-    run, step = _run_of(folder), on_disk.read_index(folder).step
-    ranks = Mesh.of(config, world=world).data_size
+    run, step = _run_of(folder), on_disk.step_of(folder)
     if ranks != run["data_ranks"]:
         raise ConfigError(
             f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
             "would not be the same; give the --nproc of then, or change --tp, --fsdp or --replicate"
         )
-    now = describe_data(find_groups(config.data))
+    now = describe_data(groups)
     if now != run["data"] and not config.accept_new_data:
         asked = " ".join(config.data) or "(the standard library)"
         raise ConfigError(
@@ -97,24 +99,23 @@ def check_resume(config: TrainConfig, world: int) -> None:
 def describe_data(groups: Sequence[Group]) -> dict[str, Any]:
     """Number and size of the data's files, and a hash of names, sizes and weights in order; contents are not read."""
     files = [(path, path.stat().st_size, group.weight) for group in groups for path in group.files]
-    lines = "".join(f"{path.name} {size} {weight}\n" for path, size, weight in files)
-    names = os.fsencode(lines)  # of any bytes
-    return {"files": len(files), "bytes": sum(size for _, size, _ in files), "names": hashlib.sha256(names).hexdigest()}
-
-
-def describe_run(config: TrainConfig, mesh: Mesh, groups: Sequence[Group]) -> dict[str, Any]:
-    """What a checkpoint keeps of its run, JSON, for `resumed` and `check_resume`."""
-    fields = config.made_of()
-    fields["data"] = [str(Path(path).resolve()) for path in config.data]
-    fields["model"] = _plain("model", config.model)
-    made = {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(groups)}
-    return made | {"weights": describe_weights(config.model)} if config.lora else made
+    lines = os.fsencode("".join(f"{path.name} {size} {weight}\n" for path, size, weight in files))
+    return {"files": len(files), "bytes": sum(size for _, size, _ in files), "names": hashlib.sha256(lines).hexdigest()}
 
 
 def describe_weights(model: str) -> str:
     """A hash of the names and sizes of a model's files of weights; of a preset's name."""
     sizes = [f"{path.name} {path.stat().st_size}" for path in sorted(Path(model).glob("*.safetensors"))]
     return hashlib.sha256("\n".join(sizes or [model]).encode()).hexdigest()
+
+
+def describe_run(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> dict[str, Any]:
+    """The part of a checkpoint that `resumed` and `check_resume` read, JSON."""
+    fields = config.made_of()
+    fields["data"] = [str(Path(path).resolve()) for path in config.data]
+    fields["model"] = _absolute("model", config.model)
+    made = {"config": fields, "data_ranks": ranks, "data": describe_data(groups)}
+    return made | {"weights": describe_weights(config.model)} if config.lora else made
 
 
 def read_metrics_until(folder: Path, step: int) -> list[str]:
@@ -128,8 +129,11 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
     lines, last = [], 0
     with path.open(encoding="utf-8", errors="replace") as written:
         for line in written:
-            number = _step_in(line)
-            if number is None or number > step:  # of a run that was killed, or after the checkpoint
+            try:
+                number = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):  # half a line, of a run that was killed
+                break
+            if not isinstance(number, int) or number > step:
                 break
             lines.append(line)
             last = number
@@ -143,9 +147,9 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
 def rewind(folder: Path, step: int, out: Path) -> None:
     """Take back what came after the checkpoint: later checkpoints, later lines of metrics, pictures and models.
 
-    Checkpoints of another run go too. `trimtab.train.checks` refuses before where nobody asked for that.
+    Checkpoints of another run go too. The plan of a run refuses before where nobody asked for that.
     """
-    fresh = out / f"{METRICS}.unfinished"
+    fresh = out / f"{METRICS}{on_disk.UNFINISHED}"
     fresh.write_text("".join(read_metrics_until(folder, step)), encoding="utf-8")
     on_disk.sync(fresh)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
@@ -155,33 +159,117 @@ def rewind(folder: Path, step: int, out: Path) -> None:
         if on_disk.step_of(half) > step:
             on_disk.clear(half)
     fresh.rename(out / METRICS)
+    remove_results(out)
+
+
+def remove_results(out: Path) -> None:
+    """Remove the picture and the models of a run, whole or not."""
     (out / HEATMAP).unlink(missing_ok=True)
-    for name in (FINAL, f"{FINAL}.unfinished", MERGED, f"{MERGED}.unfinished"):
+    for name in (FINAL, MERGED):
         on_disk.clear(out / name)
+        on_disk.clear(out / f"{name}{on_disk.UNFINISHED}")
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
-    """How to go on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
+    """Words on going on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
     held = on_disk.latest(out / CHECKPOINTS)
     if held is None or (out / FINAL).exists():
         return None
-    ranks = f" --nproc {nproc}" if nproc and nproc > 1 else ""
-    return f"go on from step {on_disk.step_of(held)} with: trimtab train --resume {shlex.quote(str(out))}{ranks}"
+    return f"go on from step {on_disk.step_of(held)} with: {resume_command(out, nproc)}"
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank must call `restore`, `restore_model` and `after_step`.
+
+    Args:
+        config: a resolved configuration.
+        run: what `describe_run` gives.
+        base: the folder of the model that the run began with; its configuration and tokenizer go into each checkpoint.
+
+    Attributes:
+        start: the step that the run goes on from, 0 for a new one.
+    """
+
+    def __init__(self, config: TrainConfig, run: dict[str, Any], base: Path) -> None:
+        self.out, self.root = Path(config.out), Path(config.out) / CHECKPOINTS
+        self.config, self._run = config, run
+        self.resume = None if config.resume is None else Path(config.resume)
+        self.start = 0 if self.resume is None else on_disk.step_of(self.resume)
+        files = (base / on_disk.CONFIG, *on_disk.carried_files(base))
+        self._files = {path.name: path.read_bytes() for path in files}
+        self._loaded: Loaded | None = None
+
+    def restore(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """Load the checkpoint to go on from, if there is one, and take back what came after it."""
+        if self.resume is None:
+            return
+        loaded = self._loaded = self.restore_model(model, _inner(optimizer))
+        groups = _inner(optimizer).param_groups  # how many there are depends on the ranks
+        rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
+        scheduler.__dict__.update(loaded.index.extra["scheduler"], **rates)
+
+    def restore_model(self, model: Any, optimizer: Any = None) -> Loaded:
+        """Load the checkpoint to go on from; without an optimizer the model alone, of a run that took all its steps."""
+        from trimtab.checkpoint.ranks import on_first_rank
+        from trimtab.checkpoint.save_load import load
+
+        assert self.resume is not None
+        loaded = load(self.resume, self._held(model), optimizer)
+        on_first_rank(lambda: rewind(loaded.folder, self.start, self.out), None)
+        return loaded
+
+    def first_batch_drawn(self) -> None:
+        """Restore the random numbers: making a DataLoader's iterator has drawn some."""
+        if self._loaded is not None:
+            self._loaded.restore_random()
+            self._loaded = None
+
+    def is_due(self, step: int) -> bool:
+        """True where a checkpoint is to be written after this step."""
+        every = self.config.save_every
+        return bool(every and step % every == 0) or self._is_last(step)
+
+    def _is_last(self, step: int) -> bool:
+        return self.config.stop_after is not None and step >= self.config.stop_after
+
+    def after_step(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> bool:
+        """Save where a checkpoint is due. Returns True where the run is to stop here."""
+        from trimtab.checkpoint.ranks import on_first_rank
+        from trimtab.checkpoint.save_load import save
+
+        if self.is_due(step):
+            on_first_rank(lambda: on_disk.sync(self.out / METRICS), None)
+            extra = {"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}}
+            save(self.root, self._held(model), _inner(optimizer), step=step, extra=extra, files=self._files)
+            if self.config.keep:
+                on_first_rank(lambda: remove_old(self.out, self.config.keep or 0), None)
+        return self._is_last(step)
+
+    def _held(self, model: Any) -> Any:
+        """The part of the model that its checkpoints hold."""
+        from trimtab.train.models import trained_part
+
+        return trained_part(model) if self.config.lora else model
+
+
+def remove_old(out: Path, keep: int) -> None:
+    """Remove a run's checkpoints but the latest `keep` and the one of the lowest loss in evaluation."""
+    held = on_disk.whole_checkpoints(out / CHECKPOINTS)
+    best = best_step(out / METRICS, held)
+    for old in held[:-keep]:
+        if on_disk.step_of(old) != best:
+            on_disk.remove(old)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer in Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _by_name(folder: Path) -> Path:
     """A checkpoint by the name that it was asked for by, if that lies in a run's folder; else where its links lead."""
     named = Path(os.path.abspath(folder))
     return named if named.parent.name == CHECKPOINTS and on_disk.is_step(named) else folder.resolve()
-
-
-def _step_in(line: str) -> int | None:
-    """The step that a line of metrics is of; None if it is no such line, or half of one."""
-    try:
-        number = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return number if isinstance(number, int) else None
 
 
 def _run_of(folder: Path) -> dict[str, Any]:
@@ -192,8 +280,7 @@ def _run_of(folder: Path) -> dict[str, Any]:
 
 
 def _differing_file(model: Path, folder: Path) -> str | None:
-    """The first of the files that describe a model which is not in `model` what it is in the checkpoint; None if all
-    are equal."""
+    """The first file describing a model that is not the same in `model` and in the checkpoint; None if all are."""
     names = [path.name for where in (folder, model) for path in (where / on_disk.CONFIG, *on_disk.carried_files(where))]
     for name in names:
         here, there = (file.read_bytes() if file.is_file() else None for file in (model / name, folder / name))
@@ -202,5 +289,5 @@ def _differing_file(model: Path, folder: Path) -> str | None:
     return None
 
 
-def _plain(name: str, value: Any) -> Any:
+def _absolute(name: str, value: Any) -> Any:
     return str(Path(value).resolve()) if name == "model" and value not in PRESETS else value

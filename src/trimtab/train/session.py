@@ -7,43 +7,38 @@ import logging
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from trimtab.checkpoint.folder import UNFINISHED
 from trimtab.convert.safetensors_files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
 from trimtab.routing.load_picture import draw_loads
-from trimtab.train.adapters import adapted, write_adapter
-from trimtab.train.blocks import RankBlocks
-from trimtab.train.checkpoints import Checkpoints
-from trimtab.train.config import TrainConfig
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import check_finite, is_preset, load_model, mask_by_positions
-from trimtab.train.prepare import Plan, make_room, plan_run, with_steps
+from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
+from trimtab.train.out_folder import make_room
+from trimtab.train.plan import Plan
+from trimtab.train.presets import PRESETS
 from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
 from trimtab.train.weights import open_source, write_merged, write_model
 
 LONGEST = timedelta(hours=2)
-"""That ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""
+"""Time that ranks wait for one that saves or reads the data: the groups' own limits are 10 and 30 minutes."""
 
 
-def run_session(config: TrainConfig, *, prepared: bool) -> None:
+def run_session(plan: Plan, *, prepared: bool) -> None:
     """Train as this process's rank (the only one, where the environment names none) and save.
 
-    `prepared` says that a launcher on this machine has checked the data and made the output folder.
+    prepared: True where a launcher on this machine has made the output folder.
     """
-    transformers_logging.disable_progress_bar()
-    if not config.debug:
-        transformers_logging.set_verbosity_error()
+    if not plan.config.debug:
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # DTensor's advice on gathering to save
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", 0)), plan.mesh.world
     began = time.perf_counter()
-    plan = plan_run(config, world)
     if world > 1:
         _join_world()
     with contextlib.ExitStack() as held:  # the output folder, until the last word on it is said
@@ -52,36 +47,35 @@ def run_session(config: TrainConfig, *, prepared: bool) -> None:
                 if rank == 0:
                     held.enter_context(make_room(plan))
                 _barrier()
-            plan = with_steps(plan)
+            plan = plan.with_steps()
             trainer = _build(plan, rank)
-            done = _take_steps(trainer, plan)
+            done, steps = _take_steps(trainer, plan), plan.config.max_steps or 0
             missing = None
-            if done == plan.config.max_steps:
+            if done == steps:
                 if rank == 0:  # first: with its model the run is finished
                     missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
                 _save(trainer.model, plan, rank)
         finally:
             if dist.is_initialized():
                 leave_group()
-        if rank == 0 and done != plan.config.max_steps:
-            print(stopping_words(plan.out, step=done, steps=plan.config.max_steps or 0, ranks=world), flush=True)
+        if rank == 0 and done != steps:
+            print(stopping_words(plan.out, step=done, steps=steps, ranks=world), flush=True)
         elif rank == 0:
-            unit = "byte" if is_preset(config.model) else "token"
+            unit = "byte" if plan.config.model in PRESETS else "token"
             seconds = time.perf_counter() - began
             print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)
 
 
 def _join_world() -> None:
-    """Initialise the default process group for the accelerator of this machine, or for CPUs."""
+    """Initialize the default process group for the accelerator of this machine, or for CPUs."""
     from transformers.distributed.utils import get_distributed_backend
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = accelerator.type if accelerator else "cpu"
-    device = None
-    if accelerator:
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-        device = torch.device(kind, torch.accelerator.current_device_index())
-    backend = get_distributed_backend(kind)
+        device = torch.accelerator.current_accelerator() or device
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    backend = get_distributed_backend(device.type)
     dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None, timeout=LONGEST)
 
 
@@ -91,27 +85,17 @@ def _barrier() -> None:
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
-    config, mesh = plan.config, plan.mesh
+    config = plan.config
     if rank == 0:
         transformers_logging.enable_progress_bar()
-    model = load_model(plan.checkpoint, config, mesh)
+    model = load_model(plan.checkpoint, config, plan.mesh)
     transformers_logging.disable_progress_bar()
-    check_finite(model, config.model)
     mask_by_positions(model)
-    checkpoints = Checkpoints(plan)
     if config.lora:
-        model = adapted(model, config)
+        model = with_adapters(model, config)
     if rank == 0:
         print(summary(model), flush=True)
-    blocks = RankBlocks(
-        plan.blocks(),
-        batch=config.batch_size,
-        rank=mesh.data_rank(rank),
-        size=mesh.data_size,
-        seed=config.seed,
-        skip=checkpoints.start * config.grad_accum * config.batch_size,
-    )
-    return MoETrainer(model, config, mesh, blocks, plan.out / METRICS, checkpoints, plan.eval_blocks())
+    return MoETrainer(plan, model, rank)
 
 
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
@@ -126,32 +110,22 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
-    """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters."""
-    if plan.config.lora:
-        if rank == 0:
-            _save_adapters(model, plan)
-        _barrier()
-        return
-    source = open_source(Path(plan.checkpoint), plan.facts.skeleton, plan.config.drop)
-    unfinished = plan.out / f"{FINAL}.unfinished"
+    """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters, and before them
+    `merged/`, where that is asked for. Every rank must call."""
+    config, skeleton, first = plan.config, plan.skeleton, rank == 0
+    unfinished, half = (plan.out / f"{name}{UNFINISHED}" for name in (FINAL, MERGED))
     with writing(unfinished):
-        if rank == 0:
-            unfinished.mkdir()
-        write_model(model, source, unfinished, dtype=plan.config.save_dtype, write=rank == 0)
-        if rank == 0:
+        if config.lora is None:
+            source = open_source(plan.checkpoint, skeleton, config.drop)
+            if first:
+                unfinished.mkdir()
+            write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
+        elif first:
+            write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
+            if config.merge:
+                source = open_source(plan.checkpoint, skeleton, config.drop)
+                print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
+                half.rename(plan.out / MERGED)
+        if first:
             unfinished.rename(plan.out / FINAL)
     _barrier()
-
-
-def _save_adapters(model: Any, plan: Plan) -> None:
-    """Write `final/`, a folder of peft's, and before it is there `merged/`, where that is asked for."""
-    config, base = plan.config, Path(plan.checkpoint)
-    unfinished, merged = plan.out / f"{FINAL}.unfinished", plan.out / MERGED
-    with writing(unfinished):
-        write_adapter(model, unfinished, base=str(base.resolve()), dtype=config.save_dtype)
-        if config.merge:
-            half = plan.out / f"{MERGED}.unfinished"
-            source = open_source(base, plan.facts.skeleton, config.drop)
-            print(write_merged(unfinished, plan.facts.skeleton, source, half, dtype=config.save_dtype), flush=True)
-            half.rename(merged)
-        unfinished.rename(plan.out / FINAL)

@@ -1,4 +1,4 @@
-"""What `--data` names becomes groups of files: folders as the hub has them, splits, weights."""
+"""Files that `--data` names, in groups: folders as the hub has them, splits, weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import codecs
 import re
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.errors import InputError
-from trimtab.train.records import LINES, TABLES, head_of, is_records, kind_of
+from trimtab.train.readers import LINES, TABLES, head_of, is_records, kind_of
 from trimtab.train.report import LOGS, RUN
 
 SPLIT = "train"
-"""What is read of a folder that has several splits and is given without one."""
+"""Read of a folder that has several splits and is given without one."""
 _ASIDE = re.compile(r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json")
-"""What `datasets` and the hub write beside data."""
+"""Files that `datasets` and the hub write beside data."""
 BINARY = (".parquet", ".arrow")
 NUL, NOT_UTF8 = "it holds NUL bytes", "it is not UTF-8"
 
@@ -44,7 +44,7 @@ def standard_library() -> list[Path]:
 
 
 def find_groups(names: Sequence[str]) -> list[Group]:
-    """The data's files (the standard library's when none is named): one group, or one for each `PATH=WEIGHT`.
+    """Find the data's files (the standard library's when none is named): one group, or one for each `PATH=WEIGHT`.
 
     A folder with files of records gives those of one split, and its .txt files; any other gives every text file in
     UTF-8 below it that is not hidden and that no run of `trimtab train` left there.
@@ -54,17 +54,17 @@ def find_groups(names: Sequence[str]) -> list[Group]:
     if not names:
         return [Group(standard_library())]
     parsed = [_parse(name) for name in names]
-    groups = [Group(*_find(name, path, split)) for name, (path, split, _) in zip(names, parsed, strict=True)]
-    weights = [weight for _, _, weight in parsed if weight is not None]
-    if weights and len(weights) < len(names):
+    groups = [_find(name, path, split) for name, (path, split, _) in zip(names, parsed, strict=True)]
+    weights = [weight for *_, weight in parsed if weight is not None]
+    if not weights:
+        return [Group([path for g in groups for path in g.files], unread=[word for g in groups for word in g.unread])]
+    if len(weights) < len(names):
         raise InputError(f"--data {' '.join(names)}: give a weight to each path (PATH=0.3) or to none")
-    if weights:
-        return [Group(g.files, weight / sum(weights), g.unread) for g, weight in zip(groups, weights, strict=True)]
-    return [Group([path for g in groups for path in g.files], 1.0, [word for g in groups for word in g.unread])]
+    return [replace(group, weight=weight / sum(weights)) for group, weight in zip(groups, weights, strict=True)]
 
 
 def _parse(name: str) -> tuple[Path, str | None, float | None]:
-    """PATH, PATH:split, PATH=0.3 or PATH:split=0.3; what is there by that very name is meant."""
+    """Split PATH, PATH:split, PATH=0.3 or PATH:split=0.3; a path of that very name comes first."""
     path, split, weight = name, None, None
     if not Path(path).exists() and (found := re.fullmatch(r"(.+)=([0-9.e+-]+)", path)):
         path = found[1]
@@ -81,7 +81,7 @@ def _parse(name: str) -> tuple[Path, str | None, float | None]:
     return Path(path), split, weight
 
 
-def _find(name: str, path: Path, split: str | None) -> tuple[list[Path], float, list[str]]:
+def _find(name: str, path: Path, split: str | None) -> Group:
     if path.is_file():
         if split not in (None, SPLIT):
             raise InputError(f"--data {name}: a file has the split {SPLIT} alone; name the file of {split}")
@@ -89,38 +89,36 @@ def _find(name: str, path: Path, split: str | None) -> tuple[list[Path], float, 
             raise InputError(f"--data {name}: not a text file in UTF-8 ({why})")
         if kind_of(path) == ".json" and not is_records(path):
             raise InputError(f"--data {name}: holds no records; expected objects, or an array of them")
-        return [path], 1.0, []
+        return Group([path])
     if not path.is_dir():
         raise InputError(f"--data {name}: neither a file nor a folder; what comes through a pipe is read once only")
     below = _below(path)
     records = [p for p in below if is_records(p) and not _ASIDE.fullmatch(p.name)]
-    unread = []
     if records:
-        files, others = _of_split(name, path, records, split)
-        files = sorted([*files, *(p for p in below if kind_of(p) == ".txt")])
-        unread += [f"split {each} ({n} file(s)), given by {path}:{each}" for each, n in others.items()]
-        aside = [p for p in below if p not in {*records, *files}]
-        unread += [f"{len(aside)} file(s) beside the data, as {aside[0].name}"] if aside else []
+        found = _of_split(name, path, records, split)
+        found.files.extend(p for p in below if kind_of(p) == ".txt")
+        if aside := [p for p in below if p not in {*records, *found.files}]:
+            found.unread.append(f"{len(aside)} file(s) beside the data, as {aside[0].name}")
     elif split is not None:
         raise InputError(f"--data {name}: that folder holds no files of records, and so no splits")
     else:
         whys = {p: _why_no_text(p) for p in below}
-        files = [p for p, word in whys.items() if not word]
+        found = Group([p for p, word in whys.items() if not word])
         for word, what in ((NOT_UTF8, "are not UTF-8"), (NUL, "are no text")):
             if left := [p for p in below if whys[p].startswith(word)]:
-                unread.append(f"{len(left)} file(s) that {what}, as {left[0]}")
-    if not files:
-        raise InputError(f"--data {name}: nothing to read there{f' ({unread[0]})' if unread else ''}")
-    return files, 1.0, unread
+                found.unread.append(f"{len(left)} file(s) that {what}, as {left[0]}")
+    if not found.files:
+        raise InputError(f"--data {name}: nothing to read there{f' ({found.unread[0]})' if found.unread else ''}")
+    found.files.sort()
+    return found
 
 
-def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> tuple[list[Path], dict[str, int]]:
-    """The files of one split by the names that `datasets` knows splits by, and how many the others have."""
+def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> Group:
+    """The files of one split, by the names that `datasets` tells splits by; the others are counted as unread."""
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     try:
-        patterns = get_data_patterns(str(folder))
-        found = DataFilesDict.from_patterns(patterns, base_path=str(folder))
+        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:
         found = {}
     splits = {str(each): [p for p in records if str(p.absolute()) in set(files)] for each, files in found.items()}
@@ -128,23 +126,21 @@ def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -
     wanted = split or (SPLIT if SPLIT in splits else next(iter(splits)))
     if wanted not in splits:
         raise InputError(f"--data {name}: no split {wanted} there, but {', '.join(splits)}")
-    return splits[wanted], {each: len(files) for each, files in splits.items() if each != wanted}
+    others = {each: len(files) for each, files in splits.items() if each != wanted}
+    unread = [f"split {each} ({n} file(s)), given by {folder}:{each}" for each, n in others.items()]
+    return Group(list(splits[wanted]), unread=unread)
 
 
 def _below(folder: Path) -> list[Path]:
     """The files below a folder, sorted, but for hidden ones and those of runs."""
     found = sorted(folder.rglob("*"))
     runs = {p.parent for p in found if p.name == RUN and (p.parent / LOGS).is_dir()}
-    found = [p for p in found if p.is_file() and not _is_hidden(p.relative_to(folder))]
-    return [p for p in found if runs.isdisjoint(p.parents)]
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    shown = [p for p in found if not any(n[0] == "." or n == "__pycache__" for n in p.relative_to(folder).parts)]
+    return [p for p in shown if p.is_file() and runs.isdisjoint(p.parents)]
 
 
 def _why_no_text(path: Path) -> str:
-    """Empty for what begins as UTF-8 text does. Of records, every one is looked at as it is read."""
+    """Empty for a file that begins as UTF-8 text does. Records are checked one by one as they are read."""
     head = head_of(path)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{NOT_UTF8}: it begins as UTF-16 does; convert it, with iconv for example"

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors and files: which are trained, which are kept, and how `final/` is written from both.
+"""A checkpoint's tensors and files: those that are trained, those that are kept, and `final/`, written from both.
 
 `final/` has the names, the dtypes and the files of the checkpoint that the run began with. What the language model
 does not load (vision towers, MTP layers, value heads) is copied from there; read, trained and written one group of
@@ -8,11 +8,10 @@ tensors at a time. Weights of a byte or less (FP8, MXFP4) are first written out 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.checkpoint.folder import CONFIG
 from trimtab.checkpoint.state import plain_name, unwrapped
-from trimtab.convert.adapter_files import read_adapter
-from trimtab.convert.merge import WithAdapters
+from trimtab.convert.adapter_files import WithAdapters, read_adapter
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
-from trimtab.convert.source import RECORD, ties, without
+from trimtab.convert.source import RECORD, check_state, ties, without
 from trimtab.convert.steps import loading_steps, mapping_of, saving_steps, without_place
 from trimtab.convert.tensors import Mapped, Step, TensorInfo, TensorStore, kept
-from trimtab.errors import ConfigError, InputError, first_line
+from trimtab.errors import ConfigError, first_line
+from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.train.presets import IDENTITY
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES = "additional_chat_templates"
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,52 +40,42 @@ class Source:
     """A checkpoint held against the model that is trained.
 
     store: its tensors, but those to drop. mapping: those of transformers' transforms that loading goes through.
-    carried: tensors that the model has no place for. dropped: tensors to leave out. files: that go with the weights.
-    quantized: how they are in the files. left: other files of weights, and folders, which are not kept.
+    carried: tensors that the model has no place for. files: that go with the weights.
+    summary: what is not trained and kept, dropped, or becomes something else, in words; empty if nothing is.
     """
 
     store: TensorStore
     mapping: list[Any]
     carried: list[str]
-    dropped: list[str]
     files: list[Path]
-    quantized: str
-    left: list[str]
-
-    def __str__(self) -> str:
-        told = (("kept as they are", self.carried), ("dropped", self.dropped))
-        parts = [f"{len(names)} tensors are {how}: {_kinds(names)}" for how, names in told if names]
-        parts += [f"not kept: {', '.join(self.left)}"] if self.left else []
-        return "; ".join([f"weights in {self.quantized} become bfloat16"] * bool(self.quantized) + parts)
+    summary: str
 
 
 def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
     """Hold a checkpoint's headers against `model`, which may be on the meta device. Reads no values.
 
     Raises:
-        InputError: a file is missing or cut off, experts are missing, or a tensor is of another shape.
-        ConfigError: the weights are not in safetensors or quantized in an unknown way, or some are missing.
+        InputError: a file is missing or cut off, weights or experts are missing, or a tensor is of another shape.
+        ConfigError: the weights are not in safetensors, or quantized in an unknown way.
     """
     if not holds_safetensors(folder):
         raise ConfigError(f"{folder}: no weights in safetensors; open it with transformers and save it again")
     how = quantization(folder)
     store: TensorStore = plain(SafetensorsFolder(folder), how)
-    dropped = [name for name in store.infos if any(fnmatch(name, pattern) for pattern in drop)]
+    dropped = [name for name in store.infos if _matches(name, drop)]
     store = without(store, dropped)
-    carried, mapping, state = without_place(model, store), mapping_of(model), model.state_dict()
+    carried, mapping = without_place(model, store), mapping_of(model)
     own = without(store, carried)
-    loaded = Mapped(own, loading_steps(model, mapping, own))
-    if absent := [name for name in state if name not in loaded.infos and name not in ties(model)]:
-        raise ConfigError(f"{folder}: lacks {len(absent)} weights of {type(model).__name__}, among them {absent[0]}")
-    for name, info in loaded.infos.items():
-        if info.shape != (shape := tuple(state[name].shape)):
-            raise InputError(f"{folder}: {name} is {list(info.shape)}, by its configuration {list(shape)}")
+    check_state(model, Mapped(own, loading_steps(model, mapping, own)), folder)
     files = [path for path in sorted(folder.iterdir()) if _goes_along(path, drop)]
     others = {path.name for path in folder.iterdir()} - {path.name for path in files} - {RECORD, IDENTITY}
-    left = [name for name in sorted(others) if name[0] != "." and not fnmatch(name, "model*.safetensors*")]
-    left = [name for name in left if not any(fnmatch(name, pattern) for pattern in drop)]
+    left = [name for name in sorted(others) if not _matches(name, (".*", "model*.safetensors*", *drop))]
+    words = [f"weights in {how['quant_method'].upper()} become bfloat16"] if how else []
+    for names, what in ((carried, "kept as they are"), (dropped, "dropped")):
+        words += [f"{len(names)} tensors are {what}: {_kinds(names)}"] if names else []
+    words += [f"not kept: {', '.join(left)}"] if left else []
     used = [transform for transform in mapping if transform.was_used()]
-    return Source(store, used, carried, dropped, files, how.get("quant_method", "").upper(), left)
+    return Source(store, used, carried, files, "; ".join(words))
 
 
 def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
@@ -97,11 +85,11 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     """
     inner = unwrapped(model)
     saved = _as_saved(_Live(inner), inner, source, dtype)
-    if not write:  # gathers with the others
+    if write:
+        _write_all(saved, source, folder, dtype)
+    else:  # gathers with the others
         for name in saved.infos:
             saved.read([name])
-        return
-    _write_all(saved, source, folder, dtype)
 
 
 def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
@@ -150,7 +138,7 @@ def copy_files(files: Iterable[Path], folder: Path, dtype: str | None) -> None:
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    """How a checkpoint's weights are quantized by its configuration; empty if they are not. Raises ConfigError."""
+    """A checkpoint's `quantization_config`; empty if there is none. Raises ConfigError for one that is not known."""
     try:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -164,26 +152,18 @@ def quantization(folder: Path) -> dict[str, Any]:
 def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
     """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones.
 
-    Raises ConfigError if codes lack their scales.
+    Raises ConfigError if codes lack their scales, or are of another dtype.
     """
     if not quantized:
         return store
-    bare = [name for name, info in store.infos.items() if (own := _scales(name, info)) and own not in store.infos]
-    if bare:
+    scales = {name: own for name, info in store.infos.items() if (own := _scales(name, info))}
+    if bare := [name for name, own in scales.items() if own not in store.infos]:
         raise ConfigError(f"codes without scales in {_kinds(bare)}, {bare[0]} for one: fetch all files again")
-    rows, columns = quantized.get("weight_block_size") or (math.inf, math.inf)
-    steps = []
-    for name in store.infos:
-        if name.endswith("_scale_inv") or (name.endswith("_scales") and f"{name[:-7]}_blocks" in store.infos):
-            continue
-        if name.endswith("_blocks"):
-            target = name.removesuffix("_blocks")
-            steps.append(_unpacked(target, (name, f"{target}_scales"), lambda w, s: from_mxfp4(w, s)))
-        elif (scale := f"{name}_scale_inv") in store.infos:
-            steps.append(_unpacked(name, (name, scale), lambda w, s: from_fp8(w, s, rows, columns)))
-        else:
-            steps.append(kept(name))
-    return Mapped(store, steps)
+    if odd := [name for name in store.infos if f"{name}_scale_inv" in store.infos and name not in scales]:
+        raise ConfigError(f"{odd[0]} has scales, but is {store.infos[odd[0]]} and not float8_e4m3fn")
+    block, of_codes = quantized.get("weight_block_size"), set(scales.values())
+    names = [name for name in store.infos if name not in of_codes]
+    return Mapped(store, [_decode(name, scales[name], block) if name in scales else kept(name) for name in names])
 
 
 def _scales(name: str, info: TensorInfo) -> str | None:
@@ -193,22 +173,22 @@ def _scales(name: str, info: TensorInfo) -> str | None:
     return f"{name}_scale_inv" if info.dtype is torch.float8_e4m3fn else None
 
 
-def from_fp8(weight: Tensor, scale: Tensor, rows: float, columns: float) -> Tensor:
-    """bfloat16 of a weight [..., n, m] and its scales, one for each block of [rows, columns]."""
-    scale = scale.float()
-    if scale.dim() >= 2:
-        n, m = weight.shape[-2:]
-        scale = scale.repeat_interleave(min(int(min(rows, n)), n), -2)[..., :n, :]
-        scale = scale.repeat_interleave(min(int(min(columns, m)), m), -1)[..., :m]
-    return (weight.float() * scale).bfloat16()
+def _decode(name: str, scales: str, block: Sequence[int] | None) -> Step:
+    """The step that makes bfloat16 weights of codes: of FP8 [..., out, in] with a scale for each block, or of MXFP4
+    packed as GPT-OSS has it, [E, out, groups, 16], which become [E, in, out]."""
+    target = name.removesuffix("_blocks")
 
+    def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        codes, scale = tensors[name], tensors[scales]
+        if target != name:
+            return {target: decoded(codes.flatten(-2), scale, "mxfp4", torch.bfloat16).transpose(-1, -2).contiguous()}
+        *_, outs, ins = codes.shape
+        rows, columns = block if block and scale.dim() > 1 else (outs, ins)
+        form = replace(FORMATS["fp8"], outs=min(rows, outs), ins=min(columns, ins))
+        scale = scale.float().reshape(-1, *(scale.shape[-2:] if scale.dim() > 1 else (1, 1)))
+        return {name: decoded(codes.reshape(-1, outs, ins), scale, form, torch.bfloat16).reshape(codes.shape)}
 
-def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [E, in, out] of packed pairs [E, out, groups, 16] and exponents [E, out, groups], as GPT-OSS has it."""
-    table = torch.tensor(FP4, device=blocks.device)
-    values = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).flatten(-2)
-    whole = torch.ldexp(values, (scales.int() - 127)[..., None]).bfloat16().flatten(-2)
-    return whole.transpose(-1, -2).contiguous()
+    return Step((name, scales), run)
 
 
 def write_plain(source: Path, folder: Path) -> None:
@@ -223,10 +203,6 @@ def _write(store: TensorStore, folder: Path) -> None:
 
     with tqdm(total=len(store.infos), desc=f"writing {folder.name}", unit="tensor", delay=2, leave=False) as bar:
         write_safetensors(store, folder, shard_bytes=SHARD_BYTES, done=lambda _: bar.update())
-
-
-def _unpacked(target: str, names: tuple[str, str], how: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    return Step(names, lambda tensors: {target: how(tensors[names[0]], tensors[names[1]])})
 
 
 def _cast(name: str, info: TensorInfo, source: Source, dtype: str | None) -> Step:
@@ -266,15 +242,18 @@ class _Both:
 
 
 def _goes_along(path: Path, drop: Sequence[str]) -> bool:
-    if path.name.startswith(".") or any(fnmatch(path.name, pattern) for pattern in drop):
+    if _matches(path.name, (".*", RECORD, IDENTITY, *drop)):
         return False
     if path.is_dir():
         return path.name == TEMPLATES
-    weights = path.name.endswith(WEIGHTS) and not path.name.startswith("value_head.")
-    return path.name not in (RECORD, IDENTITY) and not weights
+    return not path.name.endswith(WEIGHTS) or path.name.startswith("value_head.")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """What some tensors are of, by the first two parts of their names."""
+    """The first two parts of the names of some tensors, each once."""
     heads = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
     return ", ".join(heads[:4]) + (" …" if len(heads) > 4 else "")

@@ -17,16 +17,17 @@ from trimtab.verify.patterns import PATTERNS, Pattern
 from trimtab.verify.topologies import (
     QUICK,
     Topology,
-    balanced_topologies,
     default_topologies,
+    replicating_topologies,
     topologies_for,
     topology_named,
 )
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
-"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with balanced experts as
-"proof"; "full" runs so those with balanced experts that are no default ones."""
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with replicated or
+frozen experts, `main_grad` or delayed gradients as "proof"; "full" runs so those with replicated experts that are no
+default ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
     if level == "full" or exact:
         more = LEVELS["full" if exact else "proof"]
-        dtypes |= {topology: more for topology in balanced_topologies() if topology not in dtypes}
+        dtypes |= {topology: more for topology in replicating_topologies() if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
@@ -86,4 +87,9 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
 def _dtypes(level: str, topology: Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    return LEVELS["full" if topology.name in QUICK else "proof" if topology.balance != "none" else level]
+    return LEVELS["full" if topology.name in QUICK else "proof" if _narrow(topology) else level]
+
+
+def _narrow(topology: Topology) -> bool:
+    """True where nothing depends on the dtype that other rows do not show in each."""
+    return (topology.replicas, topology.sink, topology.later, topology.frozen) != ("none",) * 4

@@ -1,4 +1,4 @@
-"""Findings of all ranks put together: one verdict a case, and what it means when findings stop coming."""
+"""Results of all ranks put together: one verdict a case, and what it means when results stop coming."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from torch.distributed import Store
 
 from trimtab.verify.cases import Case
-from trimtab.verify.on_rank import READY, Finding, key_of
+from trimtab.verify.on_rank import READY, RankResult, key_of
 
 Status = Literal["ok", "mismatch", "refused", "error", "hang", "lacking"]
 START = 60.0
@@ -21,11 +21,11 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks together say of one case. `lacking`: the implementation can't be asked for it; says why.
+    """The verdict of all ranks together on one case. `lacking`: the implementation can't be asked for it; says why.
     `refused`: on every rank its own code raised, by a statement that says so.
-    copies: experts that were sent to other ranks, in all.
+    replicas: experts that were sent to other ranks, in all.
 
-    stalled: findings did not come in time, or ranks died; these ranks answer nothing more.
+    stalled: results did not come in time, or ranks died; these ranks answer nothing more.
     """
 
     case: Case
@@ -33,7 +33,7 @@ class Verdict:
     errors: dict[str, float] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    copies: int = 0
+    replicas: int = 0
     stalled: bool = False
 
     @property
@@ -49,7 +49,7 @@ def collect(
     died: Callable[[], list[int]] = list,
     said: Callable[[list[int]], str] = lambda silent: "",
 ) -> Iterator[Verdict]:
-    """Verdicts in order, as the findings come in; one that is `stalled` is the last.
+    """Verdicts in order, as the results come in; one that is `stalled` is the last.
 
     start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on,
     and `GRACE` at most once a rank has found a fault: the others may wait for it in vain.
@@ -57,64 +57,64 @@ def collect(
     """
     for index, case in [(READY, case) for _, case in cases[:1]] + list(cases):
         seconds = start if index == READY else deadline
-        findings, dead = _wait_for(index, case.topology.ranks, store, seconds, died)
-        silent = dead or sorted(set(range(case.topology.ranks)) - {finding.rank for finding in findings})
+        results, dead = _wait_for(index, case.topology.ranks, store, seconds, died)
+        silent = dead or sorted(set(range(case.topology.ranks)) - {result.rank for result in results})
         if silent:
-            yield _stalled(case, findings, silent, bool(dead), seconds, said(silent))
+            yield _stalled(case, results, silent, bool(dead), seconds, said(silent))
             return
         if index != READY:
-            yield judge_case(case, findings)
+            yield judge_case(case, results)
 
 
 def _wait_for(
     index: int, ranks: int, store: Store, seconds: float, died: Callable[[], list[int]]
-) -> tuple[list[Finding], list[int]]:
-    """The findings that came, and the ranks that had died if not all did."""
+) -> tuple[list[RankResult], list[int]]:
+    """The results that came, and the ranks that had died if not all did."""
     end = time.monotonic() + seconds
     dead: list[int] = []
-    found: dict[int, Finding] = {}
+    found: dict[int, RankResult] = {}
     hurried = False
     while True:
         for rank in set(range(ranks)) - found.keys():
             if store.check([key_of(index, rank)]):
-                found[rank] = Finding.get(store, index, rank)
-        findings = [found[rank] for rank in sorted(found)]
-        if len(findings) == ranks:
-            return findings, []
-        if not hurried and _faults(findings):
+                found[rank] = RankResult.get(store, index, rank)
+        results = [found[rank] for rank in sorted(found)]
+        if len(results) == ranks:
+            return results, []
+        if not hurried and _faults(results):
             end, hurried = min(end, time.monotonic() + GRACE), True
         if dead or time.monotonic() > end:
-            return findings, dead
+            return results, dead
         dead = died()  # looked at before the store is read once more: a rank may have died behind its answer
         if not dead:
             time.sleep(0.002)
 
 
-def _faults(findings: Sequence[Finding]) -> list[str]:
+def _faults(results: Sequence[RankResult]) -> list[str]:
     """The soonest first: others often follow from it."""
-    return [f"rank {f.rank}: {f.fault}" for f in sorted(findings, key=lambda f: f.seconds) if f.fault is not None]
+    return [f"rank {f.rank}: {f.fault}" for f in sorted(results, key=lambda f: f.seconds) if f.fault is not None]
 
 
-def judge_case(case: Case, findings: Sequence[Finding]) -> Verdict:
+def judge_case(case: Case, results: Sequence[RankResult]) -> Verdict:
     """One verdict: a fault outweighs a mismatch."""
-    faults, mismatches = _faults(findings), [said for f in findings for said in f.mismatches]
-    copies = sum(f.copies for f in findings)
-    if not faults and not copies and any(f.hot for f in findings):
+    faults, mismatches = _faults(results), [said for f in results for said in f.mismatches]
+    replicas = sum(f.replicas for f in results)
+    if not faults and not replicas and any(f.hot for f in results):
         mismatches.append("no expert was copied, and a rank has more slots than the mean")
-    columns = dict.fromkeys(column for f in findings for column in f.errors)
-    errors = {column: max(f.errors.get(column, 0.0) for f in findings) for column in columns}
+    columns = dict.fromkeys(column for f in results for column in f.errors)
+    errors = {column: max(f.errors.get(column, 0.0) for f in results) for column in columns}
     status: Status = "error" if faults else "mismatch" if mismatches else "ok"
-    if faults and all(f.refused for f in findings):
+    if faults and all(f.refused for f in results):
         status = "refused"
-    seconds = max(f.seconds for f in findings)
+    seconds = max(f.seconds for f in results)
     details = faults + mismatches
-    return Verdict(case=case, status=status, errors=errors, details=details, seconds=seconds, copies=copies)
+    return Verdict(case=case, status=status, errors=errors, details=details, seconds=seconds, replicas=replicas)
 
 
 def _stalled(
-    case: Case, findings: Sequence[Finding], silent: list[int], dead: bool, waited: float, said: str
+    case: Case, results: Sequence[RankResult], silent: list[int], dead: bool, waited: float, said: str
 ) -> Verdict:
-    faults = _faults(findings)
+    faults = _faults(results)
     who = f"rank(s) {', '.join(map(str, silent))}"
     how = f"{who} died" if dead else f"{who}: no answer within {f'{GRACE:g} s of that' if faults else f'{waited:g} s'}"
     details = [*faults, f"{how}: {said}" if said else how]

@@ -22,12 +22,12 @@ from trimtab.verify.patterns import PATTERNS
 MOST_LOCAL = 8
 """Ranks of a local run that names no number."""
 MARKS: dict[Status, str] = {"ok": ".", "lacking": "-", "refused": "R", "mismatch": "X", "error": "E", "hang": "H"}
-"""How the table shows each, from the best to the worst: a cell of several dtypes shows the worst."""
+"""A status in the table, from the best to the worst: a cell of several dtypes shows the worst."""
 
 
 @dataclass(kw_only=True)
 class Ledger:
-    """What was asked, of whom, and what came of it.
+    """A run: the implementation, the command, and the verdicts.
 
     program: "trimtab", or what starts it on a cluster. repeat: how often each case ran.
     """
@@ -78,10 +78,10 @@ class Ledger:
     def summary(self) -> str:
         """One line of counts, one of how many cases copied experts, and one of errors by dtype."""
         lines = [", ".join(f"{n} {status}" for status, n in self.counts().items()) + f" in {self.seconds:.0f} s"]
-        balanced = [v for v in self.verdicts if v.case.topology.balance != "none"]
-        if balanced:
-            some = sum(v.copies > 0 for v in balanced)
-            lines.append(f"{some} of {len(balanced)} cases with balanced experts copied some")
+        replicating = [v for v in self.verdicts if v.case.topology.replicas != "none"]
+        if replicating:
+            some = sum(v.replicas > 0 for v in replicating)
+            lines.append(f"{some} of {len(replicating)} cases with replicated experts copied some")
         for dtype, columns in self.worst().items():
             bound = BOUNDS[getattr(torch, dtype)]
             shown = "  ".join(f"{column} {error:.1e}" for column, error in columns.items())
@@ -105,7 +105,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         cases = [
             {"case": v.case.name, "status": v.status, "errors": v.errors, "details": v.details, "seconds": v.seconds}
-            | ({"copies": v.copies} if v.case.topology.balance != "none" else {})
+            | ({"replicas": v.replicas} if v.case.topology.replicas != "none" else {})
             for v in self.verdicts
         ]
         made = {"command": self.command, "implementation": self.implementation, "seed": self.seed}
@@ -129,7 +129,7 @@ class Ledger:
 
 
 def machine() -> dict[str, str]:
-    """What a number depends on. No host names."""
+    """Versions and hardware that a number depends on. No host names."""
     found = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= {"processor": processor_name(), "cores": str(cores())}
     if torch.cuda.is_available():

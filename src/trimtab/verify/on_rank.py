@@ -1,6 +1,6 @@
 """One rank's part of a run: build, step, compare with the truth, and say what was found.
 
-A rank compares what it holds itself; nothing but its findings leaves it. They go to the run's store, where the
+A rank compares what it holds itself; nothing but its results leaves it. They go to the run's store, where the
 collector reads them: a rank that stops answering is seen, whatever it hangs in.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trimtab.errors import TrimtabError
-from trimtab.verify.adapters import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.cases import DTYPES, Case
+from trimtab.verify.implementation import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.patterns import make_problem
 from trimtab.verify.topologies import Topology
 from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve
@@ -36,9 +36,9 @@ READY = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What one rank says of one case. errors: relative error by column. fault: what broke the case off, and whether
-    that was said by whom it concerns. copies: experts sent to this rank; hot: whether there had to be some."""
+class RankResult:
+    """One rank's result of one case. errors: relative error by column. fault: the error that broke the case off;
+    refused: it was raised on purpose. replicas: experts sent to this rank; hot: there had to be some."""
 
     rank: int
     errors: dict[str, float] = field(default_factory=dict)
@@ -46,21 +46,21 @@ class Finding:
     fault: str | None = None
     refused: bool = False
     seconds: float = 0.0
-    copies: int = 0
+    replicas: int = 0
     hot: bool = False
 
     def put(self, store: Store, index: int) -> None:
-        """Leave it where `get` finds it."""
+        """Put it into the store, for `get`."""
         store.set(key_of(index, self.rank), json.dumps(asdict(self)))
 
     @classmethod
-    def get(cls, store: Store, index: int, rank: int) -> Finding:
-        """What `put` left, once it is there."""
+    def get(cls, store: Store, index: int, rank: int) -> RankResult:
+        """Wait for what `put` left."""
         return cls(**json.loads(store.get(key_of(index, rank))))
 
 
 def key_of(index: int, rank: int) -> str:
-    """Where in the store the finding of `rank` on case `index` lies."""
+    """Where in the store the result of `rank` on case `index` lies."""
     return f"case/{index}/{rank}"
 
 
@@ -71,9 +71,9 @@ def run_on_rank(
     device: torch.device,
     repeat: int,
 ) -> None:
-    """Run (index, case) pairs in order and leave this rank's findings in `store`. Collective over the world."""
+    """Run (index, case) pairs in order and leave this rank's results in `store`. Collective over the world."""
     rank = dist.get_rank()
-    Finding(rank=rank).put(store, READY)
+    RankResult(rank=rank).put(store, READY)
     for topology, group in groupby(cases, key=lambda pair: pair[1].topology):
         bench = Bench(implementation, make_place(topology, rank, device))
         for index, case in group:
@@ -81,7 +81,7 @@ def run_on_rank(
                 bench.run(case, repeat).put(store, index)
                 others = range(topology.ranks)
                 store.wait([key_of(index, other) for other in others], COLLECTORS)
-                if any(Finding.get(store, index, other).fault is not None for other in others):
+                if any(RankResult.get(store, index, other).fault is not None for other in others):
                     bench.subjects.clear()
 
 
@@ -92,21 +92,21 @@ class Bench:
         self.implementation, self.place = implementation, place
         self.subjects: dict[Sizes, tuple[Subject, list[LayerWeights]]] = {}
 
-    def run(self, case: Case, repeat: int = 1) -> Finding:
+    def run(self, case: Case, repeat: int = 1) -> RankResult:
         """One case on this rank, `repeat` times. Collective over the ranks of the topology."""
         start = time.perf_counter()
         problem = make_problem(case.topology, case.pattern, DTYPES[case.dtype], case.data_seed)
         try:
-            finding = self._judge(problem, repeat)
+            result = self._judge(problem, repeat)
         except Exception as error:
             self.subjects.clear()  # also where all ranks were right to refuse
             good = problem.raises and isinstance(error, self.implementation.refusal)
             shown = str(error) if isinstance(error, TrimtabError) else traceback.format_exc(limit=-3).strip()
             said = None if good else f"{type(error).__name__}: {shown}"
-            finding = Finding(rank=self.place.rank, fault=said, refused=not good and raised_on_purpose(error))
-        return replace(finding, seconds=time.perf_counter() - start)
+            result = RankResult(rank=self.place.rank, fault=said, refused=not good and raised_on_purpose(error))
+        return replace(result, seconds=time.perf_counter() - start)
 
-    def _judge(self, problem: Problem, repeat: int) -> Finding:
+    def _judge(self, problem: Problem, repeat: int) -> RankResult:
         rank, sizes = self.place.rank, problem.sizes
         if sizes not in self.subjects:
             weights = make_weights(sizes, seed=sizes.num_experts)
@@ -117,7 +117,7 @@ class Bench:
         outcome = subject.step(share)
         if problem.raises:
             expected = self.implementation.refusal.__name__
-            return Finding(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
+            return RankResult(rank=rank, fault=f"bad input went through: expected {expected} on every rank")
         truth = solve(problem, weights)
         true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}
         grads = getattr(subject, "expected", lambda grads: grads)(truth.grads)
@@ -134,39 +134,39 @@ class Bench:
         for run in range(2, repeat + 1):
             again = compare(_tensors(subject.step(share)), got, 0.0, {})
             wrong += [said and f"in run {run}, {said}" for _, said in again.values()]
-        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.balance == "balanced"]
+        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "replicas"]
         changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         own = self.place.experts.get_local_rank("ep")
-        copies = sum(int(copied[own]) for copied in outcome.copied or [])
-        hot = any(has_to_copy(self.place.topology, loads) for loads in truth.loads)
-        return Finding(rank=rank, errors=errors, mismatches=mismatches, fault=fault, copies=copies, hot=hot)
+        replicas = sum(int(copied[own]) for copied in outcome.copied or [])
+        hot = any(has_to_replicate(self.place.topology, loads) for loads in truth.loads)
+        return RankResult(rank=rank, errors=errors, mismatches=mismatches, fault=fault, replicas=replicas, hot=hot)
 
 
-def has_to_copy(t: Topology, loads_E: Tensor) -> bool:
-    """Whether with these loads, over all expert groups, one rank at least has more slots than the mean of its group's,
-    rounded up. Where groups have uneven numbers of tokens some that do are not known."""
+def has_to_replicate(t: Topology, loads_E: Tensor) -> bool:
+    """True if with these loads, over all expert groups, at least one rank has more slots than the mean of its group's,
+    rounded up. Where groups have uneven numbers of tokens some such ranks are not known."""
     loads_P = loads_E.view(t.ep, -1).sum(1)
     groups = t.edp  # ranks that split experts compute their slots together
-    return t.balance == "balanced" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
+    return t.replicas == "replicas" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
 
 
 def more_than_mean(slots_P: Tensor) -> str:
-    """What is wrong with how many slots the ranks of a group compute; "" if no rank has more than the mean."""
+    """The complaint about a rank of a group that computes more slots than the mean; "" if none does."""
     most, mean = int(slots_P.max()), -(-int(slots_P.sum()) // slots_P.shape[0])
     return "" if most <= mean else f"a rank computes {most} slots where {mean} are the mean"
 
 
 def raised_on_purpose(error: Exception) -> bool:
-    """Whether a `raise` or an `assert` of somebody's own code said so, rather than PyTorch or Python."""
+    """True if a `raise` or an `assert` of an implementation's own code did it, rather than PyTorch or Python."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     file, stated = Path(frame.filename), (frame.line or "").startswith(("raise ", "assert "))
     return stated and "torch" not in file.parts and Path(__file__).parent not in file.parents
 
 
 def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
-    """What this rank is given, in memory of its own, the data-parallel rank whose batch it is cut from, and where."""
+    """(this rank's part, in memory of its own; the data-parallel rank whose batch it is cut from; where)."""
     d, t = divmod(place.rank, place.topology.tp)
     batch = problem.batches[d]
     whole = place.topology.tokens == "replicated"
@@ -191,7 +191,7 @@ def _named(share: Share) -> dict[str, Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """NaN is equal to itself here."""
+    """Bitwise equality: NaN equals itself."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

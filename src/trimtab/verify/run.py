@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trimtab.processes import leave_group
-from trimtab.verify.adapters import get_implementation, home_of
 from trimtab.verify.cases import Case
 from trimtab.verify.collect import Verdict, collect
+from trimtab.verify.implementation import get_implementation, home_of
 from trimtab.verify.on_rank import COLLECTORS, run_on_rank
 
 LONGEST = 71
 """Bytes of a folder for temporary files. A socket's path has 104 on macOS, 108 on Linux; Python's takes 33 of them."""
 _PRELOAD = ["torch.distributed.tensor", "trimtab.moe", "trimtab.verify.run", "trimtab.verify.tested_kernels"]
-"""What the server imports before it forks: ranks start in milliseconds."""
+"""Modules that the server imports before it forks, so that ranks start in milliseconds."""
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 """Entered by each rank around its cases; picklable."""
 Report = Callable[[Verdict], None]
@@ -71,7 +71,7 @@ def run_cluster(
     report: Report,
     finish: Callable[[], int],
 ) -> int:
-    """On ranks that torchrun has started, all of which call this: their own devices, their own backend.
+    """Run the cases on the ranks that torchrun has started, with their devices and backend. Every rank calls this.
 
     Rank 0 collects in a thread, from the store: when a case hangs, in whatever collective, the run still ends and says
     so. Returns the exit code; `report` and `finish` run on rank 0 alone, which raises what they raise.
@@ -110,7 +110,7 @@ def run_cluster(
 
 
 def _asked(implementation: str, cases: Sequence[Case]) -> tuple[list[tuple[int, Case]], list[Verdict]]:
-    """The cases that an implementation can be asked for, numbered, and verdicts on the others."""
+    """(numbered cases that the implementation can be asked for, verdicts on the others)."""
     judged, asked, lacking = get_implementation(implementation), [], []
     for index, case in enumerate(cases):
         reason = judged.lacks(case.topology, case.pattern)
@@ -125,7 +125,7 @@ def _asked(implementation: str, cases: Sequence[Case]) -> tuple[list[tuple[int, 
 def _pool(
     ranks: int, cases: Sequence[tuple[int, Case]], implementation: str, repeat: int, around: Around
 ) -> Iterator[tuple[Store, Callable[[], list[int]], Callable[[list[int]], str]]]:
-    """`ranks` processes at work on `cases`: the store they answer in, which have died, what they said."""
+    """Start `ranks` processes on `cases`; (the store of their answers, which of them died, their last words)."""
     preload(home_of(implementation)[0])
     context = forkserver()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -180,7 +180,7 @@ def forkserver() -> ForkServerContext:
 
 
 def _last_words(code: int | None, log: Path) -> str:
-    """How a process ended, if it did, and the last line that it said."""
+    """The exit of a process, if it ended, and the last line that it printed."""
     how = "" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return ", ".join(filter(None, (how, *lines[-1:])))

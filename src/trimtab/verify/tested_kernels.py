@@ -1,4 +1,4 @@
-"""What ranks inherit from the server that forks them: the compiled kernels, loaded and tested once, if they are built.
+"""Compiled kernels that ranks inherit from the server that forks them, loaded and tested once, if they are built.
 
 That server imports it, and nobody else: a server can be told of nothing else to do beforehand.
 """
@@ -14,7 +14,7 @@ from trimtab.kernels.selftest import compiled_fault
 
 
 def _kept() -> list[CompiledKernels]:
-    """None where the ranks have to compile them, or to say what is wrong."""
+    """The kernels, if they are compiled and pass; else nothing, and each rank compiles them or says what is wrong."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads are lost in a fork, and waited for
     try:

@@ -9,7 +9,8 @@ from helpers.megatron_cpu import judged
 from trimtab.verify.collect import Verdict
 from trimtab.verify.patterns import PATTERNS
 
-OURS = ("megatron-trimtab", "megatron-trimtab-dispatcher", "megatron-trimtab-linears", "megatron-trimtab-router")
+OURS = ("Trimtab", "TrimtabDispatcher", "TrimtabLinears", "TrimtabRouter")
+"""Classes of peers.megatron_impl."""
 TOPOLOGIES = (
     "1r-local", "2r-ep2", "4r-ep4", "4r-ep2-etp2", "4r-ep2-etp2-tp2-sharded", "4r-ep4-tp2-sharded", "4r-etp4-local",
 )  # fmt: skip
@@ -19,7 +20,7 @@ EDGES = ("random", "cold_rank", "empty_source", "empty_world", "masked", "all_dr
 
 
 def test_megatrons_own_is_right_where_tokens_are_even() -> None:
-    _all_right(judged("megatron", ["2r-ep2"], ["random", "alternating"], ["float32", "float64"]))
+    _all_right(judged("Impl", ["2r-ep2"], ["random", "alternating"], ["float32", "float64"]))
 
 
 @pytest.mark.parametrize("ours", OURS)

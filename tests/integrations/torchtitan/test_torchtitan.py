@@ -110,9 +110,9 @@ def hot_experts_are_copied(tp: int, ep: int) -> None:
 
     moe.GroupedExperts.forward = in_their_dtype  # in a process of its own
     theirs = step("theirs", tp, ep, "partial_dtensor")
-    ours = step("balanced", tp, ep, "partial_dtensor")
-    computed, copies = ours.pop("computed"), ours.pop("copies")
-    assert int(copies.sum()) > 0
+    ours = step("replicated", tp, ep, "partial_dtensor")
+    computed, replicas = ours.pop("computed"), ours.pop("replicas")
+    assert int(replicas.sum()) > 0
     assert int(computed.amax()) <= -(-int(computed.sum()) // ep)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -132,16 +132,16 @@ def test_an_override_copies_hot_experts_everywhere() -> None:
     from helpers.titan_layer import config
     from trimtab.integrations.torchtitan import RoutedExperts, TokenDispatcher
 
-    named = "trimtab.integrations.torchtitan.override.balanced_experts"
+    named = "trimtab.integrations.torchtitan.override.replicated_experts"
     cfg = config("theirs", 1)
-    apply_overrides(OverrideConfig(imports=[(named, {"balance": 0.1, "copy_cost": 7})]), cfg)
+    apply_overrides(OverrideConfig(imports=[(named, {"replicate_experts": 0.1, "copy_cost": 7})]), cfg)
     routed = cfg.routed_experts
     assert type(routed) is RoutedExperts.Config
-    assert (routed.balance, routed.copy_cost) == (0.1, 7)
+    assert (routed.replicate_experts, routed.copy_cost) == (0.1, 7)
     assert routed.token_dispatcher == TokenDispatcher.Config(num_experts=E, top_k=K)
     built = cfg.build().routed_experts
     assert {name for name, _ in built.inner_experts.named_parameters()} == {"w1_EFD", "w2_EDF", "w3_EFD"}
-    assert built.token_dispatcher.exchange.balance.copy_cost == 7
+    assert built.token_dispatcher.exchange.replication.copy_cost == 7
 
 
 def test_their_override_puts_ours_in_everywhere() -> None:

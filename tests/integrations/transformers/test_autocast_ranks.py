@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import trimtab.integrations.transformers
 from helpers.parity import difference, scale
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.dispatch.dispatcher import Dispatched
 
-preload("trimtab.integrations.transformers.expert_parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 D, E, K = 16, 4, 2
 
 

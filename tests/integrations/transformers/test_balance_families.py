@@ -16,14 +16,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from benchmarks.balance_families import train
 from helpers.balance_ranks import MICRO, batches, run_balanced
 from helpers.families import build_model, forward, sample_batch
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.seeing import seen
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadBalancer, LoadBalancerCallback
 from trimtab.integrations.transformers.routers.find import find_routers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-preload("transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.nn.parallel")
 
 KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_m2", "zaya", "inkling2")
 """A family of each way to keep a selection bias: buffer or parameter, in the router, its block or beside it."""

@@ -11,8 +11,7 @@ import torch
 
 from helpers.balance_ranks import alone, run_sharded
 from helpers.ep_case import Case, Mesh
-from helpers.families import families as all_families
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
@@ -22,10 +21,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"bias": "quantile", "add_bias": True},
 }
 """A bias of one's own and of the checkpoint, both rules, both losses."""
-preload(
-    "trimtab.integrations.transformers.expert_parallel", "trimtab.integrations.transformers.routers.load_balancer",
-    *sorted({all_families()[name].module for name in OPTIONS}),
-)  # fmt: skip
 
 MESHES = (Mesh(ep=1, fsdp=2), Mesh(ep=2, fsdp=2), Mesh(ep=2, fsdp=4))
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from helpers.families import build_model, experts_modules
 from trimtab.errors import InputError
-from trimtab.experts.ops import plan_op
+from trimtab.experts.plan import plan_op
 from trimtab.integrations.transformers import gates
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from helpers.ep_case import PATTERNS, Case, Mesh
-from helpers.ep_ranks import BALANCED, run_broken, run_cases, run_loading, run_shared
+from helpers.ep_ranks import REPLICATED, run_broken, run_cases, run_loading, run_shared
 from helpers.ep_verify import both_precisions, verify
-from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, families, family_names
-from helpers.ranks import preload, run_ranks
+from helpers.families import REFUSED_WHEN_SHARDED, ep_capable, family_names
+from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-
-preload("trimtab.integrations.transformers.expert_parallel", *sorted({family.module for family in families().values()}))
 
 TWO = Mesh(ep=2, fsdp=2)
 FOUR = (Mesh(ep=4, fsdp=4), Mesh(ep=2, fsdp=4), Mesh(ep=4, fsdp=2, tp=2), Mesh(ep=2, fsdp=2, replicate=2))
@@ -36,9 +34,9 @@ LAYOUTS = ("gpt_oss", "muse_spark", "nemotron_h", "aria", "openai_privacy_filter
 ranks4 = pytest.mark.xdist_group("ranks4")
 
 
-def balanced(case: Case) -> Case:
-    """With copies of hot experts on ranks that have room."""
-    return replace(case, experts=BALANCED, exchange=BALANCED)
+def replicated(case: Case) -> Case:
+    """With replicas of hot experts on ranks that have room."""
+    return replace(case, experts=REPLICATED, exchange=REPLICATED)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -67,7 +65,7 @@ def test_however_the_tokens_fall(mesh: Mesh, tmp_path: Path) -> None:
         in_float32 = ("natural", "hot")  # every pattern is judged in float64
         cases += [replace(c, dtype=torch.float32, patterns=in_float32) for c in cases if c.family in PRESETS]
     unequal = [replace(c, patterns=("cold", "hot")) for c in cases if c.family in ("qwen3_moe", "gpt_oss")]
-    verify([*cases, *(balanced(c) for c in unequal if c.dtype == torch.float64)], tmp_path)
+    verify([*cases, *(replicated(c) for c in unequal if c.dtype == torch.float64)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +95,10 @@ def test_ordered_sums(mesh: Mesh, tmp_path: Path) -> None:
     verify(both_precisions(case), tmp_path)
 
 
-def test_shared_memory_and_balanced_experts_of_every_layout(tmp_path: Path) -> None:
+def test_shared_memory_and_replicated_experts_of_every_layout(tmp_path: Path) -> None:
     name = "trimtab_shared"
     case = Case(family="qwen3_moe", mesh=TWO, experts=name, exchange=name, dtype=torch.float64, patterns=PATTERNS)
-    verify([case, *(balanced(replace(case, family=name)) for name in LAYOUTS)], tmp_path)
+    verify([case, *(replicated(replace(case, family=name)) for name in LAYOUTS)], tmp_path)
 
 
 def test_the_experts_modules_of_a_model_share_one_transport(tmp_path: Path) -> None:
@@ -123,7 +121,7 @@ def test_ways_to_train(family: str, tmp_path: Path) -> None:
         {"recompute": "not reentrant", "steps": 2},
     ]
     cases = [replace(case, **way) for way in ways]
-    verify([*cases, *(balanced(one) for one in cases if one.frozen != "embed_tokens")], tmp_path)
+    verify([*cases, *(replicated(one) for one in cases if one.frozen != "embed_tokens")], tmp_path)
 
 
 @ranks4
@@ -147,14 +145,14 @@ def test_what_one_rank_does_wrong_every_rank_refuses(tmp_path: Path) -> None:
         "weight not a number": ("InputError", slot), "another top-k": ("DesyncError", "top-1, "),
     }  # fmt: skip
     stock = {"all eager": ("", ""), "one eager": ("", "")}
-    of_balanced = {
-        "all eager": ("ConfigError", "'eager' runs no copies of experts: with balance= choose"),
-        "one eager": ("DesyncError", "are in another call"),
+    of_replicated = {
+        "all eager": ("ConfigError", "'eager' runs no replicas: with replicate_experts= choose"),
+        "one eager": ("DesyncError", "hold other experts"),
     }
     case = Case(family="qwen3_moe", mesh=TWO)
-    expected = [*(wrong | stock).values(), *(wrong | of_balanced).values()]
+    expected = [*(wrong | stock).values(), *(wrong | of_replicated).values()]
     for refusals in run_ranks(
-        run_broken, 2, [case, balanced(case)], tuple(wrong | stock), str(tmp_path), deadline=60.0
+        run_broken, 2, [case, replicated(case)], tuple(wrong | stock), str(tmp_path), deadline=60.0
     ):
         for (kind, says), refusal in zip(expected, refusals, strict=True):
             assert refusal.kind == kind, refusal

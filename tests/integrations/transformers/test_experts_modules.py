@@ -356,8 +356,8 @@ def test_fp8_experts_of_transformers_run_on_their_codes() -> None:
         ({"name": 3}, "must be a word"),
         ({"combine": "bogus"}, "is not one of"),
         ({"transport": "bogus"}, "is not one of"),
-        ({"balance": "bogus"}, "is neither 'off', 'auto' nor a tolerance"),
-        ({"balance": -0.1}, "must be None or a number from 0"),
+        ({"replicate_experts": "bogus"}, "is neither 'off', 'auto' nor a tolerance"),
+        ({"replicate_experts": -0.1}, "must be None or a number from 0"),
     ],
     ids=str,
 )
@@ -365,6 +365,6 @@ def test_registering_under_a_name_or_with_options_that_cannot_be(given: dict[str
     with pytest.raises(ConfigError, match=words):
         trimtab.integrations.transformers.register(**given)
     trimtab.integrations.transformers.register()  # again
-    for other in ({"combine": "ordered"}, {"transport": "allgather"}, {"balance": "auto"}):
-        with pytest.raises(ConfigError, match="registered with combine='sum' and transport='alltoall', not balanced"):
+    for other in ({"combine": "ordered"}, {"transport": "allgather"}, {"replicate_experts": "auto"}):
+        with pytest.raises(ConfigError, match="registered with ExchangeOptions\\(transport='alltoall', combine='sum'"):
             trimtab.integrations.transformers.register(**other)  # type: ignore[arg-type]

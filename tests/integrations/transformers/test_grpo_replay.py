@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.grpo_replay import read, table
 from helpers.commands import torchrun
-from trimtab.train.tokens import byte_tokenizer
+from trimtab.train.presets import byte_tokenizer
 
 LAYERS = 4
 

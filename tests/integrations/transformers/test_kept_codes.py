@@ -16,7 +16,7 @@ from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, save
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import QuantizedExpertsConfig, quantize_experts
 from trimtab.integrations.transformers.quantized.params import MARK, is_experts
-from trimtab.integrations.transformers.quantized.prequantized import kept_format
+from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
@@ -46,7 +46,7 @@ def test_codes_are_kept_run_saved_read_again_and_taken_out(kind: str, tmp_path: 
     folder = save_official(tmp_path / "official", kind)
     kept, truth = load(folder, dtype="float32"), whole(folder, kind, dtype="float32")
     assert marks(kept) == {(FORMAT[kind], torch.float32)}
-    assert kept_format(transformers.AutoConfig.from_pretrained(folder)) == FORMAT[kind]
+    assert prequantized_format(transformers.AutoConfig.from_pretrained(folder)) == FORMAT[kind]
     loss, got = loss_and_gradients(kept)
     wanted_loss, want = loss_and_gradients(truth)
     assert abs(loss - wanted_loss) <= 1e-5
@@ -56,7 +56,7 @@ def test_codes_are_kept_run_saved_read_again_and_taken_out(kind: str, tmp_path: 
 
     kept.save_pretrained(tmp_path / "saved")
     same(load(tmp_path / "saved", dtype="float32"), kept)
-    assert kept_format(transformers.AutoConfig.from_pretrained(tmp_path / "saved")) == FORMAT[kind]
+    assert prequantized_format(transformers.AutoConfig.from_pretrained(tmp_path / "saved")) == FORMAT[kind]
     if kind == "mxfp4":  # the rest was never coded: the file is gpt-oss's again
         was, now = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
         assert was.keys() == now.keys()

@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 
 import trimtab
 from helpers.families import build_model, experts_modules
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadCallback
 from trimtab.routing.loads import load_metrics, load_scalars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-preload("transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe", "datasets")
 
 STEPS, EVERY = 5, 2
 

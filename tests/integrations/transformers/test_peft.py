@@ -1,4 +1,4 @@
-"""peft's adapters on experts, as peft has them: with our experts their pairs are run, not their deltas.
+"""peft's adapters on experts, as peft has them: with our experts their factors are run, not their deltas.
 
 The truth is peft over transformers' own loop: in float64 every difference is a mistake, and float32 may differ by 2e-6
 of a gradient's scale, or by as much as rounding moves it in the truth itself.
@@ -20,7 +20,7 @@ from helpers.families import build_model, experts_modules, family_names
 from helpers.parity import CANCELLING, FLOAT32_INSIDE, check
 from helpers.peft_case import adapted, fill, lora, output_and_gradients, reference_adapted, run_adapted
 from trimtab.integrations.transformers import experts as ours
-from trimtab.integrations.transformers.lora.peft import _teach, pair_of
+from trimtab.integrations.transformers.lora.peft import _teach, factors_of
 
 NAMES = family_names()
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
@@ -67,7 +67,9 @@ def test_no_delta_is_built_and_no_weight_is_touched(name: str, monkeypatch: pyte
     output_and_gradients(model)
     assert [type(module) for module in experts_modules(model).values()] == kinds
     assert all(p.grad is None for key, p in model.named_parameters() if "lora_" not in key)
-    assert not any(vars(module)[ours.LENT] for module in experts_modules(model).values()), "lent for longer than a call"
+    assert not any(vars(module)[ours.ATTACHED] for module in experts_modules(model).values()), (
+        "attached for longer than a call"
+    )
 
 
 def test_other_experts_are_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_what_peft_refuses_stays_refused() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("swaps", [False, True])
-def test_pairs_are_views_in_the_orientation_of_the_version(transposed: bool, swaps: bool) -> None:
+def test_factors_are_views_in_the_orientation_of_the_version(transposed: bool, swaps: bool) -> None:
     """peft before 0.19 takes the second dimension for the input; sizes are equal, so that no shape tells."""
     experts, size, rank = 3, 4, 2
     a, b = nn.Linear(size, rank * experts, bias=False), nn.Linear(rank * experts, size, bias=False)
@@ -186,10 +188,10 @@ def test_pairs_are_views_in_the_orientation_of_the_version(transposed: bool, swa
     order = "e o i" if swapped else "e i o"
     by_expert = a.weight.reshape(experts, -1, size), b.weight.reshape(size, -1, experts)
     delta = torch.einsum(f"o r e, e r i -> {order}", by_expert[1], by_expert[0])
-    pair = pair_of(wrapper, "x")
-    ours = pair.b @ pair.a
+    lora = factors_of(wrapper, "x")
+    ours = lora.b @ lora.a
     torch.testing.assert_close(ours.mT if transposed else ours, delta)
-    assert {pair.a.data_ptr(), pair.b.data_ptr()} == {a.weight.data_ptr(), b.weight.data_ptr()}
+    assert {lora.a.data_ptr(), lora.b.data_ptr()} == {a.weight.data_ptr(), b.weight.data_ptr()}
 
 
 def test_another_peft_is_refused_in_a_sentence() -> None:

@@ -10,27 +10,21 @@ import pytest
 import torch
 
 from helpers.ep_case import Case, Mesh
-from helpers.ep_ranks import BALANCED
+from helpers.ep_ranks import REPLICATED
 from helpers.ep_verify import verify
-from helpers.families import build_model, families
+from helpers.families import build_model
 from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.routing.loads import load_scalars
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload(
-    "trimtab.integrations.transformers.expert_parallel",
-    "transformers.trainer",
-    "peft",
-    *sorted({f.module for f in families().values()}),
-)
 
 TWO = Mesh(ep=2, fsdp=2)
 KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe", "ernie4_5_vl_moe")
 """A family of each kind: plain, transposed with biases, without a gate, a norm behind, a gate of its own, …"""
 
 
-BALANCE: dict[str, Any] = {"experts": BALANCED, "exchange": BALANCED}
+BALANCE: dict[str, Any] = {"experts": REPLICATED, "exchange": REPLICATED}
 
 
 def case(family: str, mesh: Mesh = TWO, lora: str = "experts", **options: object) -> Case:
@@ -83,14 +77,16 @@ def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_pat
     assert [len(layers) for layers in lines] == [2, 2], "by layer and step"
     for layers in lines:
         for layer in layers.values():
-            copied = layer["balanced"]
+            copied = layer["replicated"]
             assert 1 <= copied["busiest_after"] < 1.05, "a row more than the mean, where that is no whole number"
-            assert (copied["copies"] > 0) == (copied["busiest_before"] > copied["busiest_after"])
+            assert (copied["replicas"] > 0) == (copied["busiest_before"] > copied["busiest_after"])
         scalars = load_scalars(layers, most_keys=9)
-        assert scalars["loads/copies"] == sum(layer["balanced"]["copies"] for layer in layers.values()) > 0
-        assert scalars["loads/copy_bytes"] == sum(layer["balanced"]["copy_bytes"] for layer in layers.values()) > 0
+        assert scalars["loads/replicas"] == sum(layer["replicated"]["replicas"] for layer in layers.values()) > 0
+        assert (
+            scalars["loads/replica_bytes"] == sum(layer["replicated"]["replica_bytes"] for layer in layers.values()) > 0
+        )
         assert len(scalars) == 9
-        assert "loads/copies" not in load_scalars(layers, most_keys=8)
+        assert "loads/replicas" not in load_scalars(layers, most_keys=8)
 
 
 def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ def with_decoded(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for module in model.modules():
         if is_experts(module):
-            kinds = codes_of(module, "gate_up_proj")
-            assert kinds is not None
-            for name, scales in (("gate_up_proj", kinds.up), ("down_proj", kinds.down)):
-                wide = decoded(getattr(module, name), scales, kinds.format, kinds.dtype)
+            for name in ("gate_up_proj", "down_proj"):
+                held = codes_of(module, name)
+                assert held is not None
+                wide = decoded(getattr(module, name), held[1], held[0], held[2])
                 delattr(module, name)
                 setattr(module, name, nn.Parameter(wide.transpose(1, 2).contiguous() if module.is_transposed else wide))
             for name in ("gate_up_proj_scales", "down_proj_scales", "codes_of_experts"):

@@ -11,17 +11,12 @@ import transformers
 from helpers.coded_checkpoints import save_official, tiny
 from helpers.coded_ranks import read_and_save
 from helpers.ep_case import Case, Mesh
-from helpers.ep_ranks import BALANCED
+from helpers.ep_ranks import REPLICATED
 from helpers.ep_verify import verify
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from trimtab.integrations.transformers import QuantizedExpertsConfig
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
-preload(
-    "trimtab.integrations.transformers.expert_parallel",
-    "trimtab.integrations.transformers.quantized.prequantized",
-    "peft",
-)
 
 
 def adapted(family: str, mesh: Mesh, lora: str = "experts", name: str = "trimtab") -> Case:
@@ -33,13 +28,13 @@ def adapted(family: str, mesh: Mesh, lora: str = "experts", name: str = "trimtab
 def test_adapters_on_codes_over_two_ranks(tmp_path: Path) -> None:
     two = Mesh(ep=2, fsdp=2)
     cases = [adapted(family, two) for family in ("qwen3_moe", "gpt_oss", "nemotron_h", "ernie4_5_vl_moe")]
-    verify([*cases, *(adapted(family, two, name=BALANCED) for family in ("qwen3_moe", "gpt_oss"))], tmp_path)
+    verify([*cases, *(adapted(family, two, name=REPLICATED) for family in ("qwen3_moe", "gpt_oss"))], tmp_path)
     verify([adapted("qwen3_moe", Mesh(ep=2, fsdp=1, tp=2))], tmp_path)
 
 
 @pytest.mark.xdist_group("ranks4")
 def test_adapters_on_codes_that_fsdp_shards(tmp_path: Path) -> None:
-    verify([adapted("qwen3_moe", Mesh(ep=2, fsdp=4), "attention", name) for name in ("trimtab", BALANCED)], tmp_path)
+    verify([adapted("qwen3_moe", Mesh(ep=2, fsdp=4), "attention", name) for name in ("trimtab", REPLICATED)], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8", "mxfp4"])

@@ -10,17 +10,12 @@ import torch
 
 from helpers.ep_case import Case, Mesh
 from helpers.families import build_model
-from helpers.families import families as all_families
-from helpers.ranks import preload, run_ranks
+from helpers.ranks import run_ranks
 from helpers.replay_ranks import alone, run_told
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-preload(
-    "trimtab.integrations.transformers.expert_parallel", "trimtab.decisions",
-    *sorted({all_families()[name].module for name in FAMILIES}),
-)  # fmt: skip
 
 MESHES = (Mesh(ep=1, fsdp=1), Mesh(ep=2, fsdp=2), Mesh(ep=2, fsdp=4))
 

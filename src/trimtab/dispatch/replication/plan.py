@@ -1,11 +1,11 @@
-"""Balanced experts: the plan of one call. Hot experts are copied to ranks with room, so that no rank computes more than
-a cap. Made on every rank from the same counts, in tensors on their device, without a value read.
+"""Replicated experts: the plan of one call. Hot experts are copied to ranks with room, so that no rank computes more
+than a cap. Made on every rank from the same counts, in tensors on their device, without a value read.
 
-    plan  = balance_plan(counts, config)               slots of each expert on each rank, and copies
-    cells = own_cells(plan, counts, etp_rank, rank)    of this rank's own slots, how many go where
+    plan  = replica_plan(counts, config)               slots of each expert on each rank, and replicas
+    cells = slot_shares(plan, counts, etp_rank, rank)    of this rank's own slots, how many go where
     ids   = physical_ids(ids, cells, plan)             logical experts -> places
 
-A rank has 2e places: its own experts at 0 .. e - 1, copies behind them, by expert. Place l of rank r has the physical
+A rank has 2e places: its own experts at 0 .. e - 1, replicas behind them, by expert. Place l of rank r has the physical
 id r * 2e + l. Only the dispatcher knows of places; routers, losses, loads, records and errors see logical experts.
 
 Legend: P ranks, E experts, e = E / P local ones, H ranks that split each expert's F, T tokens, K experts per token,
@@ -33,12 +33,12 @@ LOOSEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
+class ReplicationConfig:
     """When experts are copied. The same on every rank.
 
     tolerance: how far above the mean the most loaded rank may be, 0.1 for 10 %, rounded down to 1/1024; None
         chooses for each call what costs least, see `copy_cost`.
-    copy_cost: slots that one copy must take off the most loaded rank to be worth it.
+    copy_cost: slots that one replica must take off the most loaded rank to be worth it.
 
     Raises:
         ConfigError: a tolerance that is no number from 0 to 1024, a copy_cost that is no whole number to 2**32.
@@ -61,49 +61,58 @@ class BalanceConfig:
         return None if self.tolerance is None else int(self.tolerance * PARTS)
 
 
-def balance_config(balance: Replication, copy_cost: int = COPY_COST) -> BalanceConfig | None:
-    """What a user's words mean; None for "off".
+def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COST) -> ReplicationConfig | None:
+    """The rule that a user's words name; None for "off".
 
     Raises:
-        ConfigError: a balance that is neither "off", "auto" nor a number; what `BalanceConfig` does not take.
+        ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
     """
-    if isinstance(balance, str):
-        if balance not in ("off", "auto"):
-            raise ConfigError(f"balance={balance!r} is neither 'off', 'auto' nor a tolerance such as 0.1")
-        config = BalanceConfig(copy_cost=copy_cost)
-        return None if balance == "off" else config
-    return BalanceConfig(tolerance=balance, copy_cost=copy_cost)
+    if isinstance(replicate_experts, str):
+        if replicate_experts not in ("off", "auto"):
+            raise ConfigError(
+                f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1"
+            )
+        config = ReplicationConfig(copy_cost=copy_cost)
+        return None if replicate_experts == "off" else config
+    return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BalancePlan:
-    """One call's plan, int64 on the device of the counts, equal on every rank.
+@dataclass(kw_only=True)
+class ReplicaPlan:
+    """One call's plan, int64 on the device of the counts, equal on every rank. Reading a tensor is a host sync.
 
     slots_EP: [E, P] slots of each expert that each rank computes.
-    place_EP: [E, P] the expert's place on each rank, below e at home, from e on for a copy; -1 where it is not.
-    copies_PP: [P, P] copies that rank s sends to rank d.
+    place_EP: [E, P] the expert's place on each rank, below e at home, from e on for a replica; -1 where it is not.
+    replicas_PP: [P, P] replicas that rank s sends to rank d.
     cap: [] the most slots that a rank may compute.
     checksum: [] of the counts and of what the plan says.
+    replica_bytes: of one replica, 0 before the first has been sent.
     """
 
     slots_EP: Tensor
     place_EP: Tensor
-    copies_PP: Tensor
+    replicas_PP: Tensor
     cap: Tensor
     checksum: Tensor
+    replica_bytes: int = 0
 
     @property
-    def loads_P(self) -> Tensor:
+    def loads_before_P(self) -> Tensor:
+        """[P] slots of each rank's own experts."""
+        return self.slots_EP.sum(1).view(self.slots_EP.shape[1], -1).sum(1)
+
+    @property
+    def loads_after_P(self) -> Tensor:
         """[P] slots that each rank computes."""
         return self.slots_EP.sum(0)
 
     @property
-    def copies_P(self) -> Tensor:
-        """[P] copies on each rank, at most e."""
-        return self.copies_PP.sum(0)
+    def replicas_P(self) -> Tensor:
+        """[P] replicas on each rank, at most e."""
+        return self.replicas_PP.sum(0)
 
 
-def balance_plan(counts_HPE: Tensor, config: BalanceConfig) -> BalancePlan:
+def replica_plan(counts_HPE: Tensor, config: ReplicationConfig) -> ReplicaPlan:
     """The plan for these counts: [H, P, E] int64 kept slots of each rank for each expert, H = 1 without expert TP."""
     _, ranks, experts = counts_HPE.shape
     e, device = experts // ranks, counts_HPE.device
@@ -111,20 +120,20 @@ def balance_plan(counts_HPE: Tensor, config: BalanceConfig) -> BalancePlan:
     pieces = pieces_of(loads_E, ranks, config.parts, config.copy_cost)
     slots_EP = torch.zeros(experts * ranks, dtype=torch.int64, device=device)
     slots_EP = slots_EP.scatter_add_(0, pieces.expert_n * ranks + pieces.rank_n, pieces.slots_n).view(experts, ranks)
-    is_copy_EP = slots_EP > 0
-    home(slots_EP).copy_((loads_E - slots_EP.sum(1)).view(ranks, e))
-    place_EP = torch.where(is_copy_EP, is_copy_EP.cumsum(0) + (e - 1), -1)
-    home(place_EP).copy_(torch.arange(e, device=device))
-    return BalancePlan(
+    is_replica_EP = slots_EP > 0
+    home_view(slots_EP).copy_((loads_E - slots_EP.sum(1)).view(ranks, e))
+    place_EP = torch.where(is_replica_EP, is_replica_EP.cumsum(0) + (e - 1), -1)
+    home_view(place_EP).copy_(torch.arange(e, device=device))
+    return ReplicaPlan(
         slots_EP=slots_EP,
         place_EP=place_EP,
-        copies_PP=is_copy_EP.view(ranks, e, ranks).sum(1),
+        replicas_PP=is_replica_EP.view(ranks, e, ranks).sum(1),
         cap=pieces.cap,
         checksum=_checksum(counts_HPE.flatten(0, 1)) + 3 * _checksum(slots_EP) + 5 * pieces.cap,
     )
 
 
-def own_cells(plan: BalancePlan, counts_HPE: Tensor, etp_rank: int, rank: int) -> Tensor:
+def slot_shares(plan: ReplicaPlan, counts_HPE: Tensor, etp_rank: int, rank: int) -> Tensor:
     """[E, P] how many of this rank's own slots of each expert each rank computes; rows sum to counts[etp_rank, rank].
 
     A rank keeps what it computes itself. The rest of an expert lies on a line, sources end to end in the order of
@@ -143,7 +152,7 @@ def own_cells(plan: BalancePlan, counts_HPE: Tensor, etp_rank: int, rank: int) -
     return cells_EP
 
 
-def physical_ids(ids_TK: Tensor, cells_EP: Tensor, plan: BalancePlan) -> Tensor:
+def physical_ids(ids_TK: Tensor, cells_EP: Tensor, plan: ReplicaPlan) -> Tensor:
     """Logical ids -> physical ones of 2 * E places, [T, K] in the dtype of `ids_TK`; what is no expert becomes -1.
 
     The slots of an expert go to its ranks in their order, so that which slot goes where is decided without peers.
@@ -162,7 +171,7 @@ def physical_ids(ids_TK: Tensor, cells_EP: Tensor, plan: BalancePlan) -> Tensor:
     return torch.empty_like(ids_N).scatter_(0, order_N, sorted_N).view_as(ids_TK)
 
 
-def home(t_EP: Tensor) -> Tensor:
+def home_view(t_EP: Tensor) -> Tensor:
     """[P, e] view of an [E, P] tensor: what stands there for each rank's own experts."""
     experts, ranks = t_EP.shape
     return t_EP.view(ranks, experts // ranks, ranks).diagonal(dim1=0, dim2=2).T

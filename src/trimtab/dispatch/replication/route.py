@@ -1,7 +1,7 @@
-"""The way of copies, for one layer call: hot experts' weights to the ranks that help with them, and the copies'
+"""The way of replicas, for one layer call: hot experts' weights to the ranks that help with them, and the replicas'
 gradients home. It is a route like that of the tokens, whose tokens are a rank's experts.
 
-Legend: P ranks, E experts, m experts at home on each rank, n copies on this rank, M copies that leave it.
+Legend: P ranks, E experts, m experts at home on each rank, n replicas on this rank, M replicas that leave it.
 """
 
 from __future__ import annotations
@@ -15,42 +15,27 @@ from torch import Tensor
 
 from trimtab.autograd import not_in_graphs
 from trimtab.dispatch.exchange import Exchange
-from trimtab.dispatch.replication.plan import BalancePlan
+from trimtab.dispatch.replication.plan import ReplicaPlan
 from trimtab.dispatch.transport import SplitSizes
 from trimtab.kernels.rows import compact
 from trimtab.kernels.tensor_checks import row_major
 
 
-@dataclass(kw_only=True)
-class BalanceReport:
-    """What balancing did in one call of a layer, equal on every rank of the group; reading a tensor is a host sync.
-
-    loads_before_P, loads_after_P: [P] int64 slots of each rank's own experts, and slots that it computes.
-    copies_P: [P] int64 experts of other ranks that it was sent.
-    copy_bytes: of one copy, 0 before the first has been sent.
-    """
-
-    loads_before_P: Tensor
-    loads_after_P: Tensor
-    copies_P: Tensor
-    copy_bytes: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
-class CopyRoute(Exchange):
-    """Each method is a collective of the group, which every rank calls, with copies or without. On every rank the
+class ReplicaRoute(Exchange):
+    """Each method is a collective of the group, which every rank calls, with replicas or without. On every rank the
     tensors have the same widths and dtypes, in the same order.
 
-    home: m. num_slots, home_slots: how many slots of this rank's rows are for its copies, and for its own experts.
+    home: m. num_slots, num_home_slots: rows of this rank computed by replicas, and by its own experts.
     expert_M: [M] which of this rank's experts leave, by destination and then by expert. splits: how many.
     """
 
     home: int
     num_slots: int
-    home_slots: int
+    num_home_slots: int
     expert_M: Tensor
     splits: SplitSizes
-    report: BalanceReport
+    plan: ReplicaPlan
 
     @property
     def number(self) -> int:
@@ -59,10 +44,10 @@ class CopyRoute(Exchange):
 
     @not_in_graphs
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What there is of each of this rank's experts, [m, *] of any dtype, to where copies are wanted: [n, *] of the
-        copies here, contiguous, in the order of experts."""
+        """Send this rank's experts, [m, *] of any dtype each, to their replicas: [n, *] of the replicas here, in the
+        order of experts, contiguous."""
         rows = [_rows(t) for t in tensors]
-        self.report.copy_bytes = sum(row.shape[1] * row.element_size() for row in rows)
+        self.plan.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
         tokens = (self.home,) * self.transport.size
         send = partial(self.transport.dispatch, [row.view(torch.uint8) for row in rows], self.expert_M)
         received = self.move("experts", "forward", self.splits, rows, partial(send, self.splits, tokens))
@@ -72,14 +57,14 @@ class CopyRoute(Exchange):
         ]
 
     @not_in_graphs
-    def add_home(self, copies: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
-        """Gradients [n, *] of copies, added in place into [m, *] of the experts at home, in the order of ranks. Both in
-        the same dtype. then: outlines [0, *] of the rows whose gradients leave next: announced here, with these."""
-        rows, splits, tokens = [_rows(t) for t in copies], self.splits.reversed(), (self.home,) * self.transport.size
+    def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
+        """Add gradients [n, *] of replicas in place into [m, *] of the experts at home, in the order of ranks. Both in
+        the same dtype. then: outlines [0, *] of the rows whose gradients leave next: compared here, with these."""
+        rows, splits, tokens = [_rows(t) for t in replicas], self.splits.reversed(), (self.home,) * self.transport.size
         send = partial(self.transport.combine, rows, splits, tokens)
         received = self.move("experts", "backward", splits, [*rows, *then], send)
-        if then and self.announces(rows[0].device):
-            self.told.add(("dispatch", "backward"))
+        if then and self.agrees_on(rows[0].device):
+            self.agreed.add(("dispatch", "backward"))
         for part, home in zip(received, into, strict=True):
             sizes = list(splits.incoming)
             for experts, grads in zip(self.expert_M.split(sizes), part.split(sizes), strict=True):  # type: ignore[no-untyped-call]
@@ -95,11 +80,11 @@ def _add_rows(home: Tensor, experts_n: Tensor, grads: Tensor) -> None:
         home[expert].add_(grad)
 
 
-def leaving(plan: BalancePlan, rank: int, home: int, copies: int) -> Tensor:
-    """Which of a rank's `home` experts are copied, by destination and then by expert: [copies] int64."""
+def experts_to_send(plan: ReplicaPlan, rank: int, home: int, replicas: int) -> Tensor:
+    """[replicas] int64: a rank's `home` experts that are replicated, by destination and then by expert."""
     place_Pm = plan.place_EP[rank * home : (rank + 1) * home].T
     expert_Pm = torch.arange(home, device=place_Pm.device).expand(place_Pm.shape)
-    return compact(expert_Pm.reshape(-1), (place_Pm >= home).reshape(-1), copies)
+    return compact(expert_Pm.reshape(-1), (place_Pm >= home).reshape(-1), replicas)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Which slots move to which rank: every cap that may be, and the rule that takes one.
+"""The rule by which slots move to other ranks: every cap that may be, and which of them is taken.
 
 Ranks stand in one order, heaviest first. From its front come donors, which hold more than the cap, and their surplus
 lies end to end on a line, each one's experts largest first; from its back come receivers, and their room lies end to
 end on the same line. A piece is what lies between two neighboring cuts: one expert, one receiver. No loop, no sort of
 pieces, nothing read, integers throughout; so every rank that has the same counts finds the same pieces.
 
-Where some rank would hold more than e copies, receivers are filled as in Walker's alias table: each whole from the one
-donor in whose part of the line its room begins. A donor that gives more than its surplus gets what it then lacks from
-the next donor, from the front of that one's experts. So a rank's copies come from one rank, which has e experts.
+Where some rank would hold more than e replicas, receivers are filled as in Walker's alias table: each whole from the
+one donor in whose part of the line its room begins. A donor that gives more than its surplus gets what it then lacks
+from the next donor, from the front of that one's experts. So a rank's replicas come from one rank, which has e experts.
 
 Legend: P ranks, E experts, e = E / P local ones, B caps, W = 2 ways (surplus to room, alias table).
 """
@@ -28,7 +28,7 @@ POWERS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty.
+    """Moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty.
 
     cap: [] the most slots that a rank computes.
     """
@@ -48,11 +48,11 @@ def cap_of(mean: Count, tolerance: int) -> Count:
 
 
 def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int) -> Pieces:
-    """Move slots so that no rank computes more than a cap, with at most E / P copies on a rank.
+    """Move slots so that no rank computes more than a cap, with at most E / P replicas on a rank.
 
     loads_E: [E] int64 slots of each expert.
     tolerance: how far the cap is above the mean, in PARTS of it; None takes the cap with the least
-        (most slots of a rank) + copy_cost * (most copies into or out of a rank), of equal ones the loosest.
+        (most slots of a rank) + copy_cost * (most replicas into or out of a rank), of equal ones the loosest.
     """
     load_Pe = loads_E.view(ranks, -1)
     e, device = load_Pe.shape[1], loads_E.device
@@ -107,7 +107,7 @@ def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int
     slots_WBP = (torch.minimum(stop_BP, given_end_WBP) - room_start_BP).clamp(min=0)
     slots_WBP = slots_WBP.where(at_BP != (end_E - size_Pe.view(-1))[which_BP], 0)
 
-    # Most copies into and out of a rank.
+    # Most replicas into and out of a rank.
     moves_WBPe, moves_WBP = (slots_WBPe > 0).long(), (slots_WBP > 0).long()
     into_WBP = moves_WBP.flip(2).scatter_add(2, to_WBPe.flatten(2).clamp(min=0), moves_WBPe.flatten(2))
     out_WBP = moves_WBPe.sum(3).scatter_add(2, donor_BP.expand_as(moves_WBP), moves_WBP)

@@ -12,7 +12,6 @@ I width of the pre-activations (2F with a gate, else F).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -24,49 +23,16 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from trimtab.autograd import computed_in, forward_of
-from trimtab.errors import ConfigError
-from trimtab.experts.activations import activate, clamped
-from trimtab.experts.composed import FromExperts, ToExperts
-from trimtab.experts.expert_call import ExpertWeights
-from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.autograd import computed_in
+from trimtab.experts.activations import clamped
+from trimtab.experts.grad_sink import GradSink
+from trimtab.experts.mlp import RowFunction, expert_mlp
+from trimtab.experts.plan import plan_experts
+from trimtab.experts.weight_grad import DelayedGradients
 from trimtab.integrations.megatron.expert_linear import ExpertLinear
+from trimtab.integrations.megatron.refused import refuse_in_experts
 from trimtab.integrations.megatron.sharded_state import local_state, sharded_state
-from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import KernelChoice
-
-RowFunction = Callable[[Tensor], Tensor]
-REFUSED = {
-    "fp8": "products in 8 bits",
-    "fp4": "products in 4 bits",
-    "use_te_activation_func": "activations of TransformerEngine",
-    "use_transformer_engine_op_fuser": "TransformerEngine's fused operators",
-    "moe_mlp_glu_interleave_size": "gates and ups that alternate",
-    "moe_paged_stash": "paged stashing",
-    "use_kitchen": "Kitchen's linears",
-}
-"""Options of Megatron's configuration that these experts do not have, and what they ask for."""
-
-
-def refuse(config: Any, pg_collection: Any) -> None:
-    """Raises:
-    ConfigError: these experts cannot be what the configuration says.
-    """
-    asked = [name for name in REFUSED if getattr(config, name, None)]
-    why = [f"{name}={getattr(config, name)!r} asks for {REFUSED[name]}" for name in asked]
-    offloaded = set(getattr(config, "offload_modules", None) or ()) & {"expert_fc1", "moe_act", "fused_group_mlp"}
-    if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
-        why.append(f"offload_modules {sorted(offloaded)} are inside of these experts, which keep their rows alone")
-    if config.add_bias_linear and pg_collection.expt_tp.size() > 1:
-        why.append("add_bias_linear=True with expert tensor parallelism: Megatron's experts have no biases then")
-    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        why.append("moe_apply_probs_on_input=True needs moe_router_topk=1")
-    remat = getattr(pg_collection, "expt_gtp_remat", None)
-    if remat is not None and remat.size() > 1:
-        why.append("weights cut over a group of generalized tensor parallelism")
-    if why:
-        raise ConfigError(f"trimtab's experts do not have: {'; '.join(why)}. use(spec, experts=False) keeps Megatron's")
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
@@ -84,8 +50,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         pg_collection: Megatron's groups, of which `ep`, `expt_tp` and `expt_dp` are read.
         name: what Megatron calls the module.
         single_parameter: one parameter of all experts, or one each, as Muon, upcycling and Megatron-Bridge want them:
-            `use(spec, experts=ModuleSpec(module=Experts, params={"single_parameter": False}))`. The latter keep the
-            expert rows and the activations for the backward, the former the rows alone.
+            `use(spec, experts=ModuleSpec(module=Experts, params={"single_parameter": False}))`.
 
     Raises:
         ConfigError: the configuration asks for what these experts do not have.
@@ -97,7 +62,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None,
         name: str | None = None, *, single_parameter: bool = True,
     ) -> None:  # fmt: skip
-        refuse(config, pg_collection)
+        refuse_in_experts(config, pg_collection)
         super().__init__(config=config)
         self.num_local_experts, self.name = num_local_experts, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
@@ -108,6 +73,10 @@ class Experts(MegatronModule):  # type: ignore[misc]
         linear = partial(ExpertLinear, *groups, single_parameter=single_parameter)
         self.linear_fc1 = linear(halves * hidden, dim, cut=0, halves=halves, draw=config.init_method)
         self.linear_fc2 = linear(dim, hidden, cut=1, halves=1, draw=config.output_layer_init_method)
+        self.delay_wgrad = config.delay_wgrad_compute or getattr(
+            config, "overlap_dispatch_backward_with_experts_wgrad", False
+        )
+        self._delayed = DelayedGradients()
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(local_state)
 
@@ -132,30 +101,14 @@ class Experts(MegatronModule):  # type: ignore[misc]
             x_MD, weights_MK = (x_MD * weights_MK).to(x_MD.dtype), torch.ones_like(weights_MK)
         kernels = self.kernels.on(x_MD.device, computed_in(next(self.linear_fc1.parameters())))
         plan = plan_experts(ids_MK, self.num_local_experts, num_slots=num_slots, kernels=kernels)
-        if not self.linear_fc1.single_parameter or callable(self.activation):
-            return self._by_products(x_MD, weights_MK, plan, kernels), None
-        (up, up_bias), (down, down_bias) = self.linear_fc1.stacked(), self.linear_fc2.stacked()
-        y_MD = expert_mlp(
-            x_MD, weights_MK, plan, ExpertWeights(up=up, down=down, up_bias=up_bias, down_bias=down_bias),
-            self.activation, kernels, main_grad=self.linear_fc2.main_grad, defer=self.linear_fc2.defer,
-        )  # fmt: skip
-        return y_MD, None
-
-    def _by_products(self, x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, kernels: Backend) -> Tensor:
-        """As `composed.composed_experts`, with parameters that may be one each."""
-        dtype = computed_in(next(self.linear_fc1.parameters()))
-        x_RD: Tensor = forward_of(ToExperts, x_MD.to(dtype), plan, False)
-        pre_RI = self.linear_fc1.product(x_RD, plan, kernels)
-        h_RF = self.activation(pre_RI) if callable(self.activation) else activate(pre_RI, self.activation)
-        out_RD = self.linear_fc2.product(h_RF.to(dtype), plan, kernels)
-        y_MD: Tensor = forward_of(FromExperts, out_RD, w_MK.to(torch.promote_types(w_MK.dtype, torch.float32)), plan)
-        return y_MD.to(x_MD.dtype)
+        sink = GradSink(self.linear_fc2.main_grad, self._delayed.add if self.delay_wgrad else None)
+        up, down = self.linear_fc1(), self.linear_fc2()
+        return expert_mlp(x_MD, weights_MK, plan, up, down, self.activation, kernels, sink=sink), None
 
     def backward_dw(self) -> None:
         """With `config.delay_wgrad_compute`, the parameters' gradients of the oldest backward that has not had them."""
-        for linear in (self.linear_fc2, self.linear_fc1):
-            if linear.delayed:
-                linear.delayed.run()
+        if self._delayed:
+            self._delayed.run()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -15,18 +15,17 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from trimtab.errors import ConfigError
-from trimtab.experts.grouped_ops import GroupSizes
+from trimtab.experts.group_sizes import GroupSizes
 from trimtab.integrations import transformer_engine as te
-from trimtab.integrations.megatron.expert_linear import device_of, draw_share, flag
+from trimtab.integrations.megatron.expert_linear import ExpertShare, device_of
+from trimtab.integrations.megatron.refused import refuse_in_linears
 from trimtab.integrations.megatron.sharded_state import linear_state
 
 SUBMODULES = getattr(experts, "GroupedMLPSubmodules", experts.MLPSubmodules)
 """The former has been there since 0.17."""
-REFUSED = ("fp8", "fp4", "moe_single_grouped_weight", "moe_single_grouped_bias", "use_transformer_engine_op_fuser")
 
 
-class GroupedLinear(te.GroupedLinear):
+class GroupedLinear(ExpertShare, te.GroupedLinear):
     """`weight0` .. and `bias0` .. of the local experts, each rank's share under expert tensor parallelism, with the
     flags, the initialization and the sharded checkpoints of Megatron's TEGroupedLinear.
 
@@ -48,26 +47,18 @@ class GroupedLinear(te.GroupedLinear):
         tp_comm_buffer_name: str | None = None, pg_collection: Any = None, name: str | None = None,
     ) -> None:  # fmt: skip
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        remat = getattr(groups, "expt_gtp_remat", None)
-        asked = [option for option in REFUSED if getattr(config, option, None)]
-        asked += ["expt_gtp_remat"] if remat is not None and remat.size() > 1 else []
-        if asked or not is_expert:
-            raise ConfigError(f"trimtab's grouped linears are for experts, and not with {', '.join(asked) or 'others'}")
-        self.config, self.num_local_experts, self.draw = config, num_gemms, init_method
-        self.ep_group, self.dp_group, self.tp_rank = groups.ep, groups.expt_dp, groups.expt_tp.rank()
-        self.whole, self.cut = (output_size, input_size), int(self.parallel == "row")
+        refuse_in_linears(config, groups, is_expert)
+        self.num_local_experts, self.ep_group, self.dp_group = num_gemms, groups.ep, groups.expt_dp
         gated = config.gated_linear_unit and not getattr(config, "moe_mlp_glu_interleave_size", None)
-        self.halves = 2 if gated and self.parallel == "column" else 1
-        if self.whole[self.cut] % (self.halves * groups.expt_tp.size()) and self.halves == 2:
-            sizes = f"{self.whole[self.cut]} features do not divide by tp_size={groups.expt_tp.size()}"
-            raise ConfigError(f"{sizes} for each of gate and up")
+        cut, halves = int(self.parallel == "row"), 2 if gated and self.parallel == "column" else 1
+        self.take_share(config, groups.expt_tp, (output_size, input_size), cut, halves, init_method)
         super().__init__(
             num_gemms,
             input_size,
             output_size,
             fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
             tp_size=groups.expt_tp.size(),
-            init_method=self._draw,
+            init_method=self.draw_share,
             bias=bias,
             return_bias=skip_bias_add and bias,
             params_dtype=config.params_dtype,
@@ -78,12 +69,7 @@ class GroupedLinear(te.GroupedLinear):
             name=name,
         )
         self.tp_group = groups.expt_tp
-        for own, param in self.named_parameters():
-            flag(param, config, self.cut if self.cut == 0 or own.startswith("weight") else None, self.halves)
-
-    def _draw(self, weight: Tensor) -> None:
-        if self.config.perform_initialization and not weight.is_meta:
-            draw_share(weight, self, self.draw, self.config)
+        self.flag_parameters()
 
     def forward(self, x_RA: Tensor, m_splits: GroupSizes) -> tuple[Tensor, Any]:  # type: ignore[override]
         """The output, and what Megatron is to add to it: None, or a bias of each expert."""

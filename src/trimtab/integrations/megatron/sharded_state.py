@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.experts.linear import convert_state
 from trimtab.integrations.megatron.expert_linear import ExpertLinear
 
 EXTRA = "_extra_state"
@@ -130,17 +129,11 @@ def _merged(loaded: Sequence[Tensor], *, pieces: int, stacked: bool) -> Tensor:
 
 
 def local_state(experts: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring a plain state dict to the names of `experts`, in place: from SequentialMLP's, or from the other form of
-    their own. Extra states are dropped: there are none."""
+    """Bring a plain state dict to the names of `experts`, in place, from SequentialMLP's. Extra states are dropped:
+    there are none."""
     for key in [key for key in state if key.startswith(prefix)]:
         own = key.removeprefix(prefix)
         if EXTRA in own:
             del state[key]
         elif found := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(weight|bias))", own):
             state[f"{prefix}{found[2]}{found[1]}"] = state.pop(key)
-    for name in ("linear_fc1", "linear_fc2"):
-        linear: ExpertLinear = getattr(experts, name)
-        for kind in ("weight", "bias"):
-            convert_state(
-                state, f"{prefix}{name}.", kind, experts.num_local_experts, stacked=linear.single_parameter
-            )  # fmt: skip

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trimtab.integrations.torchtitan.balanced import RoutedExperts as RoutedExperts
     from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
     from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
     from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
+    from trimtab.integrations.torchtitan.replicated import RoutedExperts as RoutedExperts
 
 _HOMES = {
     "TokenDispatcher": "trimtab.integrations.torchtitan.dispatcher",
     "TokenExchange": "trimtab.integrations.torchtitan.exchange",
     "Dispatched": "trimtab.integrations.torchtitan.exchange",
-    "RoutedExperts": "trimtab.integrations.torchtitan.balanced",
+    "RoutedExperts": "trimtab.integrations.torchtitan.replicated",
 }
 
 if not TYPE_CHECKING:

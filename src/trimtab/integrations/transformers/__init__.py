@@ -13,7 +13,7 @@ from trimtab.errors import ConfigError
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.dispatcher import CombineMode
+    from trimtab.dispatch.options import CombineMode
     from trimtab.integrations.transformers.lora.config import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
     from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
@@ -38,7 +38,7 @@ _HOMES = {
 
 def register(
     name: str = "trimtab", *, combine: CombineMode = "sum", transport: str = "alltoall",
-    balance: Literal["off", "auto"] | float = "off", copy_cost: int | None = None,
+    replicate_experts: Literal["off", "auto"] | float = "off", copy_cost: int | None = None,
 ) -> None:  # fmt: skip
     """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
 
@@ -47,28 +47,28 @@ def register(
         combine: "sum", or "ordered" for bits that do not depend on the number of ranks
             (see `trimtab.dispatch.dispatcher.Dispatcher`).
         transport: how rows travel, by a name that `trimtab.parallel.expert_parallel.ExpertParallel` knows.
-        balance: whether hot experts are copied, for one call, to ranks that have room: "off"; "auto", where that is
-            worth `copy_cost`; or how far above the mean the busiest rank may be, 0.1 for 10 %. See `ExpertParallel`.
+        replicate_experts: copy hot experts, for one call, to ranks that have room: "off"; "auto", where that is worth
+            `copy_cost`; or how far above the mean the busiest rank may be, 0.1 for 10 %. See `ExpertParallel`.
             The experts must be run by the same name then: another `experts_implementation` is refused when it is first
             called.
-        copy_cost: how many slots a copy must take off the busiest rank to be worth its way; 1000 if not given.
+        copy_cost: how many slots a replica must take off the busiest rank to be worth its way; 1000 if not given.
 
     Calling it again with the same options is harmless; other options live under another name beside the first. A rank
     waits 300 s for the others before it says who is missing, or 9/10 of `init_process_group(timeout=)` if that is less.
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
-        ConfigError: there is no transport, combine or balance of that name, transformers has another implementation of
-            it, or it was registered with other options.
+        ConfigError: there is no transport or combine of that name or no such `replicate_experts`, transformers has
+            another implementation of that name, or it was registered with other options.
     """
-    from trimtab.dispatch.dispatcher import check_combine
-    from trimtab.dispatch.replication.plan import COPY_COST, balance_config
-    from trimtab.dispatch.transports import check_transport
+    from trimtab.dispatch.options import ExchangeOptions
+    from trimtab.dispatch.replication.plan import COPY_COST
     from trimtab.errors import BackendError
 
-    check_transport(transport)
-    check_combine(combine)
-    rule = balance_config(balance, COPY_COST if copy_cost is None else copy_cost)
+    options = ExchangeOptions(
+        transport=transport, combine=combine, replicate_experts=replicate_experts,
+        copy_cost=COPY_COST if copy_cost is None else copy_cost,
+    )  # fmt: skip
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
 
@@ -83,22 +83,18 @@ def register(
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
     from trimtab.integrations.transformers.lora.peft import teach_peft
-    from trimtab.integrations.transformers.quantized.prequantized import add_keepers
+    from trimtab.integrations.transformers.quantized.prequantized import add_prequantized
     from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
     from trimtab.kernels.choose import KernelChoice
 
     teach_peft()
     add_quantizer()
-    add_keepers()
+    add_prequantized()
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
-        had = known_ep.combine, known_ep.transport_name, known_ep.balance
-        if had != (combine, transport, rule):
-            raise ConfigError(
-                f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}, "
-                f"{had[2] or 'not balanced'}: give these a name of their own"
-            )
+        if known_ep.options != options:
+            raise ConfigError(f"name={name!r} is registered with {known_ep.options}: give these a name of their own")
         return
     if name == "eager" or known is not None or known_ep is not None:
         raise ConfigError(f"name={name!r}: transformers has an implementation of that name; choose another")
@@ -106,8 +102,7 @@ def register(
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
-        "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "transport_name": transport, "balance": rule,
+        "experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet(),
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.adapters import Adapters, Pair
-from trimtab.experts.copied import Copies, run_with_copies
-from trimtab.experts.mlp import ExpertWeights, expert_mlp
-from trimtab.experts.ops import plan_for
-from trimtab.experts.quantized import Codes, packed
+from trimtab.experts.mlp import expert_mlp
+from trimtab.experts.plan import plan_for
+from trimtab.experts.replicated import Replicas, replicate
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.integrations.transformers.gates import gate_of
 from trimtab.integrations.transformers.quantized.params import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
-from trimtab.kernels.tensor_checks import codes
+from trimtab.kernels.tensor_checks import unsupported_dtype
 
 
 def experts_forward(
@@ -36,8 +35,8 @@ def experts_forward(
     *,
     kernels: KernelChoice,
     num_slots: int | None = None,
-    part: Callable[[Pair], Pair] | None = None,
-    copies: Copies | None = None,
+    part: Callable[[LoraFactors], LoraFactors] | None = None,
+    replicas: Replicas | None = None,
 ) -> Tensor:
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
@@ -49,7 +48,7 @@ def experts_forward(
         kernels: what computes, tested at its first use and shared by the layers of a name.
         num_slots: how many slots are kept, or how many at most, where it is known.
         part: of adapters of all ranks' experts, those of the module's.
-        copies: of other ranks' experts, of ids from num_experts on, see `trimtab.experts.copied`. Collective then.
+        replicas: of other ranks' experts, of ids from num_experts on, see `experts.replicated`. Collective then.
 
     Raises:
         ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
@@ -68,19 +67,28 @@ def experts_forward(
             f"{tuple(given)}",
             phase="experts",
         )
-    weights = weights_of(module, part)
-    chosen = kernels_for(kernels, hidden_states.device, weights.computed_in)
+    up, down = read_transformers(module, part)
+    chosen = kernels_for(kernels, hidden_states.device, up.computed_in)
     assert chosen is not None  # the registered choice names its kernels
     whole = "" if module._is_expert_parallel else who  # else slots of other ranks have the sentinel
     norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
 
-    def run(some: ExpertWeights, x: Tensor, ids: Tensor, w: Tensor, slots: int | None) -> Tensor:
-        plan = plan_for(ids, some.down.shape[0], slots, chosen, whole)
-        return expert_mlp(x, w, plan, some, gate_of(module), chosen, norm=norm)
+    def run(up: GroupedWeight, down: GroupedWeight, x: Tensor, ids: Tensor, slots: int | None) -> Tensor:
+        plan = plan_for(ids, up.groups, slots, chosen, whole)
+        return expert_mlp(x, top_k_weights, plan, up, down, gate_of(module), chosen, norm=norm)
 
-    if copies is None:
-        return run(weights, hidden_states, top_k_index, top_k_weights, num_slots)
-    return not_in_graphs(run_with_copies)(run, weights, hidden_states, top_k_index, top_k_weights, copies)
+    if replicas is None:
+        return run(up, down, hidden_states, top_k_index, num_slots)
+    return not_in_graphs(_with_replicas)(run, replicas, hidden_states, top_k_index, up, down)
+
+
+def _with_replicas(
+    run: Callable[..., Tensor], replicas: Replicas, x: Tensor, ids: Tensor, up: GroupedWeight, down: GroupedWeight
+) -> Tensor:  # fmt: skip
+    """`run` on the experts at home, plus `run` on the replicas. Collective."""
+    x, home, of_others = replicate(replicas, x, up, down)
+    y = run(*home, x, ids, replicas.num_home_slots)
+    return y.add_(run(*of_others, x, ids - up.groups, replicas.num_slots)) if replicas.number else y
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -93,8 +101,8 @@ def is_ours(module: nn.Module) -> bool:
     return known and hasattr(module, "has_post_expert_norm")
 
 
-LENT = "_lent_pairs"
-"""Where a module has the adapters of its weights, by the weights' names, for the time of a call."""
+ATTACHED = "_attached_lora"
+"""Where a module has the factors of its weights, by the weights' names, for the time of a call."""
 UPS = ("gate_up_proj", "up_proj")
 _NEEDS = (
     "trimtab runs experts modules that hold their weights as stacked floating tensors; for quantised ones choose one "
@@ -102,53 +110,42 @@ _NEEDS = (
 )
 
 
-def weights_of(module: nn.Module, part: Callable[[Pair], Pair] | None = None) -> ExpertWeights:
-    """The expert parameters of a module, by transformers' names, or the codes in their place."""
+def attached_lora(module: nn.Module) -> dict[str, LoraFactors]:
+    """The factors that a module has now, by its weights' names."""
+    return getattr(module, ATTACHED, {})
+
+
+def read_transformers(
+    module: nn.Module, part: Callable[[LoraFactors], LoraFactors] | None = None
+) -> tuple[GroupedWeight, GroupedWeight]:
+    """The weights of a module, by transformers' names, or the codes in their place. part: see `experts_forward`."""
     names = (UPS[0] if module.has_gate else UPS[1], "down_proj")
-    up, down = (_or_none(module, name) for name in names)
-    if not isinstance(up, Tensor) or not isinstance(down, Tensor):
-        missing = [name for name, t in zip(names, (up, down), strict=True) if not isinstance(t, Tensor)]
+    held = [_or_none(module, name) for name in names]
+    if missing := [name for name, t in zip(names, held, strict=True) if not isinstance(t, Tensor)]:
         raise ConfigError(f"{type(module).__name__} has no {' and no '.join(missing)}: {_NEEDS}")
-    held = codes_of(module, names[0])
-    if held is not None:
-        up, down = up.detach().view(torch.uint8), down.detach().view(torch.uint8)
-    else:
-        up, down = _of_values(module, up), _of_values(module, down)
-    return ExpertWeights(
-        up=up,
-        down=down,
-        codes=held,
-        up_bias=_of_values(module, getattr(module, f"{names[0]}_bias")) if module.has_bias else None,
-        down_bias=_of_values(module, module.down_proj_bias) if module.has_bias else None,
-        transposed=held is None and bool(module.is_transposed),
-        adapters=_lent(module, {"up": (names[0], _wide(up, held)), "down": (names[1], _wide(down, held))}, part),
-    )
+    up, down = (_read(module, name, value, part) for name, value in zip(names, held, strict=True))
+    return up, down
 
 
-def _wide(weight: Tensor, held: Codes | None) -> list[int]:
-    """The shape of a weight, or of what its codes stand for."""
-    return [*weight.shape[:-1], weight.shape[-1] * packed("" if held is None else held.format)]
-
-
-def _lent(
-    module: nn.Module, weights: dict[str, tuple[str, list[int]]], part: Callable[[Pair], Pair] | None
-) -> Adapters | None:
-    lent: dict[str, Pair] | None = getattr(module, LENT, None)
-    if not lent:
-        return None
-    pairs: dict[str, Pair] = {}
-    for own, (name, shape) in weights.items():
-        if name not in lent:
-            continue
-        pairs[own] = pair = lent[name] if part is None else part(lent[name])
-        sizes = pair.a.shape[0], *sorted((pair.a.shape[2], pair.b.shape[1]))
-        if sizes != (shape[0], *sorted(shape[1:])):
+def _read(module: nn.Module, name: str, value: Any, part: Callable[[LoraFactors], LoraFactors] | None) -> GroupedWeight:
+    coded = codes_of(module, name)
+    weight = GroupedWeight(
+        values=(_of_values(module, value) if coded is None else value.detach().view(torch.uint8),),
+        biases=(_of_values(module, getattr(module, f"{name}_bias")),) if module.has_bias else (),
+        transposed=coded is None and bool(module.is_transposed),
+    )  # fmt: skip
+    if coded is not None:
+        weight.format, weight.scales, weight.dtype = coded
+    lora = attached_lora(module).get(name)
+    if lora is not None:
+        lora = weight.lora = lora if part is None else part(lora)
+        if (lora.a.shape[0], lora.a.shape[2], lora.b.shape[1]) != (weight.groups, weight.ins, weight.outs):
             raise ConfigError(
-                f"{type(module).__name__}.{name} {shape} has adapters of {pair.a.shape[0]} experts, "
-                f"{pair.a.shape[2]} to {pair.b.shape[1]}: of sharded experts those run under tp_size=, and under "
-                "ep_size= with ep_implementation='trimtab'"
+                f"{type(module).__name__}.{name} of {weight.groups} experts, {weight.ins} to {weight.outs}, has "
+                f"adapters of {lora.a.shape[0]} experts, {lora.a.shape[2]} to {lora.b.shape[1]}: of sharded experts "
+                "those run under tp_size=, and under ep_size= with ep_implementation='trimtab'"
             )
-    return Adapters(up=pairs.get("up"), down=pairs.get("down"))
+    return weight
 
 
 def _or_none(module: nn.Module, name: str) -> object:
@@ -160,6 +157,6 @@ def _or_none(module: nn.Module, name: str) -> object:
 
 def _of_values(module: nn.Module, value: object) -> Tensor:
     assert isinstance(value, Tensor)
-    if held := codes(value):
+    if held := unsupported_dtype(value):
         raise ConfigError(f"{type(module).__name__} has weights in {held}: {_NEEDS}")
     return value

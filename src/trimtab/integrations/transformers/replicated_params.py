@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.adapters import Pair
+from trimtab.experts.weight import LoraFactors
 from trimtab.parallel.adapters import SumGradients
 
 
@@ -42,7 +42,7 @@ class OwnExperts(Function):
         return whole.div_(ctx.batches), None, None, None
 
 
-def cut_over_tensor_ranks(pair: Pair, weight: Tensor, transposed: bool) -> Pair:
+def cut_over_tensor_ranks(lora: LoraFactors, weight: Tensor, transposed: bool) -> LoraFactors:
     """Of an adapter that every rank holds whole, what belongs to this rank's share of F: of a `weight` that
     `DistributedConfig(tp_size=)` cut over F, the rows of b or the columns of a. Any other weight's as it is.
 
@@ -53,20 +53,20 @@ def cut_over_tensor_ranks(pair: Pair, weight: Tensor, transposed: bool) -> Pair:
     """
     names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
     if not isinstance(weight, DTensor) or "tp" not in names:
-        return pair
+        return lora
     tp, cut = weight.device_mesh["tp"], weight.placements[names.index("tp")]
     dim: int = getattr(cut, "dim", 0) % 3
     if dim == 0 or tp.size() == 1:
-        return pair
+        return lora
     runs: int = getattr(cut, "split_factor", 1)  # gate and up lie one behind the other, and each is cut
-    a, b = forward_of(SumGradients, tp.get_group(), pair.a, pair.b)
+    a, b = forward_of(SumGradients, tp.get_group(), lora.a, lora.b)
     of_inputs = dim == (1 if transposed else 2)
 
     def own(matrix: Tensor, dim: int) -> Tensor:
         mine = [run.chunk(tp.size(), dim)[tp.get_local_rank()] for run in matrix.chunk(runs, dim)]
         return torch.cat(mine, dim)
 
-    return replace(pair, a=own(a, 2) if of_inputs else a, b=b if of_inputs else own(b, 1))
+    return replace(lora, a=own(a, 2) if of_inputs else a, b=b if of_inputs else own(b, 1))
 
 
 def average_replicated(model: nn.Module) -> None:

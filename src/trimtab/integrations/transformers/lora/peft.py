@@ -1,7 +1,8 @@
-"""peft's adapters of experts (`target_parameters=`), run by trimtab: pairs are handed over, no delta is built.
+"""peft's adapters of experts (`target_parameters=`), run by trimtab: factors are handed over, no delta is built.
 
 peft parametrizes the experts' weights for the time of a call: W + scale B A of every expert, whatever runs them. Where
-our experts function runs them, its wrapper leaves the weights alone and lends the module its pairs for that time.
+our experts function runs them, its wrapper leaves the weights alone and attaches its factors to the module for that
+time.
 
 Legend: E experts, r rank.
 """
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from trimtab.errors import BackendError, ConfigError
-from trimtab.experts.adapters import Pair, added
-from trimtab.experts.quantized import packed
-from trimtab.integrations.transformers.experts import LENT, is_ours
+from trimtab.experts.quantized import values_per_byte
+from trimtab.experts.weight import LoraFactors, stack_factors
+from trimtab.integrations.transformers.experts import ATTACHED, is_ours
 from trimtab.integrations.transformers.quantized.params import MARK, WEIGHTS
 from trimtab.integrations.transformers.replicated_params import cut_over_tensor_ranks
 
@@ -36,7 +37,7 @@ RULES = "get_tp_plan_and_mesh"
 
 
 def teach_peft() -> None:
-    """peft's wrapper of parameters hands its pairs to our experts: now, or when the program imports it.
+    """peft's wrapper of parameters hands its factors to our experts: now, or when the program imports it.
 
     Raises BackendError where the peft that is loaded has no such wrapper as those that are known.
     """
@@ -81,7 +82,7 @@ def _teach(home: ModuleType) -> None:
         version = getattr(sys.modules.get("peft"), "__version__", "that is installed")
         raise BackendError(f"trimtab knows how peft {KNOWN} runs adapters of parameters; {version} does otherwise")
     if not getattr(theirs, "of_trimtab", False):
-        wrapper._activate_lora = _lending(theirs)
+        wrapper._activate_lora = _attaching(theirs)
         wrapper.get_delta_weight = _as_the_weight_lies(wrapper.get_delta_weight)
         setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
         if hasattr(home, RULES):
@@ -114,7 +115,7 @@ def _of_codes(theirs: Any) -> Any:
         held = getattr(experts, MARK, None)
         if held is None or self.parameter_name not in WEIGHTS:
             return second, third
-        wide = third * packed(held[0])
+        wide = third * values_per_byte(held[0])
         return (wide, second) if experts.is_transposed else (second, wide)  # as a weight [E, ., .] has them
 
     return sizes
@@ -149,8 +150,8 @@ def _as_the_weight_lies(theirs: Any) -> Any:
     return delta
 
 
-def _lending(theirs: Any) -> Any:
-    """peft's `_activate_lora`, and for our experts' weights what lends the pairs instead."""
+def _attaching(theirs: Any) -> Any:
+    """peft's `_activate_lora`, and for our experts' weights what attaches the factors instead."""
 
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
@@ -159,20 +160,20 @@ def _lending(theirs: Any) -> Any:
             with theirs(self, active_adapters):
                 yield
             return
-        pairs = [pair_of(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
-        lent: dict[str, Pair] = experts.__dict__.setdefault(LENT, {})
-        if (pair := added(pairs)) is not None:
-            lent[name] = cut_over_tensor_ranks(pair, self.get_param(), bool(experts.is_transposed))
+        found = [factors_of(self, adapter) for adapter in active_adapters if adapter in self.lora_A]
+        attached: dict[str, LoraFactors] = experts.__dict__.setdefault(ATTACHED, {})
+        if (lora := stack_factors(found)) is not None:
+            attached[name] = cut_over_tensor_ranks(lora, self.get_param(), bool(experts.is_transposed))
         try:
             yield
         finally:
-            lent.pop(name, None)
+            attached.pop(name, None)
 
     activate.of_trimtab = True  # type: ignore[attr-defined]
     return activate
 
 
-def pair_of(wrapper: Any, adapter: str) -> Pair:
+def factors_of(wrapper: Any, adapter: str) -> LoraFactors:
     """peft's A [E * r, in] and B [out, r * E] as a [E, r, in] and b [E, out, r], without a copy.
 
     Before 0.19 peft took the second dimension of any weight [E, ., .] for the input: then its A is our b.
@@ -184,4 +185,4 @@ def pair_of(wrapper: Any, adapter: str) -> Pair:
     last_is_input = bool(getattr(wrapper, "_did_swap_in_out_features", False))
     if last_is_input == bool(wrapper.get_base_layer().is_transposed):
         a, b = b.mT, a.mT
-    return Pair(a=a, b=b, scale=wrapper.scaling[adapter])
+    return LoraFactors(a=a, b=b, scale=wrapper.scaling[adapter])

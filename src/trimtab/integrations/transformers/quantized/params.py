@@ -1,8 +1,8 @@
-"""Codes in the place of an experts module's weights: `held` says which, `expect` makes room, `put` and `take_out`.
+"""Codes as parameters of a transformers experts module, in the place of its weights.
 
-A module's weights become frozen parameters of uint8 of the same names, codes of [E, out, in] whichever way the module
-has them, with `<name>_scales` beside them and their format in `codes_of_experts`. Under expert parallelism both are
-DTensors as the weights were.
+A weight becomes a frozen parameter of uint8 of the same name, codes of [E, out, in] whichever way the module has it,
+with `<name>_scales` beside it; the module's `codes_of_experts` has the format. Under expert parallelism both are
+DTensors as the weight was.
 
 Legend: E experts of this rank, out and in the outputs and inputs of a weight.
 """
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, Codes, decoded, packed, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of, values_per_byte
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 SCALES = "_scales"
-"""Behind a weight's name, that of its codes' scales."""
+"""Suffix of a weight's name: the scales of its codes."""
 MARK = "codes_of_experts"
-"""Where a module says what its weights are: (format, dtype that they stand for)."""
+"""Attribute of a module whose weights are codes: (format, dtype of the weights)."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is one of the modules that an experts implementation runs."""
+    """True for a module that an experts implementation runs."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
@@ -40,32 +40,31 @@ def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def codes_of(module: nn.Module, up: str) -> Codes | None:
-    """What an experts module's weights are codes of: ours, or those of transformers' FP8 experts with float scales.
+def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] | None:
+    """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
+    transformers' FP8 experts with float scales. None where there are values.
 
     Raises ConfigError where something has cast the scales, as FSDP's mixed precision does.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
         name, dtype = ours
-        scales = [getattr(module, f"{weight}{SCALES}") for weight in (up, "down_proj")]
-        if any(scale.dtype is not FORMATS[name].scales for scale in scales):
+        scales = getattr(module, f"{weight}{SCALES}")
+        if scales.dtype is not FORMATS[name].scales:
             raise ConfigError(
-                f"{type(module).__name__}'s scales of {name} came in {scales[0].dtype}, and rounded scales give other "
+                f"{type(module).__name__}'s scales of {name} came in {scales.dtype}, and rounded scales give other "
                 "weights: leave FSDP's mixed precision out, and load the model in the dtype that it is to compute in"
             )
-        return Codes(format=name, up=scales[0], down=scales[1], dtype=dtype)
-    grids = [getattr(module, f"{weight}_scale_inv", None) for weight in (up, "down_proj")]
+        return name, scales, dtype
+    grid: Any = getattr(module, f"{weight}_scale_inv", None)
     blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
-    floats = all(isinstance(grid, Tensor) and grid.dtype is torch.float32 for grid in grids)
-    if floats and e4m3 and tuple(blocks or ()) == (128, 128):
-        dtype = getattr(module.config, "dtype", None) or torch.bfloat16
-        return Codes(format="fp8", up=grids[0], down=grids[1], dtype=dtype)  # type: ignore[arg-type]
+    if e4m3 and isinstance(grid, Tensor) and grid.dtype is torch.float32 and tuple(blocks or ()) == (128, 128):
+        return "fp8", grid, getattr(module.config, "dtype", None) or torch.bfloat16
     return None
 
 
-def expect(module: nn.Module, name: str) -> None:
-    """Make the parameters that codes of a format come into, uninitialized, in the place of the module's weights.
+def allocate_params(module: nn.Module, name: str) -> None:
+    """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill.
 
     Raises ConfigError where the format's blocks do not fit the weights, or straddle gate and up.
     """
@@ -87,15 +86,15 @@ def expect(module: nn.Module, name: str) -> None:
         _hold(module, weight, codes, scales, (name, value.dtype))
 
 
-def put(module: nn.Module, weight: str, name: str) -> None:
-    """Codes of the module's weight in its place."""
+def quantize_param(module: nn.Module, weight: str, name: str) -> None:
+    """Quantize one weight of the module in place."""
     value = getattr(module, weight).detach()
-    codes, scales = encoded(local_part(value), name, transposed=bool(module.is_transposed))
+    codes, scales = quantize_matrices(local_part(value), name, transposed=bool(module.is_transposed))
     _hold(module, weight, _placed_as(value, codes), _placed_as(value, scales), (name, value.dtype))
 
 
-def take_out(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """The weights that the module's codes stand for, in their place: parameters that train."""
+def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put the weights that the module's codes stand for in their place, as parameters that train."""
     name, of = getattr(module, MARK)
     for weight, codes in list(weights_in(module)):
         scales = getattr(module, weight + SCALES)
@@ -109,19 +108,19 @@ def take_out(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     delattr(module, MARK)
 
 
-def encoded(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of weights [..., out, in], [..., in, out] if transposed: one matrix at a time, for what a format
-    makes on the way is in float32."""
+def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights [..., out, in], or [..., in, out] if transposed: one matrix at a time, because a
+    format computes in float32."""
     if value.dim() == 2:
         return quantized(value.t() if transposed else value, name)
-    made = [encoded(matrix, name, transposed=transposed) for matrix in value]
+    made = [quantize_matrices(matrix, name, transposed=transposed) for matrix in value]
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
 
-def wide_shape(module: nn.Module, weight: str) -> tuple[int, int]:
+def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     """(out, in) of the weight that a module's codes stand for."""
     codes = getattr(module, weight)
-    return codes.shape[-2], codes.shape[-1] * packed(getattr(module, MARK)[0])
+    return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
 
 
 def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:

@@ -1,7 +1,7 @@
-"""Official FP8 and MXFP4 checkpoints whose experts stay as they are, where `experts_implementation` is ours.
+"""Official FP8 and MXFP4 checkpoints whose experts stay quantized, where `experts_implementation` is ours.
 
-transformers' quantizers for both methods, told apart by the model that is about to be read: another implementation, or
-`dequantize=True` in the config that a user passes, and they do what they always do. Kept are
+Subclasses of transformers' quantizers for both methods. With another implementation, or `dequantize=True` in the
+config that a user passes, they do what transformers' do. Kept are
 
     FP8 in blocks of 128 x 128, float or ue8m0 scales,     where transformers has no kernels for FP8 (a CPU, a GPU
     FP4 of DeepSeek's fp4 experts                          before 8.9): the rest becomes bfloat16, as ever
@@ -22,30 +22,35 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.conversion import Flat, Keep, keeping, of_experts
 from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.quantized.conversion import (
+    FlattenBlocks,
+    KeepQuantized,
+    keeping_quantized,
+    makes_quantized,
+)
 from trimtab.integrations.transformers.quantized.params import WEIGHTS, is_experts
 from trimtab.integrations.transformers.quantized.quantizer import (
     METHOD,
     QuantizedExpertsConfig,
+    allocate_experts,
     check_all_read,
     dequantize_experts,
     experts_in,
-    make_room,
+    mark_quantized,
     plan_scales,
-    settle,
 )
 
 FP8_METHODS = ("fp8", "mxfp8")
 MXFP4_METHOD = "mxfp4"
 
 
-class _Keeps:
-    """In front of a quantizer of transformers: what it would ask of the machine it asks once the model is known."""
+class _Prequantized:
+    """Mixed into a quantizer of transformers: its check of the machine waits until the model is known."""
 
     quantization_config: Any
     pre_quantized: bool
-    kept = False
+    keeps = False
     asked: tuple[Any, dict[str, Any]] | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -55,92 +60,93 @@ class _Keeps:
             super().validate_environment(*args, **kwargs)  # type: ignore[misc]
 
     def decide(self, model: nn.Module, wanted: bool) -> None:
-        """Whether this model's experts stay codes; if not, transformers looks at the machine now."""
+        """Set `keeps` if this model's experts stay quantized; if not, run transformers' check of the machine."""
         experts = [module for module in model.modules() if is_experts(module)]
-        self.kept = self.asked is not None and wanted and any(is_ours(module) for module in experts)
-        if self.asked is not None and not self.kept:
+        self.keeps = self.asked is not None and wanted and any(is_ours(module) for module in experts)
+        if self.asked is not None and not self.keeps:
             super().validate_environment(*self.asked[0], **self.asked[1])  # type: ignore[misc]
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         super().update_parallel_plan(model, plan)  # type: ignore[misc]
-        if self.kept:
+        if self.keeps:
             plan_scales(model, plan)
 
 
-class KeptFP8(_Keeps, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+class PrequantizedFP8(_Prequantized, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
     """Blocks of 128 x 128 of e4m3, or DeepSeek's fp4 experts, as they are."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Raises ConfigError where codes cannot stay: other blocks than 128 x 128, or such as straddle gate and up."""
         self.decide(model, wanted=not runs_fp8())
-        if self.kept:
+        if self.keeps:
             self.quantization_config.dequantize = True  # the rest
         super()._process_model_before_weight_loading(model, **kwargs)
-        if not self.kept:
+        if not self.keeps:
             return
         modules = experts_in(model, self.modules_to_not_convert)
         for module in modules:
             if bool(module.is_transposed) or not module.is_concatenated:
                 raise ConfigError(refusal(f"{type(module).__name__} holds its weights transposed or interleaved"))
         try:
-            make_room(model, modules, self.format_kept())
+            allocate_experts(model, modules, self.own_format())
         except ConfigError as error:
             raise ConfigError(refusal(str(error))) from error
 
-    def format_kept(self) -> str:
+    def own_format(self) -> str:
         """Raises ConfigError where no format of ours has such blocks."""
-        if self.quantization_config.expert_dtype == "fp4":
-            return "mxfp4"
-        blocks = self.quantization_config.weight_block_size
-        if tuple(blocks or ()) != (128, 128):
+        found = prequantized_format(self)
+        if found is None:
+            blocks = self.quantization_config.weight_block_size
             raise ConfigError(f"experts in FP8 are kept in blocks of 128 x 128, and this checkpoint has {blocks}")
-        return "fp8"
+        return found
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        if not self.kept:
+        if not self.keeps:
             return list(super().update_weight_conversions(weight_conversions, model))
-        experts = [converter for converter in weight_conversions if of_experts(converter, model)]
+        experts = [converter for converter in weight_conversions if makes_quantized(converter, model)]
         rest = [converter for converter in weight_conversions if converter not in experts]
-        kept = [keeping(converter, self) for converter in experts]
+        kept = [keeping_quantized(converter, self) for converter in experts]
         made = {target for converter in experts for target in converter._original_target_patterns}
         for name in WEIGHTS:  # a family without converters has its weights stacked
             stacked = rf"\.experts\.{name}"
             if not any(target.endswith(name) for target in made):
-                kept.append(WeightConverter([stacked, f"{stacked}_scale_inv"], f".experts.{name}", [Keep(self)]))
+                kept.append(
+                    WeightConverter([stacked, f"{stacked}_scale_inv"], f".experts.{name}", [KeepQuantized(self)])
+                )
         return kept + list(super().update_weight_conversions(rest, model))
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> Any:
         done = super().postprocess_model(model, **kwargs)
-        if self.kept:
+        if self.keeps:
             check_all_read(model)
-            settle(model, QuantizedExpertsConfig(self.format_kept(), quant_method=METHOD))
+            mark_quantized(model, QuantizedExpertsConfig(self.own_format(), quant_method=METHOD))
         return done
 
 
-class KeptMXFP4(_Keeps, Mxfp4HfQuantizer):  # type: ignore[misc]
+class PrequantizedMXFP4(_Prequantized, Mxfp4HfQuantizer):  # type: ignore[misc]
     """gpt-oss's blocks and scales, as they are."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, use_kernels: bool = False, **kwargs: Any) -> None:
         self.decide(model, wanted=True)
-        if not self.kept:
+        if not self.keeps:
             super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
             return
         self.modules_to_not_convert = self.get_modules_to_not_convert(
             model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
         )
-        make_room(model, experts_in(model, self.modules_to_not_convert), "mxfp4")
+        allocate_experts(model, experts_in(model, self.modules_to_not_convert), "mxfp4")
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return not self.kept and bool(super().param_needs_quantization(model, param_name, **kwargs))
+        return not self.keeps and bool(super().param_needs_quantization(model, param_name, **kwargs))
 
     def get_weight_conversions(self) -> list[Any]:
-        if not self.kept:
+        if not self.keeps:
             return list(super().get_weight_conversions())
         names = (f".experts.{name}" for name in WEIGHTS)
-        return [WeightConverter(f"{name}_blocks", name, [Flat(self)]) for name in names]
+        return [WeightConverter(f"{name}_blocks", name, [FlattenBlocks(self)]) for name in names]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        return (None, {}) if self.kept else super().get_state_dict_and_metadata(model)
+        return (None, {}) if self.keeps else super().get_state_dict_and_metadata(model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         check_all_read(model)
@@ -151,41 +157,39 @@ class KeptMXFP4(_Keeps, Mxfp4HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        return self.kept or bool(super().is_trainable)
+        return self.keeps or bool(super().is_trainable)
 
     @property
     def is_qat_trainable(self) -> bool:
-        return self.kept
+        return self.keeps
 
 
-def add_keepers() -> None:
+def add_prequantized() -> None:
     """Take the places of transformers' quantizers for both methods. Again is harmless."""
     for method, theirs, ours in (
-        *((method, FineGrainedFP8HfQuantizer, KeptFP8) for method in FP8_METHODS),
-        (MXFP4_METHOD, Mxfp4HfQuantizer, KeptMXFP4),
+        *((method, FineGrainedFP8HfQuantizer, PrequantizedFP8) for method in FP8_METHODS),
+        (MXFP4_METHOD, Mxfp4HfQuantizer, PrequantizedMXFP4),
     ):
         if AUTO_QUANTIZER_MAPPING.get(method) is theirs:
             AUTO_QUANTIZER_MAPPING[method] = ours
 
 
-def kept_format(config: Any) -> str | None:
-    """What `from_pretrained` keeps a checkpoint's experts as, by its config: a format of `trimtab.experts.quantized`;
-    None if it says of no codes, or of codes that are not kept."""
-    said: Any = getattr(config, "quantization_config", None) or {}
-    said = said if isinstance(said, dict) else said.to_dict()
-    method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+def prequantized_format(config: Any) -> str | None:
+    """The format of `trimtab.experts.quantized` in which `from_pretrained` keeps a checkpoint's experts, by its config;
+    None if they are plain weights, or are dequantized."""
+    given: Any = getattr(config, "quantization_config", None) or {}
+    given = given if isinstance(given, dict) else given.to_dict()
+    method = getattr(given.get("quant_method"), "value", given.get("quant_method"))
     if method == METHOD:
-        return str(said["format"])
-    if method == MXFP4_METHOD:
+        return str(given["format"])
+    if method == MXFP4_METHOD or (method in FP8_METHODS and given.get("expert_dtype") == "fp4"):
         return "mxfp4"
-    if method in FP8_METHODS and said.get("expert_dtype") == "fp4":
-        return "mxfp4"
-    square = tuple(said.get("weight_block_size") or ()) == (128, 128)
+    square = tuple(given.get("weight_block_size") or ()) == (128, 128)
     return "fp8" if method in FP8_METHODS and square else None
 
 
 def runs_fp8() -> bool:
-    """Whether transformers has kernels for FP8 on this machine."""
+    """True if transformers has kernels for FP8 on this machine."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 9)
     return torch.xpu.is_available()

@@ -1,4 +1,4 @@
-"""Experts of transformers' models as codes: in place, or while a checkpoint is read, one tensor at a time.
+"""Quantized experts of transformers' models: in place, or while a checkpoint is read, one tensor at a time.
 
     QuantizedExpertsConfig("nf4")       as `quantization_config=` of `from_pretrained`, once `register` was called
     quantize_experts(model, "nf4")      of a model that is there; `dequantize_experts(model)` is the way back
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,18 +24,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS
-from trimtab.integrations.transformers.conversion import encoding, first, of_experts, owner
 from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.quantized.conversion import QuantizeWhole, makes_quantized, owner, quantizing
 from trimtab.integrations.transformers.quantized.params import (
     MARK,
     SCALES,
     WEIGHTS,
+    allocate_params,
     codes_of,
-    encoded,
-    expect,
+    dequantize_params,
     is_experts,
-    put,
-    take_out,
+    quantize_param,
     weights_in,
 )
 
@@ -64,13 +63,13 @@ class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads or saves a model with a `QuantizedExpertsConfig`."""
+    """transformers' hooks while it loads or saves a model with a `QuantizedExpertsConfig`."""
 
     quantization_config: QuantizedExpertsConfig
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Raises ConfigError before anything is read: no experts, blocks that do not fit, a layout without codes."""
-        make_room(
+        allocate_experts(
             model, experts_in(model, self.quantization_config.modules_to_not_convert), self.quantization_config.format
         )
 
@@ -84,16 +83,16 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return name in WEIGHTS and hasattr(module, MARK)
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _EncodeWhole(self.quantization_config.format)
+        return QuantizeWhole(self.quantization_config.format)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         if self.pre_quantized:  # codes are saved as the model has them
-            return [converter for converter in weight_conversions if not of_experts(converter, model)]
-        return encoding(weight_conversions, model, self.quantization_config.format)
+            return [converter for converter in weight_conversions if not makes_quantized(converter, model)]
+        return quantizing(weight_conversions, model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         check_all_read(model)
-        settle(model, self.quantization_config)
+        mark_quantized(model, self.quantization_config)
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -109,25 +108,8 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_qat_trainable(self) -> bool:
-        """What is not quantized trains."""
+        """Everything that is not quantized is."""
         return True
-
-
-class _EncodeWhole(ConversionOps):  # type: ignore[misc]
-    """Codes of what is a module's weight as it comes, where no converter has made them yet."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
-        made: dict[str, Tensor] = {}
-        for key, value in input_dict.items():
-            module, weight = owner(model, key)
-            made[key] = first(value)
-            if weight in WEIGHTS and made[key].is_floating_point():
-                codes, scales = encoded(made[key], self.name, transposed=bool(module.is_transposed))
-                made[key], made[key + SCALES] = (nn.Parameter(t, requires_grad=False) for t in (codes, scales))
-        return made
 
 
 def add_quantizer() -> None:
@@ -144,7 +126,7 @@ def experts_in(model: nn.Module, skipped: list[str] | None = None) -> list[nn.Mo
     return [module for name, module in named if should_convert_module(name, skipped)]
 
 
-def make_room(model: nn.Module, modules: list[nn.Module], name: str) -> None:
+def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> None:
     """Parameters for codes of a format in the place of the weights of a model that is about to be read.
 
     Raises ConfigError if nothing of ours would run them, or the layout is none that codes have.
@@ -158,13 +140,13 @@ def make_room(model: nn.Module, modules: list[nn.Module], name: str) -> None:
     if layout is not None and getattr(layout, "fsdp_mixed_precision", False):
         raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
     for module in modules:
-        expect(module, name)
+        allocate_params(module, name)
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
 
 def check_all_read(model: nn.Module) -> None:
-    """Raise ConfigError if a checkpoint lacked something of the modules that `make_room` prepared: transformers warns
-    that it is MISSING, and codes with scales of chance are other weights."""
+    """Raise ConfigError if the checkpoint lacked a parameter that `allocate_experts` prepared: transformers only warns
+    that it is MISSING, and codes without their scales are other weights."""
     lacking = [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -189,7 +171,7 @@ def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
     plan.update({key + SCALES: style for key, style in list(plan.items()) if key + SCALES in names})
 
 
-def settle(model: Any, config: QuantizedExpertsConfig) -> None:
+def mark_quantized(model: Any, config: QuantizedExpertsConfig) -> None:
     """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are."""
     plain = [name for name, module in model.named_modules() if is_experts(module) and not hasattr(module, MARK)]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
@@ -217,9 +199,9 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
         raise ConfigError(f"the experts of {type(model).__name__} are codes already")
     for module in found:
         for weight, _ in list(weights_in(module)):
-            put(module, weight, name)
+            quantize_param(module, weight, name)
     if isinstance(model, PreTrainedModel):
-        settle(model, config)
+        mark_quantized(model, config)
     return model
 
 
@@ -240,7 +222,7 @@ def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None)
         raise ConfigError("codes that FSDP shards are not taken out: save the model, and load it without FSDP")
     to: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config has its name
     for module in found:
-        take_out(module, to)
+        dequantize_params(module, to)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), HfQuantizer):
             module.hf_quantizer.remove_quantization_config(module)

@@ -12,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trimtab.atomic_write import write_whole
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.trainer.copy_counts import CopyCounts, with_balanced
+from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.load_picture import draw_loads, read_metrics
 from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.routing.observers import Loads
@@ -35,9 +35,9 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
     * to `folder/loads.jsonl`: one line, every layer's `max_vio`, `dead_experts`, `entropy`, `drop_rate` and
       `tokens_per_expert`, as `trimtab.routing.loads.load_metrics` has them, by the name of its router.
 
-    Where experts are copied to ranks with room (`balance=`), `busiest_before` and `busiest_after` are the rows of the
-    busiest rank over the mean, before and after (worst layer), `copies` and `copy_bytes` what was sent (all layers); in
-    the file they are each layer's `balanced`.
+    With `replicate_experts=`, `busiest_before` and `busiest_after` are the rows of the busiest rank over the mean,
+    without replicas and with them (worst layer), `replicas` and `replica_bytes` what was sent (all layers); in the file
+    they are each layer's `replicated`.
 
     At the end `folder/load.png` shows load by layer and expert, and imbalance by step (with matplotlib).
 
@@ -63,12 +63,12 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         self.folder = Path(trainer.args.output_dir if folder is None else folder)
         self.counts = Loads()
         self._observed: Observed | None = None
-        self.copies: CopyCounts | None = None
+        self.replicas: ReplicaCounts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from now on. Of a run that goes on, the lines up to its step stay."""
         self._stop()
-        self._observed, self.copies = Observed(self.trainer.model, self.counts), CopyCounts(self.trainer.model)
+        self._observed, self.replicas = Observed(self.trainer.model, self.counts), ReplicaCounts(self.trainer.model)
         self._written = state.global_step
         if state.is_world_process_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,8 +104,8 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         taken //= self.trainer.get_tp_size()  # these ranks hold the same tokens
         listed = self.counts.listed(taken.tolist())
         layers = {name: load_metrics(loads, dropped) for name, (loads, dropped) in listed.items()}
-        if self.copies is not None:
-            layers = with_balanced(layers, self.copies.reported())
+        if self.replicas is not None:
+            layers = with_replica_counts(layers, self.replicas.reported())
         if state.is_world_process_zero:
             with (self.folder / LOADS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "layers": layers}) + "\n")
@@ -113,7 +113,7 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         return layers
 
     def _stop(self) -> None:
-        for counting in (self._observed, self.copies):
+        for counting in (self._observed, self.replicas):
             if counting is not None:
                 counting.remove()
-        self._observed = self.copies = None
+        self._observed = self.replicas = None

@@ -1,0 +1,142 @@
+"""The expert MLP as operators of `torch.library`: eager mode, graphs, tensors without values, FLOP counters see these.
+
+    trimtab::experts             y, and what is kept    from x, the routing weights and the weights' tensors
+    trimtab::experts_backward    dx, dw, and the tensors' gradients, or d_pre where these come later
+    trimtab::experts_gradients   the tensors' gradients, later
+
+up, down: `GroupedWeight.tensors()` of each, with their `form`. Each hands a `Pass` to the first backend that covers it.
+
+Legend: M rows, K slots per row, R expert rows, D model dim, I width of the pre-activations, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.autograd import without_autocast
+from trimtab.experts.passes import Pass, run_backward, run_forward, run_gradients
+from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.product import Sink
+from trimtab.experts.weight import GroupedWeight, row_flops
+from trimtab.kernels.choose import kernels_of
+from trimtab.operators import operator
+
+READS = (
+    "Tensor x, Tensor w, Tensor[] up, Tensor[] down, Tensor[] plan, Tensor? seed, str activation, str up_form, "
+    "str down_form, str kernels"
+)
+WRITES = "Tensor(a!)[] out, bool[] wanted, bool[] adds"
+
+
+def pass_of(
+    x: Tensor, w: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], plan: Sequence[Tensor], seed: Tensor | None,
+    word: str, up_form: str, down_form: str, kernels: str,
+) -> Pass:  # fmt: skip
+    """From what all three operators read."""
+    of = GroupedWeight.of
+    chosen = kernels_of(kernels, x.device, x.dtype)
+    return Pass(x, w, of(up, up_form), of(down, down_form), word, ExpertPlan(*plan), chosen, seed)
+
+
+def _forward(*args: Any) -> list[Tensor]:
+    *reads, keep = args
+    with without_autocast():
+        return run_forward(pass_of(*reads), keep)
+
+
+def _forward_fake(x: Tensor, w: Tensor, up: Sequence[Tensor], down: Any, plan: Any, *rest: Any) -> list[Tensor]:
+    *_, up_form, down_form, _, keep = rest
+    y = x.new_empty(x.shape)
+    if not keep:
+        return [y]
+    both, rows = [GroupedWeight.of(up, up_form), GroupedWeight.of(down, down_form)], plan[0].shape[0]
+    thin = [x.new_empty(rows, weight.lora.rank) for weight in both if weight.lora is not None]
+    return [y, x.new_empty(rows, both[0].outs), *thin]
+
+
+def _backward(
+    dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *reads, need_x, later = args
+    p = pass_of(*reads)
+    nothing = p.x.new_empty(0)
+    d_pre = p.kernels.empty_like(kept[0]) if later else None
+    if later:
+        p.v = p.placed(out)
+    else:
+        p.sinks = Sink.of(out, wanted, adds).cut(len(reads[2]))
+    with without_autocast():
+        dx, dw = run_backward(p, dy, kept, need_x, d_pre)
+    return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
+
+
+def _backward_fake(
+    dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, x: Tensor, w: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_x, later = rest
+    pre = kept[0]
+    return x.new_empty(x.shape if need_x else 0), w.new_empty(w.shape), pre.new_empty(pre.shape if later else 0)
+
+
+def _gradients(dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *reads: Any) -> None:
+    p = pass_of(*reads)
+    p.sinks = Sink.of(out, wanted, adds).cut(len(reads[2]))
+    run_gradients(p, dy, kept)
+
+
+def _forward_flops(x: Any, w: Any, up: Any, down: Any, plan: Any, *rest: Any, **kwargs: Any) -> int:
+    _, _, up_form, down_form, *_ = rest
+    each = sum(row_flops(up, up_form)) + sum(row_flops(down, down_form))
+    return 2 * int(plan[0][0]) * each
+
+
+def _backward_flops(dy: Any, kept: Any, out: Any, wanted: Any, adds: Any, *args: Any, **kwargs: Any) -> int:
+    _, _, up, down, plan, _, _, up_form, down_form, _, need_x, later = args
+    trained = [False] * len(wanted) if later else wanted
+    each = _trained_flops(up, down, up_form, down_form, trained)
+    down_back, up_back = sum(row_flops(down, down_form)), sum(row_flops(up, up_form)) if need_x else 0
+    return 2 * int(plan[0][0]) * (each + down_back + up_back)
+
+
+def _gradients_flops(dy: Any, kept: Any, out: Any, wanted: Any, adds: Any, *args: Any, **kwargs: Any) -> int:
+    _, _, up, down, plan, _, _, up_form, down_form, *_ = args
+    return 2 * int(plan[0][0]) * _trained_flops(up, down, up_form, down_form, wanted)
+
+
+def _trained_flops(up: Any, down: Any, up_form: str, down_form: str, wanted: Sequence[bool]) -> int:
+    """Of one row in the gradients that are wanted."""
+    total = 0
+    for shapes, form, wants in ((up, up_form, wanted[: len(up)]), (down, down_form, wanted[len(up) :])):
+        own, a, b = row_flops(shapes, form)
+        total += own * wants[0] + (a * wants[-2] + b * wants[-1] if a else 0)
+    return total
+
+
+experts_op = operator(f"experts({READS}, bool keep) -> Tensor[]", _forward, _forward_fake, _forward_flops)
+"""y [M, D]; with `keep` also the pre-activations [R, I], and scale * x a^T [R, r] of each adapter. x in the dtype to
+compute in, w float32 or wider."""
+
+experts_backward_op = operator(
+    f"experts_backward(Tensor dy, Tensor[] kept, {WRITES}, {READS}, bool need_x, bool later) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _backward_flops,
+)
+"""dx, empty unless `need_x`; dw; and, with `later`, d_pre [R, I]. kept: what `experts` kept.
+
+wanted: whether there is one of each tensor of up, then of down, in `out`. adds: of those in `out`, which are added to.
+With `later` no gradient is made, and `out` takes scale * d b [R, r] of each adapter, which is wanted then.
+"""
+
+experts_gradients_op = operator(
+    f"experts_gradients(Tensor dy, Tensor[] kept, {WRITES}, {READS}) -> ()",
+    _gradients,
+    lambda *args: None,
+    _gradients_flops,
+)
+"""The tensors' gradients in `out`, from what `experts` kept and then what `experts_backward` left: d_pre, and scale *
+d b of each adapter. Of the weights only shapes are read, which FSDP2 leaves when it takes their memory."""

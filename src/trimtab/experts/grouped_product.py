@@ -1,0 +1,227 @@
+"""One grouped product as a function: differentiable, its weight's gradients wherever they are to go.
+
+    y[segment i] = x[segment i] W_i^T + b_i + scale * (x[segment i] a_i^T) b_i^T
+
+Where autograd comes between products (a function of one's own, a norm) and for grouped linears; the expert MLP is one
+function over two products, see `passes`.
+
+Legend: S rows in segments, M rows before they are gathered, e groups, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
+from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
+from trimtab.experts.plan import ExpertPlan
+from trimtab.experts.product import Product, Sink
+from trimtab.experts.product_ops import (
+    product_back_op,
+    product_gradients_op,
+    product_op,
+    run_back,
+    run_forward,
+    run_gradients,
+)
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
+from trimtab.experts.weight_grad import anchor
+from trimtab.kernels.api import Backend
+from trimtab.kernels.choose import name_of
+from trimtab.kernels.rows import combine_rows, gather_padded
+
+if TYPE_CHECKING:
+    from trimtab.experts.low_precision import LowPrecisionProducts
+
+ORDINARY = GradSink()
+
+
+def grouped_product(
+    x: Tensor,
+    weight: GroupedWeight,
+    offsets_e: Tensor,
+    *,
+    plan: ExpertPlan | None = None,
+    kernels: Backend | str = "auto",
+    sink: GradSink = ORDINARY,
+    low_precision: LowPrecisionProducts | None = None,
+    name: str = "weight",
+) -> Tensor:
+    """The products of each group's rows: [S, out] in x's dtype. Differentiable in x and the weight's tensors, once.
+
+    Every gradient has its tensor's full shape, zeros for a group without rows. Rows from offsets_e[-1] on may hold
+    anything: their output is zero and so is their gradient. S may be 0. Autocast is not heeded.
+
+    Args:
+        x: [S, in], the groups' rows one after the other, in the dtype that is computed in; with `plan` [M, in].
+        weight: in the parameters' own dtype, and so are its gradients.
+        offsets_e: [e + 1] int64 on x's device, the start of each group's segment and the end of the last. Not read on
+            the host but by kernels that run on the CPU, and by torch for other dtypes than bfloat16.
+        plan: gathers rows for the product, and again for the weight's gradient: x is what is kept.
+        kernels: those of a `KernelChoice`, or their names joined by commas, which `torch.compile` can trace.
+        sink: where the weight's gradients go.
+        low_precision: a recipe's products, made for this call, whose segments `offsets_e` are.
+        name: what errors call the weight.
+    """
+    weight = filled(weight)
+    tensors = weight.tensors()
+    call = Call(
+        plan, kernels if isinstance(kernels, str) else name_of(kernels), weight.form, len(weight.values), len(tensors),
+        weight.lora is not None, torch.is_grad_enabled(), sink, low_precision, name,
+    )  # fmt: skip
+    call.trained = [t.requires_grad for t in tensors]
+    kind: type[Function] = _Grouped
+    inputs: Sequence[Tensor] = tensors
+    if not sink.ordinary or low_precision is not None:
+        kind, call.owned = _WithState, tensors
+    if sink.defer is not None:
+        inputs = [*(t.detach() for t in tensors), anchor(x, any(call.trained))]
+    with without_autocast():
+        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *inputs)
+    return y
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What is not differentiated.
+
+    kernels: by name, which stands for them as long as they live. values, count: tensors of the weight, the values
+    first. keep: whether a backward may come. label: what errors call the weight. owned: the tensors themselves, where
+    their attributes say where gradients go; else what autograd saves is all that lives, which a checkpoint may free.
+    trained: which of them wanted a gradient when the call was made; later they may not say so.
+    """
+
+    plan: ExpertPlan | None
+    kernels: str
+    form: str
+    values: int
+    count: int
+    adapted: bool
+    keep: bool
+    sink: GradSink
+    low_precision: LowPrecisionProducts | None
+    label: str
+    owned: Sequence[Tensor] | None = None
+    trained: Sequence[bool] = ()
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x if self.plan is None else gather_padded(x, self.plan.row_R)
+
+    def reads_rows(self, wanted: Sequence[bool]) -> bool:
+        """Whether gradients are made of rows: those of values, and of an adapter's a."""
+        return any(wanted[: self.values]) or (self.adapted and bool(wanted[-2]))
+
+    def gradients(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
+        kinds = kinds_of(self.form, self.label)
+        return Gradients(self.owned or tensors, kinds, wanted, self.sink.main_grad, torch.empty_like)
+
+    def product(self, tensors: Sequence[Tensor], seed: Tensor | None, like: Tensor) -> Product:
+        """Of a recipe, which is in no operator."""
+        low = self.low_precision
+        assert low is not None
+        of = GroupedWeight.of(tensors, self.form)
+        return Product(
+            of, low.kernels, like.dtype, low.offsets_e, seed=None if seed is None else int(seed), low_precision=low
+        )
+
+
+def _forward(ctx: Any, call: Call, x: Tensor, offsets_e: Tensor, seed: Tensor | None, *inputs: Tensor) -> Tensor:
+    """What is saved is the parameters, not their copies in x's dtype: others may want the memory (FSDP2)."""
+    tensors, low = inputs[: call.count], call.low_precision
+    rows = call.rows(x)
+    kept: Sequence[Tensor] = (x,) if call.keep and call.reads_rows(call.trained) else ()
+    y: Tensor
+    if low is None:
+        y, *u = product_op(rows, list(tensors), offsets_e, seed, call.form, call.kernels, call.keep)
+    else:
+        y, *u = run_forward(call.product(tensors, seed, rows), rows, call.keep)
+        if kept and not call.adapted:  # one byte a value in place of the rows
+            kept = low.keep(rows, "activation")
+    ctx.call, ctx.adapted = call, len(u)
+    ctx.save_for_backward(None if low else offsets_e, seed, *tensors, *u, *kept)
+    return y
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    call: Call = ctx.call
+    _, need_x, _, _, *needs = needed(ctx)
+    offsets_e, seed, *rest = ctx.saved_tensors
+    tensors, (*u,), kept = (
+        rest[: call.count],
+        rest[call.count : call.count + ctx.adapted],
+        rest[call.count + ctx.adapted :],
+    )
+    later = call.sink.defer
+    wanted = needs if later is None else call.trained
+    d, of_u = dy.contiguous(), next(iter(u), None)
+    need_v = call.adapted and bool(wanted[-2])
+    found: Sequence[Tensor | None] = [None] * len(needs)
+    if call.low_precision is not None:
+        p = call.product(tensors, seed, d)
+        p.u = of_u
+        made = run_back(p, d, need_x, need_v)
+        job = _quantized(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)
+        reads: list[Tensor] = []  # it reads copies
+    else:
+        weight = (list(tensors), offsets_e, seed, call.form, call.kernels)
+        made = product_back_op(d, *weight, need_x, need_v) if need_x or need_v else []
+        v = made[-1] if need_v else None
+
+        def job(close: Callable[[Gradients], Any]) -> Any:
+            grads = call.gradients(tensors, wanted)
+            rows = call.rows(kept[0]) if call.reads_rows(wanted) else None
+            product_gradients_op(*grads.buffers(), rows, d, of_u, v, *weight)
+            return close(grads)
+
+        reads = [*kept, *([d] if any(wanted) else [])]
+    dx = made[0] if need_x else None
+    if dx is not None and call.plan is not None:
+        dx = combine_rows(dx, call.plan.row_csr)
+    if later is not None:
+        later(lambda: job(Gradients.deliver), reads)
+    elif any(wanted):
+        found = job(Gradients.close)
+    return None, dx, None, None, *found
+
+
+def _quantized(
+    call: Call, p: Product, kept: Sequence[Tensor], d: Tensor, v: Tensor | None, tensors: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> Callable[[Callable[[Gradients], Any]], Any]:  # fmt: skip
+    """The parameters' gradients of operands that are quantized now, also where the products come later: scales belong
+    to this step."""
+    p.waits, p.sink = [], Sink(wanted, [None] * call.count, [False] * call.count)
+    rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
+    run_gradients(p, rows, d, v)
+
+    def job(close: Callable[[Gradients], Any]) -> Any:
+        grads = call.gradients(tensors, wanted)
+        out, _, adds = grads.buffers()
+        assert p.sink is not None
+        assert p.waits is not None
+        p.sink.fill(out, adds)
+        while p.waits:
+            p.waits.pop(0)()
+        return close(grads)
+
+    return job
+
+
+class _Grouped(Function):
+    """In graphs of `torch.compile` as well."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(once_differentiable(_backward))
+
+
+class _WithState(Function):
+    """With what a graph does not see: `main_grad`, delayed gradients, a recipe."""
+
+    forward = staticmethod(_forward)
+    backward = staticmethod(eager_backward(_backward))

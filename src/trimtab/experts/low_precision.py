@@ -1,0 +1,97 @@
+"""A recipe at work: the three products of one weight in one call, emulated in low precision or on its hardware.
+
+    forward   y[segment i]  = Q(x[segment i]) Q(w[i]) + b[i]          zero behind the last segment
+    dgrad     dx[segment i] = Q(dy[segment i]) Q(w[i])^T              zero behind the last segment
+    wgrad     dw[i]         = Q(x[segment i])^T Q(dy[segment i])      of operands that `keep` made earlier
+
+Q is the recipe's quantization of each operand along the axis that its product contracts.
+
+Legend: S rows in aligned segments, e experts, A in features, B out features, C either width, N the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trimtab.experts.product_ops import product_gradients_op, product_op
+from trimtab.experts.recipes.base import Along, Operands, Role
+from trimtab.experts.recipes.hardware import Engine
+from trimtab.kernels.api import Backend, put
+from trimtab.kernels.choose import name_of
+from trimtab.layout import align_up
+
+Kept = tuple[Tensor, ...]
+
+
+class LowPrecisionProducts:
+    """Of one weight in one call.
+
+    Args:
+        kernels: what multiplies where a recipe is emulated, and sums biases.
+        offsets_e: [e + 1] of the rows' segments, multiples of the engine's alignment, or of the recipe's.
+        call: what the recipe makes of the operands.
+        engine: the recipe's own kernels; None to emulate it.
+    """
+
+    def __init__(self, kernels: Backend, offsets_e: Tensor, call: Operands, engine: Engine | None) -> None:
+        self.kernels, self.name = kernels, name_of(kernels)  # which stands for them as long as they live
+        self.offsets_e, self.call, self.engine = offsets_e, call, engine
+
+    def forward(self, x_SA: Tensor, w_eAB: Tensor, bias_eB: Tensor | None = None) -> Tensor:
+        """[S, B] in x's dtype."""
+        y = self._product(x_SA, w_eAB, "activation", bias_eB)
+        return y if bias_eB is None or self.engine is None else y + self.expanded(bias_eB, y.shape[0])
+
+    def dgrad(self, dy_SB: Tensor, w_eAB: Tensor) -> Tensor:
+        """[S, A] in dy's dtype."""
+        return self._product(dy_SB, w_eAB, "gradient")
+
+    def keep(self, rows_SC: Tensor, role: Role) -> Kept:
+        """An operand of `wgrad`: quantized now, multiplied whenever it is wanted."""
+        if self.engine is None:
+            return (self._rows(rows_SC, role, "column"),)
+        q = self.call.quantize(self._filled(rows_SC), self.offsets_e, role, "column")
+        return self.engine.columns(q, self.offsets_e)
+
+    def wgrad(self, x: Kept, dy: Kept, out: Sequence[Tensor], adds: Sequence[bool], stacked: bool) -> None:
+        """Into `out`, one [e, B, A] or e of [B, A]: over what it holds or, where `adds` says so, onto it."""
+        if self.engine is None:
+            form = f"{0 if stacked else len(out)} 0 0 "
+            reads = (list(out), self.offsets_e, None, form, self.name)
+            product_gradients_op(out, [True] * len(out), adds, x[0], dy[0], None, None, *reads)
+            return
+        dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
+        for target, value, add in zip(out, [dw_eBA] if stacked else dw_eBA.unbind(), adds, strict=True):
+            put(target, value, add)
+
+    def expanded(self, values_eC: Tensor, rows: int) -> Tensor:
+        """Each group's row of values for each of its rows, zero behind the last segment: [rows, C]."""
+        group_S = torch.searchsorted(self.offsets_e[1:], torch.arange(rows, device=values_eC.device), right=True)
+        return pad(values_eC, (0, 0, 0, 1)).index_select(0, group_S)
+
+    def _product(self, rows_SC: Tensor, w_eAB: Tensor, role: Role, bias_eN: Tensor | None = None) -> Tensor:
+        """Rows times w, contracted along "in" for activations, or times w^T, contracted along "out": [S, N]."""
+        turned = role == "gradient"
+        along: Along = "out" if turned else "in"
+        if self.engine is None:
+            rows, w = self._rows(rows_SC, role, "row"), self.call.weight(w_eAB, along)
+            biases = [] if bias_eN is None else [bias_eN.float()]
+            form = f"0 {len(biases)} {int(not turned)} "
+            y: Tensor = product_op(rows, [w, *biases], self.offsets_e, None, form, self.name, False)[0]
+            return y.to(rows_SC.dtype)
+        q = self.call.quantize(self._filled(rows_SC), self.offsets_e, role, "row")
+        w_q = self.call.quantize(w_eAB, None, "weight", along)
+        return self.engine.rows(q, w_q, turned, self.offsets_e)[: rows_SC.shape[0]].to(rows_SC.dtype)
+
+    def _rows(self, rows_SC: Tensor, role: Role, along: Along) -> Tensor:
+        make = self.call.activation if role == "activation" else self.call.gradient
+        return make(rows_SC, self.offsets_e, along)
+
+    def _filled(self, rows_SC: Tensor) -> Tensor:
+        assert self.engine is not None
+        whole = align_up(max(rows_SC.shape[0], 1), self.engine.alignment)  # no kernel is called with no rows
+        return pad(rows_SC, (0, 0, 0, whole - rows_SC.shape[0]))

@@ -1,0 +1,397 @@
+"""One weight in one pass over blocks of rows: its product, the way back, and its tensors' gradients.
+
+    forward    y  = x W + b + u b^T         u = scale * dropout(x) a^T, kept for the backward
+    back       dx = d W^T + dropout^T(v a)  v = scale * d b
+    gradients  dW = x^T d, db = sum d, da = v^T dropout(x), db^T = u^T d
+
+Weights are cast, decoded or stacked here and nowhere else: all experts' at once where that is a cast, block by block
+where it is more. Under a recipe W's three products are those of `low_precision`, of all groups at once.
+
+Legend: R rows of all groups, n rows of a block, e groups, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import BackendError
+from trimtab.experts.quantized import decoded, values_per_byte
+from trimtab.experts.weight import GroupedWeight, LoraFactors
+from trimtab.kernels.api import Backend, Block, put
+from trimtab.kernels.compiled import at_once
+from trimtab.kernels.tensor_checks import no_values
+
+if TYPE_CHECKING:
+    from trimtab.experts.low_precision import LowPrecisionProducts
+
+TOGETHER, AT_ONCE = 256, 2048
+"""Rows in all of the groups that may share a block: the calls between products cost more than the work. The second
+where one call takes all."""
+
+Rows = Tensor | tuple[Tensor, ...] | None
+
+
+@dataclass(slots=True, eq=False)
+class Sink:
+    """Where the gradients of a weight's tensors go, in the order of `GroupedWeight.tensors`.
+
+    wanted: which are asked for. into: where those are written, None elsewhere, and everywhere as long as products wait.
+    adds: whether they are added to what is there.
+    """
+
+    wanted: Sequence[bool]
+    into: Sequence[Tensor | None]
+    adds: Sequence[bool]
+
+    @classmethod
+    def of(cls, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool]) -> Sink:
+        """From the lists that operators take: `out` and `adds` have an entry for each one that is wanted."""
+        sink = cls(wanted, [None] * len(wanted), [False] * len(wanted))
+        sink.fill(out, adds)
+        return sink
+
+    def fill(self, out: Sequence[Tensor], adds: Sequence[bool]) -> None:
+        buffers, flags = iter(out), iter(adds)
+        self.into = [next(buffers) if want else None for want in self.wanted]
+        self.adds = [next(flags) if want else False for want in self.wanted]
+
+    def cut(self, count: int) -> tuple[Sink, Sink]:
+        """Of the first `count` tensors, and of the others."""
+        first, rest = slice(count), slice(count, None)
+        return (
+            Sink(self.wanted[first], self.into[first], self.adds[first]),
+            Sink(self.wanted[rest], self.into[rest], self.adds[rest]),
+        )
+
+
+def blocks_of(
+    kernels: Backend, offsets_e: Tensor, rows: int, dtype: torch.dtype, *weights: GroupedWeight,
+    low_precision: bool = False, together: int = TOGETHER, at_once_rows: int = AT_ONCE,
+) -> Iterator[Block]:  # fmt: skip
+    """The blocks that rows and weights are worked on in, the same in the forward and in the backward: whole under a
+    recipe, one group each where a weight is codes or lies in a tensor for each group."""
+    if low_precision:
+        return kernels.blocks(offsets_e, rows, rows + 1)
+    if any(weight.format or not weight.stacked for weight in weights):
+        return kernels.blocks(offsets_e, rows)
+    many = at_once(kernels, *(weight.values[0] for weight in weights), dtype=dtype)
+    return kernels.blocks(offsets_e, rows, at_once_rows if many else together)
+
+
+@dataclass(slots=True, eq=False)
+class Product:
+    """Of one weight in one pass.
+
+    Args:
+        weight: its factors, if it has some, of each group, see `weight.filled`.
+        kernels: what multiplies.
+        dtype: of the rows that are kept and of results; blocks are computed in `kernels.compute_dtype` of it.
+        offsets_e: [e + 1] of the rows' segments.
+        w_R1: routing weights of the results' rows: their biases are weighted, and so are rows in gradients.
+        weighted: whether rows that go in have these weights already.
+        u: [R, r] scale * dropout(x) a^T with the rows' weights: written in the forward, read in gradients; or None.
+        seed: of dropout's masks, which are those of (seed, first row of the block) in every pass.
+        sink: where gradients go.
+        low_precision: a recipe's products.
+        waits: takes the gradients' products, whose operands are quantized now, where they are made later.
+    """
+
+    weight: GroupedWeight
+    kernels: Backend
+    dtype: torch.dtype
+    offsets_e: Tensor
+    w_R1: Tensor | None = None
+    weighted: bool = True
+    u: Tensor | None = None
+    seed: int | None = None
+    sink: Sink | None = None
+    low_precision: LowPrecisionProducts | None = None
+    waits: list[Callable[[], None]] | None = None
+    wide: torch.dtype = field(init=False)
+    direct: bool = field(init=False)
+    _cast: Tensor | None = field(init=False, default=None)
+    _lora: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.wide = self.dtype if self.low_precision else self.kernels.compute_dtype(self.dtype)
+        self.direct = self.wide == self.dtype
+
+    def matrix(self, block: Block) -> Tensor:
+        """The block's weights as [n, in, out], in the rows' dtype."""
+        weight = self.weight
+        if weight.format:
+            return self._decoded(block).transpose(1, 2)
+        if weight.stacked:
+            if self._cast is None:
+                value, runs = joined(weight.values[0]), None
+                if value.dtype != self.dtype and not self.low_precision:
+                    runs = with_rows(self.offsets_e)
+                self._cast = by_row(cast(value, self.dtype, self.kernels, runs), weight.transposed)
+            return self._cast[block.experts]
+        each = weight.values[block.experts]
+        value = each[0][None] if len(each) == 1 else torch.stack(each)
+        return by_row(value.to(self.dtype), weight.transposed)
+
+    def forward(self, rows: Tensor, block: Block, into: Tensor | None = None) -> Tensor:
+        """The products of a block's rows, biases and adapters added; with `into` [R, out] its rows are written, in the
+        rows' dtype."""
+        w, low, biased = None if self.w_R1 is None else self.w_R1[block.rows], self.low_precision, self.weight.biases
+        more = self._adapted(rows, block, w)
+        if low is not None:  # which adds what is not weighted before it rounds
+            inside = biased and w is None
+            y = low.forward(rows, self.matrix(block), self._biases(block) if inside else None)
+            biased = () if inside else biased
+        else:
+            y = self.kernels.grouped_mm(rows, self.matrix(block), block, self._there(into, block))
+        if biased:
+            bias = self._bias(block)
+            y += bias if w is None or not self.weighted else bias * w
+        return self._ended(y, more, block, into)
+
+    def v(self, d: Tensor, block: Block) -> Tensor | None:
+        """scale * d b, None without an adapter."""
+        lora = self.weight.lora
+        return None if lora is None else self._thin(d, self._factors()[1], block).mul_(lora.scale)
+
+    def back(self, d: Tensor, v: Tensor | None, block: Block, into: Tensor | None = None) -> Tensor:
+        """The gradient of a block's rows, of the results' gradient `d` and of `v`."""
+        lora, low, more = self.weight.lora, self.low_precision, None
+        if lora is not None and v is not None:
+            more = self._dropped(self._thin(v, self._factors()[0], block), lora, block)
+        matrix = self.matrix(block)
+        if low is not None:
+            return self._ended(low.dgrad(d, matrix), more, block, into)
+        dx = self.kernels.grouped_mm(d, matrix.transpose(1, 2), block, self._there(into, block))
+        return self._ended(dx, more, block, into)
+
+    def bias_dot(self, d: Tensor, block: Block) -> Tensor | None:
+        """What a bias gives to the gradient of the routing weights: [n], or None."""
+        return row_dot(self._bias(block), d) if self.weight.biases else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is wanted of any of the weight's tensors."""
+        return self.sink is not None and any(self.sink.wanted)
+
+    def gradients(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
+        """Of all that the sink wants, from a block's rows, weighted, and the results' gradient `d`, not weighted.
+
+        Under a recipe operands are quantized now, also where `waits` takes their product: scales belong to this step.
+        rows: also what a recipe kept of them; None where nothing that is wanted is made of them.
+        """
+        sink, weight = self.sink, self.weight
+        if sink is None or not any(sink.wanted):
+            return
+        values, biases = len(weight.values), len(weight.biases)
+        jobs: list[Callable[[], None]] = []
+        if any(sink.wanted[:values]):
+            low = self.low_precision
+            if low is None:
+                assert isinstance(rows, Tensor)
+                jobs.append(partial(self._write_values, rows, d, block))
+            else:
+                kept = low.keep(rows, "activation") if isinstance(rows, Tensor) else rows
+                assert kept is not None
+                jobs.append(partial(self._write_low, kept, low.keep(d, "gradient")))
+        if any(sink.wanted[values : values + biases]):
+            weighted = d if self.w_R1 is None else d * self.w_R1[block.rows]
+            jobs.append(partial(self._write_biases, weighted, block))
+        if weight.lora is not None and any(sink.wanted[-2:]):
+            jobs.append(partial(self._write_factors, rows, d, v, block))
+        if self.waits is None:
+            while jobs:
+                jobs.pop(0)()
+        else:
+            self.waits += jobs
+
+    def _write_values(self, rows: Tensor, d: Tensor, block: Block) -> None:
+        assert self.sink is not None
+        weight, into, adds, groups = self.weight, self.sink.into, self.sink.adds, block.experts
+        if weight.stacked:
+            out = into[0]
+            assert out is not None
+            target = out[groups]
+            if target.ndim < 4 or target.is_contiguous():
+                there = by_row(joined(target), weight.transposed)
+                self.kernels.grouped_wgrad(rows, d, block, there, add=adds[0])
+                return
+            fresh = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            self.kernels.grouped_wgrad(rows, d, block, by_row(joined(fresh), weight.transposed))
+            put(target, fresh, adds[0])
+            return
+        targets = into[groups]
+        if len(targets) == 1:
+            if targets[0] is not None:
+                there = by_row(targets[0][None], weight.transposed)
+                self.kernels.grouped_wgrad(rows, d, block, there, add=adds[groups][0])
+            return
+        like = next((t for t in targets if t is not None), None)
+        if like is None:
+            return
+        fresh = like.new_empty(len(targets), *like.shape)
+        self.kernels.grouped_wgrad(rows, d, block, by_row(fresh, weight.transposed))
+        put_each(targets, fresh.unbind(), adds[groups])
+
+    def _write_low(self, rows: tuple[Tensor, ...], d: tuple[Tensor, ...]) -> None:
+        """Into buffers, which may be in no memory that can be viewed as [e, out, in]."""
+        assert self.sink is not None
+        assert self.low_precision is not None
+        values = self.weight.values
+        into, adds = self.sink.into[: len(values)], self.sink.adds[: len(values)]
+        own = [t is not None and (t.ndim < 4 or t.is_contiguous()) for t in into]
+        made = [
+            target if target is not None and here else torch.empty_like(value).contiguous()
+            for target, value, here in zip(into, values, own, strict=True)
+        ]
+        flags = [add and here for add, here in zip(adds, own, strict=True)]
+        self.low_precision.wgrad(rows, d, [joined(m) for m in made], flags, self.weight.stacked)
+        put_each([None if here else target for target, here in zip(into, own, strict=True)], made, adds)
+
+    def _write_biases(self, d: Tensor, block: Block) -> None:
+        assert self.sink is not None
+        first, count = len(self.weight.values), len(self.weight.biases)
+        into, adds = self.sink.into[first : first + count], self.sink.adds[first : first + count]
+        sums = self.kernels.grouped_sum(d.to(self.kernels.compute_dtype(d.dtype)), block)
+        if self.biases_stacked:
+            target = into[0]
+            assert target is not None
+            put(target[block.experts], sums.view_as(target[block.experts]), adds[0])
+        else:
+            put_each(into[block.experts], sums.unbind(), adds[block.experts])
+
+    @property
+    def biases_stacked(self) -> bool:
+        return len(self.weight.biases) == 1 and self.weight.biases[0].ndim > 1
+
+    def _write_factors(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
+        """Each by itself: one of the two may be frozen."""
+        assert self.sink is not None
+        lora, (d_a, d_b) = self.weight.lora, self.sink.into[-2:]
+        assert lora is not None
+        if d_a is not None:
+            assert v is not None
+            assert isinstance(rows, Tensor)
+            dropped = self._dropped(rows, lora, block)
+            self.kernels.grouped_wgrad(v, dropped, block, d_a[block.experts], add=self.sink.adds[-2])
+        if d_b is not None:
+            assert self.u is not None
+            u = self.u[block.rows].to(self.wide)
+            self.kernels.grouped_wgrad(u, d, block, d_b[block.experts].transpose(1, 2), add=self.sink.adds[-1])
+
+    def _there(self, into: Tensor | None, block: Block) -> Tensor | None:
+        return into[block.rows] if into is not None and self.direct else None
+
+    def _ended(self, y: Tensor, more: Tensor | None, block: Block, into: Tensor | None) -> Tensor:
+        if more is not None:
+            y += more
+        if into is not None and (not self.direct or self.low_precision is not None):
+            into[block.rows] = y
+        return y
+
+    def _adapted(self, rows: Tensor, block: Block, w: Tensor | None) -> Tensor | None:
+        """What an adapter adds to a product; its `u` is kept with the weights that the rows may not have yet."""
+        lora = self.weight.lora
+        if lora is None:
+            return None
+        a, b = self._factors()
+        u = self._thin(self._dropped(rows, lora, block), a.transpose(1, 2), block).mul_(lora.scale)
+        if self.u is not None:
+            self.u[block.rows] = u if self.weighted or w is None else u * w
+        return self._thin(u, b.transpose(1, 2), block)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """As they are multiplied."""
+        if self._lora is None:
+            assert self.weight.lora is not None
+            a, b = (t.to(self.dtype).contiguous() for t in (self.weight.lora.a, self.weight.lora.b))
+            self._lora = a, b
+        return self._lora
+
+    def _thin(self, rows: Tensor, factor_eAB: Tensor, block: Block) -> Tensor:
+        return self.kernels.grouped_mm(rows, factor_eAB[block.experts], block)
+
+    def _dropped(self, rows: Tensor, lora: LoraFactors, block: Block) -> Tensor:
+        """Dropout's mask, the same in each pass, on rows or on their gradient."""
+        if not lora.dropout:
+            return rows
+        assert self.seed is not None
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "dropout in adapters cannot be captured in a CUDA graph: every replay would drop the same values. Set "
+                "dropout=0 or call eval()", phase="experts",
+            )  # fmt: skip
+        generator = torch.Generator(rows.device).manual_seed(self.seed + block.rows.start)
+        keep = torch.rand(rows.shape, generator=generator, device=rows.device, dtype=torch.float32) >= lora.dropout
+        return rows * (keep / (1 - lora.dropout) if lora.dropout < 1 else keep).to(rows.dtype)
+
+    def _biases(self, block: Block) -> Tensor:
+        """[n, out] of the block's groups, in the rows' dtype."""
+        biases = self.weight.biases
+        found = biases[0][block.experts].flatten(1) if self.biases_stacked else torch.stack(biases[block.experts])
+        return found.to(self.dtype)
+
+    def _bias(self, block: Block) -> Tensor:
+        """Broadcastable to the block's rows."""
+        return self.kernels.expand(self._biases(block).to(self.wide), block)
+
+    def _decoded(self, block: Block) -> Tensor:
+        weight, scales = self.weight, self.weight.scales
+        assert scales is not None
+        codes = joined(weight.values[0])[block.experts]
+        width = codes.shape[2] * values_per_byte(weight.format)
+        wide = codes.new_empty(*codes.shape[:2], width, dtype=self.dtype)
+        if block.sizes == (0,):  # nobody reads it
+            return wide
+        own = joined(scales)[block.experts]
+        return decoded(codes, own, weight.format, self.dtype, self.kernels.empty_like(wide))
+
+
+def joined(weight: Tensor) -> Tensor:
+    """A weight [e, 2, F, A] of a gate and up as [e, 2F, A]; others as they are."""
+    return weight.flatten(1, 2) if weight.ndim == 4 else weight
+
+
+def by_row(weight_eBA: Tensor, transposed: bool) -> Tensor:
+    """A weight, or a part of one, as [e, in, out]."""
+    return weight_eBA if transposed else weight_eBA.transpose(1, 2)
+
+
+def put_each(targets: Sequence[Tensor | None], values: Sequence[Tensor], adds: Sequence[bool]) -> None:
+    """`put` each that there is a target for."""
+    for target, value, add in zip(targets, values, adds, strict=True):
+        if target is not None:
+            put(target, value, add)
+
+
+def with_rows(offsets_e: Tensor) -> list[slice] | None:
+    """The experts whose segments have rows, in runs of neighbours; None where the host cannot tell at once."""
+    if offsets_e.device.type != "cpu" or no_values(offsets_e.device):
+        return None
+    runs: list[slice] = []
+    for expert in offsets_e.diff().nonzero().flatten().tolist():
+        if runs and runs[-1].stop == expert:
+            runs[-1] = slice(runs[-1].start, expert + 1)
+        else:
+            runs.append(slice(expert, expert + 1))
+    return runs
+
+
+def cast(weight_eAB: Tensor, dtype: torch.dtype, kernels: Backend, runs: Sequence[slice] | None = None) -> Tensor:
+    """The weight itself where it has `dtype`, else a copy: of the experts in `runs`, the others' memory not set."""
+    if weight_eAB.dtype == dtype:
+        return weight_eAB
+    made = kernels.empty_like(weight_eAB, dtype)
+    for run in [slice(None)] if runs is None else runs:
+        made[run].copy_(weight_eAB[run])
+    return made
+
+
+def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
+    """Row-wise dot products in at least float32: [R]."""
+    return (a_RF * b_RF).sum(-1, dtype=torch.promote_types(a_RF.dtype, torch.float32))

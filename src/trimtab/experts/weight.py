@@ -1,0 +1,225 @@
+"""The weight of one product of all local experts: values or codes, biases, LoRA factors, as one value.
+
+    y[segment i] = x[segment i] W_i^T + b_i + scale * (dropout(x[segment i]) a_i^T) b_i^T
+
+`tensors` has what there is in the one order that autograd, operators, sinks and replication use; `form` says the rest
+in a word. LoRA: Hu et al. 2021, arXiv 2106.09685; the delta b a is never built.
+
+Legend: e groups (experts), r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimtab.autograd import computed_in
+from trimtab.experts.quantized import values_per_byte
+
+WHOLE = 8
+"""Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoraFactors:
+    """Low-rank factors beside a weight [e, out, in].
+
+    a: [e, r, in], or [1, r, in] that all groups share. b: [e, out, r] or [1, out, r], its rows in the order of the
+    weight's outputs. dropout: of the rows that go into `a`; 0 outside of training.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
+class Form(NamedTuple):
+    """What `GroupedWeight.form` says. values, biases: how many tensors, 0 values for one of all groups. behind: where
+    scales and factors begin. lora: its scale and its dropout."""
+
+    values: int
+    biases: int
+    behind: int
+    transposed: bool
+    format: str
+    lora: tuple[float, float] | None
+
+    @staticmethod
+    def read(form: str) -> Form:
+        """`GroupedWeight.form`, read."""
+        values, biases, transposed, format, *lora = form.split(" ")
+        pair = (float(lora[0]), float(lora[1])) if lora else None
+        behind = max(int(values), 1) + int(biases)
+        return Form(int(values), int(biases), behind, transposed == "1", format, pair)
+
+
+form_of = lru_cache(maxsize=256)(Form.read)
+"""`Form.read`, for operators, which ask for the same at each call; no graph traces it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupedWeight:
+    """What multiplies the rows of each group.
+
+    values: one tensor [e, *out, in] of all groups, or e of [out, in]; with `transposed` [e, in, out] or [in, out].
+    biases: one [e, *out] or e of [out], or none.
+    scales, format: of codes [e, out, in / values in a byte] in the place of values, see `trimtab.experts.quantized`;
+        dtype: the one that they stand for.
+    lora: factors that are added.
+    """
+
+    values: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...] = ()
+    scales: Tensor | None = None
+    lora: LoraFactors | None = None
+    transposed: bool = False
+    format: str = ""
+    dtype: torch.dtype | None = None
+
+    @property
+    def stacked(self) -> bool:
+        return self.values[0].ndim > 2
+
+    @property
+    def groups(self) -> int:
+        shape = self.values[0].shape
+        return shape[0] if len(shape) > 2 else len(self.values)
+
+    @property
+    def outs(self) -> int:
+        """Width of the results."""
+        shape = self.values[0].shape
+        if self.transposed:
+            return shape[-1]
+        return shape[1] * shape[2] if len(shape) == 4 else shape[-2]
+
+    @property
+    def ins(self) -> int:
+        """Width of the rows."""
+        shape = self.values[0].shape
+        width = shape[-2] if self.transposed else shape[-1]
+        return width * values_per_byte(self.format) if self.format else width
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """See `trimtab.autograd.computed_in`."""
+        return computed_in(self.values[0], self.dtype)
+
+    @property
+    def form(self) -> str:
+        """What is no tensor, for an operator's argument."""
+        values = 0 if self.values[0].ndim > 2 else len(self.values)
+        said = f"{values} {len(self.biases)} {int(self.transposed)} {self.format}"
+        return said if self.lora is None else f"{said} {self.lora.scale!r} {self.lora.dropout!r}"
+
+    def tensors(self) -> list[Tensor]:
+        """Values, biases, scales, a and b: those that there are."""
+        found = [*self.values, *self.biases]
+        if self.scales is not None:
+            found.append(self.scales)
+        if self.lora is not None:
+            found += self.lora.a, self.lora.b
+        return found
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], form: str) -> GroupedWeight:
+        """From `tensors()` and `form`."""
+        return _made(tensors, form_of(form))
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> GroupedWeight:
+        """The same of other tensors, which are in the order of `tensors()`."""
+        weight = _made(tensors, Form.read(self.form))
+        weight.dtype = self.dtype
+        return weight
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
+        """The same with every tensor changed that has an entry for each group; factors that all share stay."""
+        groups, apart = self.groups, not self.stacked
+        return self.rebuilt([change(t) if apart or t.shape[0] == groups else t for t in self.tensors()])
+
+
+def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
+    if len(tensors) == 1:
+        return GroupedWeight(values=(tensors[0],), transposed=f.transposed)
+    values = max(f.values, 1)
+    weight = GroupedWeight(
+        values=tuple(tensors[:values]), biases=tuple(tensors[values : f.behind]), transposed=f.transposed,
+        format=f.format,
+    )  # fmt: skip
+    if f.format:
+        weight.scales = tensors[f.behind]
+    if f.lora is not None:
+        weight.lora = LoraFactors(a=tensors[-2], b=tensors[-1], scale=f.lora[0], dropout=f.lora[1])
+    return weight
+
+
+def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int]:
+    """Multiplications of one row with the values, with `a` and with `b`, from the shapes of `GroupedWeight.tensors`."""
+    f = form_of(form)
+    own = prod(shapes[0] if f.values else shapes[0][1:]) * values_per_byte(f.format)
+    return (own, 0, 0) if f.lora is None else (own, prod(shapes[-2][1:]), prod(shapes[-1][1:]))
+
+
+def filled(weight: GroupedWeight) -> GroupedWeight:
+    """With factors for each group, of a rank that products take; their gradients flow back by autograd."""
+    lora = weight.lora
+    if lora is None:
+        return weight
+    a, b = lora.a, lora.b
+    if more := -lora.rank % WHOLE:
+        a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
+    a, b = (t.expand(weight.groups, -1, -1) for t in (a, b))
+    return replace(weight, lora=replace(lora, a=a, b=b))
+
+
+def seed_of(*weights: GroupedWeight) -> Tensor | None:
+    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
+    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
+        return None
+    return torch.randint(1 << 60, (), device="cpu")
+
+
+def stack_factors(factors: Sequence[LoraFactors]) -> LoraFactors | None:
+    """One pair of factors that gives the sum of all; None of none. dropout: the largest."""
+    if len(factors) < 2:
+        return next(iter(factors), None)
+    groups = max(max(f.a.shape[0], f.b.shape[0]) for f in factors)
+    scale = factors[0].scale
+    a = torch.cat([f.a.expand(groups, -1, -1) for f in factors], 1)
+    b = torch.cat([(f.b if f.scale == scale else f.b * (f.scale / scale)).expand(groups, -1, -1) for f in factors], 2)
+    return LoraFactors(a=a, b=b, scale=scale, dropout=max(f.dropout for f in factors))
+
+
+def experts_last(factor: Tensor) -> bool:
+    """Whether a factor [e, out, r] lies in memory as [out, r, e], as peft's b does: what turns it as a matrix
+    [out * r, e] takes a third of the time of a copy that is left to strides."""
+    e, _, r = factor.shape
+    return factor.stride() == (1, r * e, e) and not factor.is_contiguous()
+
+
+def experts_first(factor: Tensor, out: Tensor) -> Tensor:
+    """`factor` into `out`, contiguous and perhaps of another dtype."""
+    if not experts_last(factor):
+        return out.copy_(factor)
+    flat = factor.permute(1, 2, 0).reshape(-1, factor.shape[0]).to(out.dtype)
+    out.view(factor.shape[0], -1).copy_(flat.t())
+    return out
+
+
+def lying_as(value: Tensor, like: Tensor) -> Tensor:
+    """A contiguous [e, out, r], with the strides of `like` if experts come last there: its views cost nothing then."""
+    if not experts_last(like):
+        return value
+    e, out, r = value.shape
+    return value.view(e, -1).t().contiguous().view(out, r, e).permute(2, 0, 1)

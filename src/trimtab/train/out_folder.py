@@ -1,0 +1,137 @@
+"""The folder that a run writes to: whose it is, the data made ready in it, and the weights that the run begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TextIO
+
+from trimtab import __version__
+from trimtab.checkpoint.folder import UNFINISHED, clear, unfinished_checkpoints, whole_checkpoints
+from trimtab.errors import ConfigError
+from trimtab.train.dataset import Blocks
+from trimtab.train.packing import prepare_data
+from trimtab.train.plan import DATA, EVAL_DATA, INIT, Plan, check_kept
+from trimtab.train.presets import IDENTITY, PRESETS, identity, write_preset
+from trimtab.train.report import CHECKPOINTS, LOGS, METRICS, RUN
+from trimtab.train.resume import describe_data, remove_results
+from trimtab.train.sources import Group
+from trimtab.train.weights import write_plain
+
+FINGERPRINT = "made-of"
+"""Lies beside the blocks: a hash of the files and options that they are made of."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system that cannot keep two runs out of one folder."""
+
+
+def make_room(plan: Plan) -> TextIO:
+    """Make the output folder and the data in it, drop what an earlier run left there, and write a preset's weights.
+
+    A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded. Returns the file that
+    marks the folder as this run's: no other run begins there before it is closed.
+
+    Raises ConfigError where another run is writing there, or has left what nobody asked to remove, and InputError for
+    data that cannot be trained on: then nothing has been removed, and no folder is left that was not there.
+    """
+    out, config = plan.out, plan.config
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    with ExitStack() as failed:
+        failed.callback(_unmake, made, out)
+        try:
+            mark = failed.enter_context(_claim(plan))
+            _prepare_data(plan)
+            if config.resume is None:
+                (out / METRICS).unlink(missing_ok=True)
+                remove_results(out)
+                checkpoints = (*whole_checkpoints(out / CHECKPOINTS), *unfinished_checkpoints(out / CHECKPOINTS))
+                for folder in (out / INIT, out / LOGS, *checkpoints):  # and not what else lies beside these
+                    clear(folder)
+                with suppress(OSError):
+                    (out / CHECKPOINTS).rmdir()
+            (out / LOGS).mkdir(exist_ok=True)
+            mark.truncate(0)
+            mark.write(json.dumps({**plan.with_steps().config.made_of(), "out": config.out}, indent=1) + "\n")
+            mark.flush()
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+        write_init(plan)
+        failed.pop_all()
+    return mark
+
+
+def _unmake(made: list[Path], out: Path) -> None:
+    for name in (DATA, EVAL_DATA):
+        clear(out / f"{name}{UNFINISHED}")
+    if out in made:
+        (out / RUN).unlink(missing_ok=True)
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _claim(plan: Plan) -> TextIO:
+    """Make the output folder and mark it as this run's, for as long as the file that is returned is open."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as failed:
+        mark = failed.enter_context((plan.out / RUN).open("a", encoding="utf-8"))
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        check_kept(plan.config)  # what another run has left since
+        failed.pop_all()
+    return mark
+
+
+def _prepare_data(plan: Plan) -> None:
+    """Read all of the data, so that what is wrong with it shows before ranks start, into blocks in the output folder,
+    and say what was read and what was not. What lies there of the same files and options is taken as it is."""
+    for name, groups, draws in ((DATA, plan.groups, plan.draws), (EVAL_DATA, plan.eval_groups, None)):
+        if not groups:
+            continue
+        folder, made_of = plan.out / name, _made_of(plan, groups, draws)
+        known = folder / FINGERPRINT
+        if not (known.is_file() and known.read_text(encoding="utf-8") == made_of):
+            half = folder.with_name(f"{name}{UNFINISHED}")
+            clear(half)
+            prepare_data(groups, plan.packer, half, draws)
+            (half / FINGERPRINT).write_text(made_of, encoding="utf-8")
+            clear(folder)
+            half.rename(folder)
+        for said in Blocks(folder).summaries if plan.config.resume is None else ():
+            print(f"trimtab: {name}: {said}", file=sys.stderr)
+    plan.eval_blocks()  # raises where too few are held out
+    if plan.config.resume is None and plan.source is not None and plan.source.summary:
+        print(f"trimtab: model: {plan.source.summary}", file=sys.stderr)
+
+
+def _made_of(plan: Plan, groups: list[Group], draws: int | None) -> str:
+    times = [path.stat().st_mtime_ns for group in groups for path in group.files]
+    packer, tokenizer = plan.packer, plan.tokenizer
+    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    values = [__version__, times, describe_data(groups), dataclasses.replace(packer, tokenizer=None), draws]
+    return hashlib.sha256(repr([*values, tokenizer.chat_template, words]).encode()).hexdigest()
+
+
+def write_init(plan: Plan) -> None:
+    """Write a preset's first weights, or quantized ones in bfloat16, where `checkpoint` expects them, in the place of
+    others or of half of them."""
+    model, seed, folder = plan.config.model, plan.config.seed, plan.checkpoint
+    whose, mark = identity(model, seed), folder / IDENTITY
+    if folder == Path(model) or (mark.is_file() and mark.read_text(encoding="utf-8") == whose):
+        return
+    clear(folder)
+    if model in PRESETS:
+        write_preset(model, seed, folder)
+    else:
+        write_plain(Path(model), folder)
+    mark.write_text(whose, encoding="utf-8")  # last: without it, not whole

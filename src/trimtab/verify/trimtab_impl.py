@@ -1,0 +1,196 @@
+"""trimtab's own layer, laid out by trimtab's own `parallelize`, as a user would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.errors import InputError
+from trimtab.experts.lora_model import add_adapter, merge_adapter
+from trimtab.moe import MoE, MoEConfig
+from trimtab.parallel.ddp import ddp, reduce_main_grads
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
+from trimtab.parallel.fsdp import fully_shard_moe
+from trimtab.routing.config import RouterConfig
+from trimtab.routing.recompute import replay_in_recompute
+from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
+from trimtab.verify.patterns import Pattern
+from trimtab.verify.topologies import Topology
+from trimtab.verify.truth import BALANCE, RANK, LayerWeights, Sizes
+
+SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"} | {
+    f"experts.adapters.{name}.{weight}{short}_{kind}": f"{name}.{short}_{kind}"
+    for name in ("one", "idle")
+    for weight, short in (("gate_", "up"), ("", "down"))
+    for kind in "ab"
+}
+
+
+REPLICATED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "replicas": {"replicate_experts": 0.0, "copy_cost": 0},
+    "autoreplicas": {"replicate_experts": "auto", "copy_cost": 2},
+}  # fmt: skip
+"""Options of `ExpertParallel`, by the topology's word."""
+
+
+AGAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "none": lambda layer, h: layer(h),
+    "recomputed": partial(checkpoint, use_reentrant=False, context_fn=replay_in_recompute),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "rerouted": partial(checkpoint, use_reentrant=False),
+    "compiled": lambda layer, h: layer(h),
+}
+"""How a layer is called, by the topology's word."""
+
+
+class Impl:
+    """trimtab, which can be asked for everything that the machine has."""
+
+    name = "trimtab"
+    refusal: type[Exception] = InputError
+
+    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
+        far = topology.transport == "shared_memory" and not _one_host_of_cpus()
+        return "shared memory is for the ranks of one host without a GPU" if far else None
+
+    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
+        return Layers(place, sizes, weights)
+
+
+class Stack(nn.Module):
+    """MoE layers with a residual in between; gives back (y, loads by layer, balance losses)."""
+
+    def __init__(self, sizes: Sizes, t: Topology, device: torch.device) -> None:
+        super().__init__()
+        config = MoEConfig(
+            dim=sizes.dim,
+            hidden=sizes.hidden,
+            router=RouterConfig(
+                num_experts=sizes.num_experts,
+                top_k=sizes.top_k,
+                normalize=False,
+                sequence_aux_loss=BALANCE if t.cp > 1 else 0.0,
+            ),
+            combine=t.combine,
+            main_grad="accumulate" if t.sink == "maingrad" else "off",
+            delay_wgrad=t.later == "delayed",
+            dtype=sizes.dtype,
+            device=device,
+        )
+        self.rerun = t.rerun
+        self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
+        self.layers = nn.ModuleList(self.moes)
+
+    def forward(self, h: Tensor, mask: Tensor | None, ids: Tensor | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        y, loads, losses = h, [], []
+        for i, moe in enumerate(self.moes):
+            h = h + y if i else h
+
+            def layer(h: Tensor, moe: MoE = moe) -> tuple[Tensor, ...]:
+                y, found, load, _ = moe(h, token_mask=mask, ids=ids)
+                return y, load, *found.values()
+
+            y, load, *found = AGAIN[self.rerun](layer, h)
+            loads.append(load)
+            losses += found
+        return y, loads, losses
+
+
+def _one_host_of_cpus() -> bool:
+    """True on every rank if all are of one host and on the CPU: torchrun tells, other ranks are local."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is None or (local == os.environ.get("WORLD_SIZE") and not torch.cuda.is_available())
+
+
+class Layers:
+    """One topology's stack."""
+
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
+        t, self.place = place.topology, place
+        stack = Stack(sizes, t, place.device)
+        with torch.no_grad():
+            for moe, w in zip(stack.moes, weights, strict=True):
+                moe.router.weight.copy_(w.router_ED)
+                up, down = w.raw or (w.up_EID, w.down_EDF)
+                gate_up = moe.experts.get_parameter("gate_up")
+                gate_up.copy_(up.view_as(gate_up))
+                moe.experts.down.copy_(down)
+                if t.codes != "none":
+                    moe.experts.quantize_(t.codes)
+                for name, param in moe.experts.named_parameters():
+                    param.requires_grad_(param.requires_grad and name.removeprefix("gate_") in w.trained)
+        for adapter in weights[0].adapters:
+            add_adapter(
+                stack, adapter.name, rank=RANK, alpha=RANK * adapter.scale, shared=sizes.adapter == "sharedlora"
+            )
+        with torch.no_grad():
+            for moe, w in zip(stack.moes, weights, strict=True):
+                for adapter in w.adapters:
+                    for own, value in adapter.params.items():
+                        name = f"gate_{own}" if own.startswith("up") else own
+                        param = moe.experts.get_parameter(f"adapters.{adapter.name}.{name}")
+                        param.copy_(value.view_as(param))
+        style = ExpertParallel(
+            transport="alltoall" if t.transport == "local" else t.transport,
+            tokens=t.tokens,
+            combine=t.combine,
+            tp_mesh=place.dense["tp"] if t.tp > 1 else None,
+            cp_mesh=place.cp,
+            etp="etp" if t.etp > 1 else None,
+            **REPLICATED[t.replicas],
+        )
+        parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
+        if sizes.adapter == "mergedlora":
+            merge_adapter(stack, weights[0].adapters[0].name)
+            for moe in stack.moes:
+                moe.experts.requires_grad_(True)
+        for moe in stack.moes if t.rerun == "compiled" else ():
+            moe.compile(backend="aot_eager", dynamic=True)
+        self.moes: list[MoE] = stack.moes
+        experts = [p for moe in stack.moes for p in moe.experts.parameters(recurse=False) if p.requires_grad]
+        self.fused = experts if t.sink == "maingrad" else []
+        self.model: Any = stack
+        if t.data == "fsdp":
+            self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
+        elif t.data == "hsdp":
+            self.model = fully_shard_moe(stack, place.dense["replicate", "shard"], place.experts["edp"])
+        elif t.data == "ddp":
+            self.model = ddp(stack, place.dense["dp"], place.experts["edp"])
+
+    def step(self, share: Share) -> Outcome:
+        self.model.zero_grad()
+        for param in self.fused:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        x = share.x_BlD.clone().requires_grad_()
+        y, loads, losses = self.model(x, share.mask_Bl, share.ids_BlK)
+        torch.autograd.backward((y, *losses), (share.dy_BlD, *map(torch.ones_like, losses)))
+        assert x.grad is not None
+        for moe in reversed(self.moes):
+            moe.experts.backward_dw()
+        self._take_main_grads()
+        params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad or p.grad is not None]
+        grads = gradients_of(params, self.place, SHORT)
+        grads = {name: g.flatten(1, 2) if g is not None and g.ndim == 4 else g for name, g in grads.items()}
+        loads = [over_all_ranks(load, self.place) for load in loads]
+        done = [report for moe in self.moes if (report := moe.dispatcher.replicated) is not None]
+        return Outcome(
+            y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.replicas_P for report in done],
+            slots=[report.loads_after_P for report in done],
+        )  # fmt: skip
+
+    def _take_main_grads(self) -> None:
+        """`main_grad` where gradients are looked for; what autograd put there besides is no gradient."""
+        if self.fused and self.place.topology.data == "ddp":
+            assert all(param.grad is None for param in self.fused)
+            reduce_main_grads(self.model, self.place.dense["dp"], self.place.experts["edp"])
+        for param in self.fused:
+            assert param.grad_added_to_main_grad  # type: ignore[attr-defined]
+            param.grad = param.main_grad  # type: ignore[attr-defined]

@@ -1,0 +1,119 @@
+"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home by one plan."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.cases import PATTERNS, case
+from helpers.ranks import run_ranks
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.options import COMBINE_MODES
+from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.route import ReplicaRoute
+from trimtab.dispatch.transports import TRANSPORTS
+
+E, K, D = 8, 3, 16
+EVEN = ReplicationConfig(tolerance=0.0, copy_cost=0)
+CONFIGS = (EVEN, ReplicationConfig(tolerance=0.25, copy_cost=0), ReplicationConfig(copy_cost=2))
+
+
+def held(rows: Dispatched, home: int) -> Tensor:
+    """The global numbers of the experts on this rank, its own and then the replicas; by sending them."""
+    assert isinstance(rows.replicas, ReplicaRoute)
+    first = dist.get_rank() * home
+    (replicas,) = rows.replicas.send([torch.arange(first, first + home)[:, None]])
+    return torch.cat((torch.arange(first, first + home), replicas[:, 0]))
+
+
+def numbers_on_rank(transport: str) -> None:
+    """The host's numbers and the report's are those of the ids that came."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made, m = TRANSPORTS[transport](dist.group.WORLD), E // ranks
+    for number, (combine, config) in enumerate(itertools.product(COMBINE_MODES, CONFIGS)):
+        dispatcher = Dispatcher(E, made, combine=combine, replication=config, layer=f"moe.{number}")
+        for pattern in PATTERNS:
+            rows = dispatcher.dispatch(*case(pattern, rank, ranks, E, K, D, torch.float64, number))
+            replicas, report = rows.replicas, dispatcher.replicated
+            assert replicas is not None
+            assert report is not None
+            experts, mine = held(rows, m), rows.ids_MK[rows.ids_MK >= 0]
+            assert experts[m:].tolist() == sorted(set(experts[m:].tolist()) - set(experts[:m].tolist()))
+            assert rows.num_slots == len(mine) == int(report.loads_after_P[rank])
+            assert replicas.num_slots == int((mine >= m).sum())
+            assert replicas.num_home_slots == int((mine < m).sum())
+            assert replicas.number == len(experts) - m == int(report.replicas_P[rank])
+            total = int(report.loads_before_P.sum())
+            assert int(report.loads_after_P.sum()) == total
+            if config is EVEN:
+                assert int(report.loads_after_P.max()) <= -(-total // ranks)
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("allgather", 4), ("auto", 2)])
+def test_numbers_of_slots_are_known_on_the_host(transport: str, ranks: int) -> None:
+    run_ranks(numbers_on_rank, ranks, transport)
+
+
+KINDS = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.int8)
+
+
+def weights_of(e: int, long: bool) -> list[Tensor]:
+    """What one expert has: [1, *], of many dtypes and odd widths; and rows so long that each is sent by itself."""
+    g = torch.Generator().manual_seed(e)
+    shapes = [(3, 5), (1,), (7,), (2, 2, 2), (9,), ()] if not long else [(3, 101, 1001), (300_001,)] + [(5,)] * 4
+    return [(torch.randn(1, *shape, generator=g) * 40).to(kind) for shape, kind in zip(shapes, KINDS, strict=True)]
+
+
+def gradients_of(replicas: list[int], rank: int) -> list[Tensor]:
+    """What replicas on a rank have: [n, *], so that the order in which they are added shows."""
+    g = torch.Generator().manual_seed(rank)
+    return [
+        (torch.randn(len(replicas), *s, generator=g) * 1e3).to(kind)
+        for s, kind in (((3, 7), KINDS[0]), ((33,), KINDS[1]))
+    ]
+
+
+def weights_on_rank(transport: str) -> int:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher, m, moved = Dispatcher(E, TRANSPORTS[transport](dist.group.WORLD), replication=EVEN), E // ranks, 0
+    for seed, pattern in enumerate(("one_expert", "one_rank", "empty_source", "empty_world")):
+        x, ids, w, _ = case(pattern, rank, ranks, E, K, D, torch.float32, seed)
+        rows = dispatcher.dispatch(x, ids, w)
+        assert rows.replicas is not None
+        here = held(rows, m)[m:].tolist()
+        for long in (False, True):
+            own = [torch.cat(parts) for parts in zip(*(weights_of(rank * m + e, long) for e in range(m)), strict=True)]
+            for copy, like in zip(rows.replicas.send(own), own, strict=True):
+                assert copy.is_contiguous()
+                assert copy.dtype == like.dtype
+                assert copy.shape == (len(here), *like.shape[1:])
+                copy.fill_(0)  # it is the caller's
+            for number, tensor in enumerate(rows.replicas.send(own)):
+                wanted = [weights_of(e, long)[number] for e in here]
+                assert all(
+                    torch.equal(tensor[i : i + 1].view(torch.uint8), e.view(torch.uint8)) for i, e in enumerate(wanted)
+                )
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, here)
+        moved += sum(map(len, everyone))
+        into = [torch.full((m, *t.shape[1:]), 1.0, dtype=t.dtype) for t in gradients_of([], rank)]
+        truth = [t.clone() for t in into]
+        rows.replicas.add_home(gradients_of(here, rank), into)
+        for source, there in enumerate(everyone):
+            for total, part in zip(truth, gradients_of(there, source), strict=True):
+                for i, e in enumerate(there):
+                    if e // m == rank:
+                        total[e % m] += part[i]
+        assert all(map(torch.equal, into, truth))
+    return moved
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_copies_are_the_weights_byte_by_byte_and_gradients_come_home_in_the_order_of_ranks(transport: str) -> None:
+    moved = run_ranks(weights_on_rank, 4, transport)
+    assert moved[0] > 6

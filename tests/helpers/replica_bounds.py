@@ -1,0 +1,59 @@
+"""Sizes of a call that are known before it is routed: with a tolerance no rank computes more than a cap of all slots.
+
+Legend: P ranks, E experts, e = E / P local ones, T tokens of all ranks, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.replication.rule import cap_of
+from trimtab.errors import ConfigError
+from trimtab.layout import experts_per_rank
+from trimtab.validation import check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaBounds:
+    """The most that any rank has in one call, whatever the router says.
+
+    expert_rows: slots that it computes, its own experts' and replicas' together; either may have them all. Segments
+        that are padded to an alignment have up to (alignment - 1) more for each of the 2e experts.
+    rows: rows that it receives, one per token that needs one of its experts or replicas.
+    replicas: experts of other ranks that it is sent.
+    replicas_sent: replicas of its own experts that it sends.
+    """
+
+    expert_rows: int
+    rows: int
+    replicas: int
+    replicas_sent: int
+
+
+def replica_bounds(
+    config: ReplicationConfig, *, tokens: int, top_k: int, num_experts: int, ranks: int
+) -> ReplicaBounds:
+    """The bounds of any call with at most so many tokens on all ranks together, those that share F included.
+
+    A rank computes at most ceil(T K / P) slots and the tolerance of that: the plan moves whatever is above, and fewer
+    slots, as where some are dropped, have no larger cap. A received row has a slot here and a token of its own.
+    Replicas come to a rank at most e, see `rule`; and what a donor gives is cut at most where one of
+    its e experts or one of its P - 1 receivers begins.
+
+    Raises:
+        ConfigError: there is no tolerance, so that the cap depends on the counts; sizes that do not fit.
+    """
+    check_sizes(top_k=top_k, ranks=ranks)
+    check_sizes(0, tokens=tokens)
+    e = experts_per_rank(num_experts, ranks)
+    if config.parts is None:
+        raise ConfigError("replicate_experts='auto' has no sizes known before routing: give a tolerance, such as 0.1")
+    slots = tokens * top_k
+    most = min(cap_of(-(-slots // ranks), config.parts), slots)
+    return ReplicaBounds(
+        expert_rows=most,
+        rows=min(most, tokens),
+        replicas=e if ranks > 1 else 0,
+        replicas_sent=min(e * (ranks - 1), e + ranks - 2) if ranks > 1 else 0,
+    )
