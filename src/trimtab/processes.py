@@ -26,15 +26,9 @@ def cores() -> int:
 def group_size(nproc: int | None = None) -> int | None:
     """The number of ranks that a launcher such as torchrun started, of which this process is one; None if it is alone.
 
-    Args:
-        nproc: a command's option of that name.
-
     Raises:
-        ConfigError: `nproc` is less than 1, or given where ranks are started already; or the environment names a group
-            in part, or one that cannot be: ranks would wait for ranks that are not.
+        ConfigError: `nproc` is given as well; or the environment names a group in part, or one that waits for nobody.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: must be at least 1")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         return None
     if nproc is not None:
