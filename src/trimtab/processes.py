@@ -1,7 +1,4 @@
-"""How processes of a group are started, by torchrun or as ranks of our own, are asked to stop, and end.
-
-Importing this imports no torch.
-"""
+"""Start, stop and end of a group's processes, under torchrun or as ranks of our own. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +24,8 @@ def group_size(nproc: int | None = None) -> int | None:
     """The number of ranks that a launcher such as torchrun started, of which this process is one; None if it is alone.
 
     Raises:
-        ConfigError: `nproc` is given as well; or the environment names a group in part, or one that waits for nobody.
+        ConfigError: `nproc` is given where ranks are started already; or the environment names a group in part, or one
+            that cannot be: ranks would wait for ranks that are not.
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         return None
