@@ -1,4 +1,4 @@
-"""Start, stop and end of a group's processes, under torchrun or as ranks of our own. Importing this imports no torch."""
+"""Start, stop and end of a group's processes, under torchrun or as ranks of our own. Imports no torch."""
 
 from __future__ import annotations
 
