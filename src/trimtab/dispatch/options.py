@@ -17,6 +17,24 @@ COPY_COST = 1000
 """Slots: between ranks of one host; links between hosts take ten times as many."""
 
 
+def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COST) -> ReplicationConfig | None:
+    """The rule that a user's words name; None for "off".
+
+    Raises:
+        ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
+    """
+    from trimtab.dispatch.replication.plan import ReplicationConfig
+
+    if isinstance(replicate_experts, str):
+        if replicate_experts not in ("off", "auto"):
+            raise ConfigError(
+                f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1"
+            )
+        config = ReplicationConfig(copy_cost=copy_cost)
+        return None if replicate_experts == "off" else config
+    return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
+
+
 def check_combine(combine: str, layer: str = "") -> None:
     """Raises ConfigError for no such way to combine."""
     if combine not in COMBINE_MODES:
@@ -51,6 +69,4 @@ class ExchangeOptions:
     @property
     def replication(self) -> ReplicationConfig | None:
         """The rule by which experts are replicated, None where none are."""
-        from trimtab.dispatch.replication.plan import replication_config
-
         return replication_config(self.replicate_experts, self.copy_cost)

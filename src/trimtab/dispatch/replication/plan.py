@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.dispatch.replication.rule import PARTS, pieces_of
 from trimtab.errors import ConfigError
 from trimtab.kernels.rows import narrow
@@ -56,22 +55,6 @@ class ReplicationConfig:
     def parts(self) -> int | None:
         """The tolerance in PARTS of the mean."""
         return None if self.tolerance is None else int(self.tolerance * PARTS)
-
-
-def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COST) -> ReplicationConfig | None:
-    """The rule that a user's words name; None for "off".
-
-    Raises:
-        ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
-    """
-    if isinstance(replicate_experts, str):
-        if replicate_experts not in ("off", "auto"):
-            raise ConfigError(
-                f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1"
-            )
-        config = ReplicationConfig(copy_cost=copy_cost)
-        return None if replicate_experts == "off" else config
-    return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
 
 
 @dataclass(kw_only=True)
