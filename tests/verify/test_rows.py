@@ -22,6 +22,7 @@ ROWS = {
     "weights": "2r-ep2-fsdp-nf4-lora 2r-etp2-local-nf4-sharedlora 2r-ep2-mergedlora 2r-ep2-sharedlora-reentrant "
     "2r-ddp-local-int8-lora 2r-fsdp-local-nf4-twolora 2r-etp2-local-int8-lora",
     "sinks": "2r-ep2-ddp-maingrad-delayed 2r-etp2-local-maingrad 2r-ep2-fsdp-delayed 2r-ep2-maingrad "
+    "2r-ep2-ddp-nf4-lora-maingrad-delayed 2r-ep2-fsdp-sharedlora-delayed 2r-ep2-nf4-delayed "
     "2r-ep2-tp2-sharded-delayed",
     "replicas": "2r-ep2-replicas 2r-ep2-ordered-replicas-recomputed 2r-ep2-allgather-autoreplicas-rerouted "
     "2r-ep2-sharedmemory-ordered-replicas-reentrant 2r-ep2-replicas-recomputed-maingrad",
@@ -67,4 +68,4 @@ def test_rows_of_four_ranks(rows: str) -> None:
 
 
 def test_a_compiled_row() -> None:
-    check(("2r-ep2-ordered-lora-replicas-compiled",), ("float64",), ("one_rank", "empty_source"))
+    check(("2r-ep2-ordered-lora-replicas-compiled",), ("float64",), ("one_rank",))

@@ -47,7 +47,8 @@ DEFAULT = (
     "4r-ep2-etp2-tp2-sharded-fsdp-nf4-twolora-replicas", "2r-ep2-frozen", "2r-ep2-fsdp-replicas-recomputed-downalone",
     "1r-local-maingrad-delayed", "2r-ep2-maingrad", "2r-etp2-local-maingrad", "2r-ep2-ddp-maingrad-delayed",
     "2r-ep2-int8-replicas", "4r-ep2-etp2-ddp-maingrad", "2r-ep2-sharedmemory-replicas-rerouted-maingrad",
-    "2r-fsdp-local-delayed", "2r-ep2-delayed", "4r-ep2-etp2-fsdp-delayed",
+    "1r-local-lora-delayed", "2r-ep2-nf4-delayed", "2r-ep2-ddp-nf4-lora-maingrad-delayed",
+    "2r-ep2-fsdp-sharedlora-delayed", "2r-fsdp-local-delayed", "2r-ep2-delayed", "4r-ep2-etp2-fsdp-delayed",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 

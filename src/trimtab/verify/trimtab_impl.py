@@ -154,7 +154,8 @@ class Layers:
         for moe in stack.moes if t.rerun == "compiled" else ():
             moe.compile(backend="aot_eager", dynamic=True)
         self.moes: list[MoE] = stack.moes
-        self.fused = [p for moe in stack.moes for p in moe.experts.parameters() if t.sink == "maingrad"]
+        experts = [p for moe in stack.moes for p in moe.experts.parameters(recurse=False) if p.requires_grad]
+        self.fused = experts if t.sink == "maingrad" else []
         self.model: Any = stack
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
