@@ -19,42 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.replication.rule import PARTS, pieces_of
-from trimtab.errors import ConfigError
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.rule import pieces_of
 from trimtab.kernels.rows import narrow
-from trimtab.validation import check_sizes, is_finite
-
-LOOSEST = 1024
-"""The largest tolerance: so many times the mean above it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicationConfig:
-    """When experts are copied. The same on every rank.
-
-    tolerance: how far above the mean the most loaded rank may be, 0.1 for 10 %, rounded down to 1/1024; None
-        chooses for each call what costs least, see `copy_cost`.
-    copy_cost: slots that one replica must take off the most loaded rank to be worth it.
-
-    Raises:
-        ConfigError: a tolerance that is no number from 0 to 1024, a copy_cost that is no whole number to 2**32.
-    """
-
-    tolerance: float | None = None
-    copy_cost: int
-
-    def __post_init__(self) -> None:
-        check_sizes(0, copy_cost=self.copy_cost)
-        if self.copy_cost > 2**32:
-            raise ConfigError(f"copy_cost={self.copy_cost!r} must be at most 2**32")
-        t = self.tolerance
-        if t is not None and not (is_finite(t) and not isinstance(t, bool) and 0 <= t <= LOOSEST):
-            raise ConfigError(f"tolerance={t!r} must be None or a number from 0 to {LOOSEST}, 0.1 for 10 %")
-
-    @property
-    def parts(self) -> int | None:
-        """The tolerance in PARTS of the mean."""
-        return None if self.tolerance is None else int(self.tolerance * PARTS)
 
 
 @dataclass(kw_only=True)
