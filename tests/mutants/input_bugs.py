@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
@@ -76,11 +77,10 @@ def _nan_passes(p: Patches) -> None:
 
 
 def _raised_alone(p: Patches) -> None:
-    @p.around(Dispatcher, "_raise_if_bad")
-    def alone(original: Any, self: Dispatcher, bad_P: list[int], *args: Any) -> None:
-        assert self.transport is not None
-        rank = self.transport.rank
-        original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args)
+    @p.around(checks, "raise_if_bad")
+    def alone(original: Any, bad_P: list[int], *args: Any, **more: Any) -> None:
+        rank = dist.get_rank() % len(bad_P)
+        original([bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args, **more)
 
 
 def _dropped_dx(p: Patches) -> None:
