@@ -31,7 +31,7 @@ from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
+from trimtab.dispatch.options import COPY_COST, Replication, replication_config
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 

@@ -111,7 +111,7 @@ SAYS = {
     "off": r"rank 0: route forward of layer moe.*rank 1: count forward of layer moe",
     "on": r"rank 0: count forward of layer moe.*rank 1: route forward of layer moe",
     "experts": r"rank 1: route forward of layer moe, call 0 \(12 experts",
-    "other weights": r"hold other weights of experts than rank \d \(call \d\), which has \(up",
+    "other weights": r"hold other experts than rank \d \(call \d\), which has \(up",
     "sent": r"rank\(s\) 1 have other numbers of slots for each expert than those that were gathered from them",
     "received": r"place replicas of experts by another plan",
     "weights": r"phase experts\] rows of 4 float32, 5 float32, 4 float32 come from ranks 0..2 \(forward.*weights",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.comparing import assert_close
-from helpers.pairs import BOUNDS, EMPTY, KERNELS, LOW, Pair, Subject
+from helpers.pairs import BOUNDS, EMPTY, KERNELS, LOW, TRUTHS, WIDTH, Pair, Subject
 from trimtab.errors import ConfigError
 
 SINKS = [("off", False), ("accumulate", False), ("overwrite", False), ("off", True), ("accumulate", True)]
@@ -43,7 +43,9 @@ def pairs() -> list[Pair]:
         made += [replace(one, weights=weights) for weights in WEIGHTS[module]]
         if module in RECIPES:
             lora = "lora+whole+bias" if module == "mlp" else "lora+whole"
-            made += [replace(one, weights=w, dropout=0.5, activation="relu_squared") for w in ("lora", lora)]
+            made += [
+                replace(one, weights=w, dropout=0.5, activation="relu_squared", rank=WIDTH) for w in ("lora", lora)
+            ]
         if module in RECIPES and kernels != "cpu":
             made += [replace(one, weights=w, recipe=low) for w, low in product(RECIPES[module], LOW)]
         for own, weights in product(("activation", "norm") if module == "mlp" else (), ("bias", "lora+whole", "nf4")):
@@ -57,11 +59,13 @@ def _placed(pair: Pair, i: int) -> Pair:
     side of one of bfloat16's few values."""
     narrow = "hardware" in pair.recipe or pair.words & {"lora", "own"}
     low = (torch.float32,) if narrow else (torch.float32, torch.float32, torch.bfloat16)
-    dtypes = low if pair.recipe else DTYPES[pair.kernels]
+    dtypes = low if pair.recipe else DTYPES[pair.kernels][: 1 if pair.own else None]
     dtype = dtypes[i // 5 % len(dtypes)]
     main = (torch.promote_types(dtype, torch.float32), dtype)[i // 3 % 2]
     empty = EMPTY[i % len(EMPTY)]
-    return replace(pair, dtype=dtype, main_dtype=main, empty=empty, experts=(3, 3, 1, 6)[i // 7 % 4])
+    pair = replace(pair, dtype=dtype, main_dtype=main, empty=empty, experts=(3, 3, 1, 6)[i // 7 % 4])
+    plain = pair.module == "mlp" and not (pair.own or pair.dropout)
+    return replace(pair, strided=i % 11 == 0, activation=[*TRUTHS][i % len(TRUTHS)] if plain else pair.activation)
 
 
 REFUSED: list[tuple[set[str], str]] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
+from helpers.comparing import cut, rounded
+from helpers.emulated import fenced, fences
 from helpers.recipe_cases import KINDS, RECIPES
 from helpers.stand_ins import PAIRS
+from helpers.threads import torch_threads
 from trimtab import oracle
-from trimtab.experts.activations import activation_of
+from trimtab.experts.activations import ACTIVATIONS, activation_of, clamped
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.lora_model import add_adapter
 from trimtab.experts.mlp import expert_mlp
@@ -31,9 +34,9 @@ from trimtab.kernels.choose import KernelChoice
 
 WIDTH, M, K = 64, 7, 2
 STALE, SCALE = 2.0, 0.5
-EMPTY = ("last", "none", "first", "middle", "all", "no row")
-RANKS = {0.0: 8, 0.5: WIDTH}
-"""By dropout: with some, the factors can be the identity, which shows the mask."""
+EMPTY = ("last", "none", "first", "middle", "all", "no row", "hot", "one", "duplicates", "sentinel")
+"""Who has no rows. "hot": expert 1 has a slot of every row, "one": and there is no other; "duplicates": a row's slots
+are all of one expert; "sentinel": dropped slots are numbered as many experts as there are."""
 KERNELS = {name: KernelChoice(name) for name in ("torch", "cpu", "grouped_mm")}
 """Shared by modules, so that the self-test runs once."""
 LOW = {name: (RECIPES[name], RECIPES[name]) for name in KINDS}
@@ -46,7 +49,9 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch
 class Pair:
     """weights: words joined by "+": bias, lora, a format of codes, separate (one parameter per expert), transposed;
     with lora also whole (its base is trained), shared, a or b (that factor is frozen). own: "activation" or "norm".
-    empty: which of the experts has no rows; dtype, main_dtype: of parameters and of `main_grad`."""
+    empty: which of the experts has no rows, or how else slots fall, see `EMPTY`. rows: of an MLP. activation: a word.
+    dtype, main_dtype: of parameters and of `main_grad`, which with `strided` does not lie as the parameter does.
+    fenced: operands lie between NaN."""
 
     module: str
     weights: str
@@ -59,8 +64,15 @@ class Pair:
     empty: str = "last"
     experts: int = 3
     dtype: torch.dtype = torch.float32
-    main_dtype: torch.dtype = field(default=torch.float32, compare=False)
+    main_dtype: torch.dtype = torch.float32
     activation: str = "swiglu"
+    dim: int = WIDTH
+    hidden: int = WIDTH
+    rows: int = M
+    rank: int = 8
+    threads: int = 1
+    strided: bool = False
+    fenced: bool = False
 
     @property
     def words(self) -> set[str]:
@@ -69,17 +81,6 @@ class Pair:
         flags |= {"main_grad": self.main_grad != "off"}
         found = {self.module, self.kernels, *self.weights.split("+"), *(name for name, on in flags.items() if on)}
         return found | ({"codes"} if found & FORMATS.keys() else set())
-
-    @property
-    def bound(self) -> float:
-        """A recipe is exact where a truth rounds what it rounds, else near."""
-        if self.recipe and "lora" in self.words:  # which the truth adds before it rounds
-            return 2 * BOUNDS[self.dtype]
-        return 0.25 if self.recipe and not self.exact else BOUNDS[self.dtype]
-
-    @property
-    def exact(self) -> bool:
-        return "own" not in self.words
 
     @property
     def sizes(self) -> list[int]:
@@ -98,7 +99,8 @@ class Pair:
     def __str__(self) -> str:
         flags = [self.main_grad, "delayed" * self.delayed, self.recipe, "dropout" * bool(self.dropout), self.own]
         named = [self.module, self.weights, *(flag for flag in flags if flag), self.kernels, self.empty]
-        return "-".join([*named, str(self.dtype).removeprefix("torch.")])
+        size = f"{self.rows}x{self.dim}x{self.hidden}" if (self.dim, self.hidden) != (WIDTH, WIDTH) else ""
+        return "-".join([*named, *([size] if size else []), str(self.dtype).removeprefix("torch.")])
 
 
 class Subject:
@@ -116,8 +118,7 @@ class Subject:
         for name in self.words & FORMATS.keys():
             _quantize(self.layer, name)
         if "lora" in self.words:
-            rank = RANKS[pair.dropout]
-            shared = "shared" in self.words
+            rank, shared = pair.rank, "shared" in self.words
             add_adapter(self.layer, rank=rank, alpha=SCALE * rank, shared=shared, dropout=pair.dropout)
         self.fired: list[str] = []
         self.leaves = self._drawn()
@@ -135,32 +136,44 @@ class Subject:
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=g, dtype=torch.float64).mul(scale).to(pair.dtype)
 
+        place = fenced if pair.fenced else lambda t: t
         params = {name: p for name, p in self.layer.named_parameters() if p.dtype != torch.uint8}
         for name, param in params.items():
             if not name.endswith("_scales"):
-                param.data.copy_(draw(*param.shape, scale=param.shape[-1] ** -0.5))
+                param.data = place(draw(*param.shape, scale=param.shape[-1] ** -0.5))
         if "transposed" in self.words:
             for name in self.names:
-                params[name] = nn.Parameter(params[name].detach().flatten(1, -2).mT.contiguous())
+                params[name] = nn.Parameter(place(params[name].detach().flatten(1, -2).mT.contiguous()))
         if pair.own:
             params["gain"] = nn.Parameter(torch.full((1,), 1.5, dtype=pair.dtype))
+        fired = self.fired  # a hook that knew this object would keep it for good
         for name, param in params.items():
-            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: self.fired.append(name))
+            param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
         used = sum(pair.sizes)
-        rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else M
-        self.dy, x = draw(rows, WIDTH), draw(rows, WIDTH)
+        rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else pair.rows
+        self.dy, x = place(draw(rows, pair.hidden if self.linear else pair.dim)), place(draw(rows, pair.dim))
         if self.linear:
             self.e_S = torch.arange(pair.experts).repeat_interleave(torch.tensor(pair.sizes))
             x[used:] = self.dy[used:] = torch.nan
             return {"x": x, **params}
-        some = torch.tensor([e for e, size in enumerate(pair.sizes) if size] or [-1])
-        ids = some[torch.randint(0, len(some), (rows, K), generator=g)]
-        self.ids = ids.masked_fill(torch.rand(rows, K, generator=g) < 0.2, -1)
-        m_S, k_S = (self.ids >= 0).nonzero().unbind(1)
+        self.ids, self.e_S = self._slots(rows, g), torch.empty(0)
+        held = (self.ids >= 0) & (self.ids < pair.experts)
+        m_S, k_S = held.nonzero().unbind(1)
         by_expert = self.ids[m_S, k_S].argsort(stable=True)
         self.m_S, self.k_S = m_S[by_expert], k_S[by_expert]
         self.e_S = self.ids[self.m_S, self.k_S]
         return {"x": x, "w": draw(rows, K), **params}
+
+    def _slots(self, rows: int, g: torch.Generator) -> Tensor:
+        pair = self.pair
+        some = torch.tensor([e for e, size in enumerate(pair.sizes) if size] or [-1])
+        ids = some[torch.randint(0, len(some), (rows, K), generator=g)]
+        dropped = torch.rand(rows, K, generator=g) < 0.2
+        if pair.empty in ("hot", "one"):
+            ids[:, 0], dropped[:, 0], dropped[:, 1] = min(1, pair.experts - 1), False, pair.empty == "one"
+        if pair.empty == "duplicates":
+            ids = ids[:, :1].expand(-1, K)
+        return ids.masked_fill(dropped, pair.experts if pair.empty == "sentinel" else -1)
 
     def _trains(self, name: str) -> bool:
         if name.endswith("_scales"):
@@ -178,13 +191,14 @@ class Subject:
         for name, leaf in self.leaves.items():
             leaf.requires_grad_(name in wanted)
             if isinstance(leaf, nn.Parameter):
-                leaf.main_grad = torch.full_like(leaf, STALE, dtype=self.pair.main_dtype)  # type: ignore[attr-defined]
-                leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        y = self.call(self.leaves["x"], self.leaves.get("w"))
-        if asked:
-            (self.leaves[asked].grad,) = torch.autograd.grad(y, [self.leaves[asked]], self.dy)
-        else:
-            y.backward(self.dy)
+                leaf.main_grad, leaf.grad_added_to_main_grad = self._main_grad(leaf), False  # type: ignore[attr-defined]
+        with torch_threads(self.pair.threads):
+            y = self.call(self.leaves["x"], self.leaves.get("w"))
+            if asked:
+                (self.leaves[asked].grad,) = torch.autograd.grad(y, [self.leaves[asked]], self.dy)
+            else:
+                y.backward(self.dy)
+        if not asked:
             early = set(self.fired) - {"gain"}
             assert not (self.pair.delayed and early), f"the hooks of {early} fired before backward_dw()"
             self.layer.backward_dw()
@@ -192,12 +206,19 @@ class Subject:
         assert y.dtype == self.pair.dtype
         return {"y": y.detach()} | {name: self._got(name, leaf) for name, leaf in self.leaves.items()}
 
+    def _main_grad(self, leaf: Tensor) -> Tensor:
+        made = torch.full(leaf.shape, STALE, dtype=self.pair.main_dtype)
+        if self.pair.strided and leaf.ndim > 1:
+            made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
+        return fenced(made) if self.pair.fenced else made
+
     def _got(self, name: str, leaf: Tensor) -> Tensor | None:
         """Where the mode has it, and nowhere else."""
         mode, main_grad = self.pair.main_grad, getattr(leaf, "main_grad", None)
         assert leaf.grad is None or (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype), name
         if main_grad is None:
             return leaf.grad
+        assert not self.pair.fenced or fences(main_grad).isnan().all(), f"beside main_grad of {name}"
         if not leaf.grad_added_to_main_grad:  # type: ignore[attr-defined]
             assert (main_grad == STALE).all(), f"main_grad of {name} was written, and nobody told"
             is_weight = "adapters" not in name and "bias" not in name and name != "gain"
@@ -229,18 +250,19 @@ class Subject:
         """The output and the gradient of every leaf that is trained in the pair."""
         pair, t = self.pair, {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
         self.masks = [self._mask(i) if pair.dropout else 1.0 for i in range(len(self.names))]
-        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe and pair.exact else []
+        states = [s for s in self.layer.children() if hasattr(s, "recipe")] if pair.recipe else []
         self.low = [state.call() for state in states] or [None, None]
         if self.linear:
             used = self.product(t, 0, t["x"][: sum(pair.sizes)], 1.0)
-            y, dy = torch.cat([used, used.new_zeros(pair.tail, WIDTH)]), self.dy.nan_to_num().double()
+            y, dy = torch.cat([used, used.new_zeros(pair.tail, pair.hidden)]), self.dy.nan_to_num().double()
         else:
             own: Callable[[Tensor], Tensor] = lambda rows: torch.tanh(rows) * t["gain"]  # noqa: E731
             pre, w_S1 = self.product(t, 0, t["x"][self.m_S], 1.0), t["w"][self.m_S, self.k_S][:, None]
             h = own(pre) if pair.own == "activation" else self._activated(pre)
-            out = self.product(t, 1, h, w_S1 if self.low[1] else 1.0)
+            inside = self.low[1] is not None and not pair.own
+            out = self.product(t, 1, h, w_S1 if inside else 1.0)
             out = own(out) if pair.own == "norm" else out
-            out = out if self.low[1] else out * w_S1
+            out = out if inside else out * w_S1
             y, dy = torch.zeros_like(t["x"]).index_add(0, self.m_S, out), self.dy.double()
         found = torch.autograd.grad(y, [t[name] for name in self.trained], dy, materialize_grads=True)
         return {"y": y.detach()} | dict(zip(self.trained, found, strict=True))
@@ -249,16 +271,14 @@ class Subject:
         if self.low[0]:
             h: Tensor = _Rounded.apply(pre, self.pair)
             return h
-        if self.pair.activation == "relu_squared":
-            return torch.relu(pre).square()
-        return oracle.swiglu(pre)
+        return rounded(TRUTHS[self.pair.activation], self.pair.dtype)(pre)
 
     def product(self, t: dict[str, Tensor], which: int, rows_SI: Tensor, w_S1: Tensor | float) -> Tensor:
         """One weight of each row's expert, with all that belongs to it, times w: [S, O]."""
         name, low = self.names[which], self.low[which]
         weight = self._base(t, name)
         if low is None:
-            y = torch.einsum("si,soi->so", rows_SI, weight[self.e_S])
+            y = by_expert(rows_SI, weight, self.e_S)
         else:
             y = _Quantized.apply(rows_SI * w_S1, weight, low, self.e_S, self.pair)
         if "bias" in self.words:
@@ -266,8 +286,9 @@ class Subject:
             y = y + self._stacked(t, bias).flatten(1)[self.e_S] * w_S1
         if "lora" in self.words:
             a, b = (t[f"adapters.default.{name}_{kind}"].flatten(1, -2) for kind in "ab")
-            a, b = (f.expand(self.pair.experts, -1, -1)[self.e_S] for f in (a, b))
-            y = y + SCALE * torch.einsum("si,sri,sor->so", rows_SI * self.masks[which], a, b) * w_S1
+            a, b = (f.expand(self.pair.experts, -1, -1) for f in (a, b))
+            rows_SI = rows_SI * w_S1 * self.masks[which]
+            y = y + SCALE * by_expert(by_expert(rows_SI, a, self.e_S), b, self.e_S)
         return y
 
     def _base(self, t: dict[str, Tensor], name: str) -> Tensor:
@@ -303,6 +324,36 @@ class Subject:
         return mask.double()
 
 
+def by_expert(rows_SI: Tensor, w_EOI: Tensor, e_S: Tensor) -> Tensor:
+    """Each row times its expert's weight: [S, O]. Rows come expert by expert."""
+    parts = rows_SI.split(torch.bincount(e_S, minlength=len(w_EOI)).tolist())
+    return torch.cat([part @ w_OI.t() for part, w_OI in zip(parts, w_EOI, strict=True)])
+
+
+def _clamped(alpha: float, limit: float, shift: float, gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = cut(gate, limit), cut(up, limit, -limit)
+    return (up + shift) * gate * torch.sigmoid(alpha * gate)
+
+
+def _gated_gelu(pre: Tensor, approximate: str) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return nn.functional.gelu(gate, approximate=approximate) * up
+
+
+INTERLEAVED, HALVES = clamped(1.702, 1.5, 1.0, interleaved=True), clamped(1.3, 1.5, 0.5, interleaved=False)
+TRUTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": oracle.swiglu,
+    "geglu": partial(_gated_gelu, approximate="none"),
+    "geglu_tanh": partial(_gated_gelu, approximate="tanh"),
+    "clamped_swiglu": lambda pre: _clamped(1.702, 7.0, 1.0, *pre.chunk(2, -1)),
+    "relu_squared": lambda pre: torch.relu(pre).square(),
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    INTERLEAVED: lambda pre: _clamped(1.702, 1.5, 1.0, pre[..., ::2], pre[..., 1::2]),
+    HALVES: lambda pre: _clamped(1.3, 1.5, 0.5, *pre.chunk(2, -1)),
+}
+
+
 class _Rounded(Function):
     """A known activation on pre-activations as experts in the pair's dtype round them."""
 
@@ -334,33 +385,35 @@ class _Quantized(Function):
             return method(spread, torch.tensor(starts), along)[place_S].double()
 
         ctx.made, ctx.low, ctx.rows, ctx.w, ctx.e_S = made, low, rows, w_EIO, e_S
-        return torch.einsum("si,sio->so", made(low.activation, rows, "row"), low.weight(w_EIO, "in").double()[e_S])
+        return by_expert(made(low.activation, rows, "row"), low.weight(w_EIO, "in").double().mT, e_S)
 
     @staticmethod
     def backward(ctx: Any, d_SO: Tensor) -> tuple[Tensor | None, ...]:
         d, low = d_SO.to(ctx.rows.dtype), ctx.low
-        back = low.weight(ctx.w, "out").double()[ctx.e_S]
-        dx = torch.einsum("so,sio->si", ctx.made(low.gradient, d, "row"), back).to(d.dtype).double()
+        back = low.weight(ctx.w, "out").double()
+        dx = by_expert(ctx.made(low.gradient, d, "row"), back, ctx.e_S).to(d.dtype).double()
         x, d = ctx.made(low.activation, ctx.rows, "column"), ctx.made(low.gradient, d, "column")
         dw = torch.zeros(ctx.w.shape, dtype=torch.float64).mT.index_add(0, ctx.e_S, torch.einsum("si,so->soi", x, d))
         return dx, dw, None, None, None
 
 
 def _mlp(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    layer = ExpertMLP(pair.experts, WIDTH, WIDTH, activation=pair.activation, **options)
+    named = pair.activation if pair.activation in ACTIVATIONS else "swiglu"
+    layer = ExpertMLP(pair.experts, pair.dim, pair.hidden, activation=named, **options)
+    layer.activation = pair.activation
     return layer, layer.parameter_names[:2]
 
 
 def _linear(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     single = "separate" not in pair.words
-    return GroupedLinear(pair.experts, WIDTH, WIDTH, single_parameter=single, **options), ("weight",)
+    return GroupedLinear(pair.experts, pair.dim, pair.hidden, single_parameter=single, **options), ("weight",)
 
 
 def _transformer_engine(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     from trimtab.integrations import transformer_engine as te
 
     layer = te.GroupedLinear(
-        pair.experts, WIDTH, WIDTH, bias=options["bias"], params_dtype=pair.dtype, device="cpu",
+        pair.experts, pair.dim, pair.hidden, bias=options["bias"], params_dtype=pair.dtype, device="cpu",
         fuse_wgrad_accumulation=pair.main_grad != "off", delay_wgrad_compute=pair.delayed,
         single_grouped_weight=not pair.words & {"separate", "separate_weight"},
         single_grouped_bias=not pair.words & {"separate", "separate_bias"},
@@ -374,7 +427,7 @@ def _megatron(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]
     from trimtab.integrations.megatron.experts import Experts
 
     made = config(
-        hidden_size=WIDTH, moe_ffn_hidden_size=WIDTH, add_bias_linear=options["bias"], gated_linear_unit=True,
+        hidden_size=pair.dim, moe_ffn_hidden_size=pair.hidden, add_bias_linear=options["bias"], gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, gradient_accumulation_fusion=pair.main_grad != "off",
         num_moe_experts=pair.experts,
     )  # fmt: skip

@@ -184,6 +184,20 @@ def test_fp8_trains_on_two_ranks_and_says_what_it_becomes(
     AutoModelForCausalLM.from_pretrained(out / "final")
 
 
+def test_fp8_has_scales_of_blocks_of_experts_or_of_whole_tensors(tmp_path: Path) -> None:
+    codes = torch.randn(3, 20, 30).to(torch.float8_e4m3fn)
+    scales = {"blocks": torch.rand(3, 2, 3) + 0.5, "experts": torch.rand(3) + 0.5, "whole": torch.tensor(0.7)}
+    tensors = {name: codes.clone() for name in scales} | {f"{name}_scale_inv": scale for name, scale in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [12, 12]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_plain(tmp_path, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    of_blocks = scales["blocks"].repeat_interleave(12, 1).repeat_interleave(12, 2)[:, :20, :30]
+    for name, scale in {**scales, "blocks": of_blocks, "experts": scales["experts"][:, None, None]}.items():
+        assert torch.equal(found[name], (codes.float() * scale).bfloat16()), name
+
+
 def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -201,6 +215,9 @@ def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None
     save_file(tensors | {"b.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"codes without scales in a\.down_proj_blocks, b\.weight"):
         write_plain(tmp_path, tmp_path / "bare")
+    save_file({"a.w": torch.ones(2, 2), "a.w_scale_inv": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.w has scales, but is float32 \[2, 2\] and not float8_e4m3fn"):
+        write_plain(tmp_path, tmp_path / "odd")
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match="quantized by gptq; train the plain weights"):
         write_plain(tmp_path, tmp_path / "other")

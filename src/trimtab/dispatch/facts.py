@@ -14,7 +14,7 @@ A message is as wide whatever a call uses: ranks out of step meet in messages of
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -42,19 +42,16 @@ _HALF = 1 << 32
 class LineTokens(NamedTuple):
     """Tokens of a rank of which the ranks of one line of a mesh have equal numbers.
 
-    line: the line's first rank. sequences: how many. positions: of each sequence, None where they may differ.
+    line: the line's first rank. positions: of each sequence, -1 where they may differ.
     """
 
     line: int
     sequences: int
-    positions: int | None = None
+    positions: int = -1
 
 
 class Facts(NamedTuple):
-    """One rank's facts of a call, beside the call itself and the plan.
-
-    weights: names, dtypes and shapes of what replicated experts hold; "" where ranks do not compare it here.
-    """
+    """Facts of one rank's call beside the call itself and the plan. weights: "" where ranks do not compare them."""
 
     weights: str = ""
     tp_tokens: LineTokens | None = None
@@ -62,19 +59,13 @@ class Facts(NamedTuple):
 
     def columns(self) -> list[int]:
         """WEIGHTS to CP_TOKENS. PLAN, which is on the device, is left at 0."""
-        lines = [
-            number
-            for line in (self.tp_tokens, self.cp_tokens)
-            for number in ((0, 0) if line is None else (line.line + 1, _packed(line)))
-        ]
-        return [zlib.crc32(self.weights.encode()), 0, *lines]
+        found = [zlib.crc32(self.weights.encode()), 0]
+        for line in (self.tp_tokens, self.cp_tokens):
+            found += (0, 0) if line is None else (line.line + 1, line.sequences * _HALF + line.positions + 1)
+        return found
 
 
 NO_FACTS = Facts()
-
-
-def _packed(line: LineTokens) -> int:
-    return line.sequences * _HALF + (0 if line.positions is None else line.positions + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,41 +92,35 @@ class CallId:
         return [self.number, self.experts, self.top_k, self.width, checksum, *name]
 
 
-@dataclass(frozen=True)
-class _OfAll:
-    """A fact of all ranks. differs: of a rank's columns and this rank's own. says: `compare` fills it in."""
+class _OfAll(NamedTuple):
+    """A fact of all ranks. Wrong is a rank whose columns differ from this one's, or that sends `sentinel`."""
 
     columns: slice
     says: str
-    differs: Callable[[Sequence[int], Sequence[int]], bool] = lambda theirs, mine: theirs != mine
+    sentinel: int | None = None
 
 
 FACTS = {
-    "call": _OfAll(
-        slice(MOVEMENT, COLUMNS),
+    "call": _OfAll(slice(MOVEMENT, COLUMNS), (
         "are in another call than rank {rank}. {sides}. Rank {rank} also has ({call.fingerprint}). Every rank of an "
-        "expert group must run the same layers in the same order with the same configuration",
-    ),
-    "weights": _OfAll(
-        slice(WEIGHTS, WEIGHTS + 1),
-        "hold other weights of experts than rank {rank} (call {call.number}), which has ({weights}). Of replicated "
-        "experts names, dtypes, shapes and what is trained must be the same on every rank",
-    ),
-    "slots": _OfAll(
-        slice(PLAN, PLAN + 1),
+        "expert group must run the same layers in the same order with the same configuration"
+    )),
+    "weights": _OfAll(slice(WEIGHTS, PLAN), (
+        "hold other experts than rank {rank} (call {call.number}), which has ({weights}). What runs replicated "
+        "experts, their names, dtypes, shapes and what is trained must be the same on every rank"
+    )),
+    "slots": _OfAll(slice(PLAN, TP_LINE), (
         "have other numbers of slots for each expert than those that were gathered from them (call {call.number}): "
         "what was gathered came back changed, or a checkpointed block decides otherwise when it is run again; see "
-        "`trimtab.replay_in_recompute`",
-        lambda theirs, mine: theirs[0] == UNFIT,
-    ),
-    "plan": _OfAll(
-        slice(PLAN, PLAN + 1),
+        "`trimtab.replay_in_recompute`"
+    ), UNFIT),
+    "plan": _OfAll(slice(PLAN, TP_LINE), (
         "place replicas of experts by another plan than rank {rank} (call {call.number}): the ranks have gathered "
-        "other numbers of slots",
-    ),
+        "other numbers of slots"
+    )),
 }  # fmt: skip
 LINES = {"tp_mesh": TP_LINE, "cp_mesh": CP_LINE}
-"""By mesh, where a rank's line stands; its tokens stand behind."""
+"""By mesh, the column of a rank's line; that of its tokens is the next."""
 
 
 def compare(met: Handshake, rank: int, call: CallId, phase: str, weights: str = "") -> None:
@@ -146,18 +131,20 @@ def compare(met: Handshake, rank: int, call: CallId, phase: str, weights: str = 
         DesyncError: a fact differs between ranks.
     """
     if unusable := tuple(p for p, theirs in enumerate(met.received) if theirs[BAD] == UNUSABLE):
-        raise InputError(
-            f"{_ranks(unusable)} were given tensors of the wrong shape or dtype, of a layout that cannot be sent, or "
-            "on several devices; the error there says which",
-            ranks=unusable, layer=call.layer, phase=phase,
-        )  # fmt: skip
+        problem = "of the wrong shape or dtype, of a layout that cannot be sent, or on several devices"
+        text = f"{_ranks(unusable)} were given tensors {problem}; the error there says which"
+        raise InputError(text, ranks=unusable, layer=call.layer, phase=phase)
     mine = met.sent[rank]
-    for fact in FACTS.values():
-        own = mine[fact.columns]
-        if others := tuple(p for p, theirs in enumerate(met.received) if fact.differs(theirs[fact.columns], own)):
+    for columns, says, sentinel in FACTS.values():
+        own, each = mine[columns], [theirs[columns] for theirs in met.received]
+        if sentinel is not None:
+            others = tuple(p for p, theirs in enumerate(each) if theirs == [sentinel])
+        else:
+            others = tuple(p for p, theirs in enumerate(each) if theirs != own)
+        if others:
             sides = "; ".join(f"rank {p}: {_call_in_words(theirs, mine)}" for p, theirs in enumerate(met.received))
-            says = fact.says.format(rank=rank, call=call, weights=weights, sides=sides)
-            raise DesyncError(f"{_ranks(others)} {says}", ranks=others, layer=call.layer, phase=phase)
+            text = says.format(rank=rank, call=call, weights=weights, sides=sides)
+            raise DesyncError(f"{_ranks(others)} {text}", ranks=others, layer=call.layer, phase=phase)
     for mesh, column in LINES.items():
         _compare_lines(mesh, [theirs[column : column + 2] for theirs in met.received], call.layer)
 

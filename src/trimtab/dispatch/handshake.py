@@ -1,4 +1,4 @@
-"""Handshakes: messages that the ranks exchange before rows move, with the facts that they compare.
+"""Handshakes: messages that the ranks exchange before rows move, beside the facts that they compare.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
                          GRAD, REPLICAS and REPLICA_SLOTS
@@ -17,20 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.facts import (
-    COLUMNS,
-    GRAD,
-    MOVEMENT,
-    NO_FACTS,
-    ROWS,
-    SLOTS,
-    TOKENS,
-    UNUSABLE,
-    WEIGHTS,
-    CallId,
-    Facts,
-    compare,
-)
+from trimtab.dispatch import facts as wire
+from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
 from trimtab.dispatch.transport import SplitSizes, Transport
 from trimtab.errors import DesyncError
 from trimtab.validation import DTYPES
@@ -38,7 +26,7 @@ from trimtab.validation import DTYPES
 if TYPE_CHECKING:
     from trimtab.guard.guard import Guard
 
-EXPECTED, VALUES, DTYPE = SLOTS, TOKENS, GRAD
+EXPECTED, VALUES, DTYPE = wire.SLOTS, wire.TOKENS, wire.GRAD
 _DIFFERS = {"route": "the counts", "experts": "the experts' weights, or what a backward is asked for,"}
 
 
@@ -47,23 +35,22 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
 
     values: by column; an int, or int64 [P] or [].
     """
-    same = [0] * MOVEMENT
-    same[WEIGHTS:] = facts.columns()
+    same = [0] * wire.WEIGHTS + facts.columns() + call.columns("count", "forward")
+    tensors = {wire.ROWS: rows_P}
     for column, value in values.items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            tensors[column] = value
+        else:
             same[column] = int(value)
-    same += call.columns("count", "forward")
     if rows_P.device.type == "cpu":
         message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
     else:
-        message = rows_P.new_zeros(rows_P.shape[0], COLUMNS)
+        message = rows_P.new_zeros(rows_P.shape[0], wire.COLUMNS)
         for column, number in enumerate(same):
             if number:
                 message[:, column].fill_(number)
-    message[:, ROWS] = rows_P
-    for column, value in values.items():
-        if isinstance(value, Tensor):
-            message[:, column] = value
+    for column, value in tensors.items():
+        message[:, column] = value
     return message
 
 
@@ -80,12 +67,11 @@ def agree_on_rows(
         DesyncError: a rank is at another call, or will not send what this rank expects.
         InputError: a rank was given rows that it cannot send.
     """
-    values, kind = (0, 0) if rows is None else _kind(rows)
-    tail = [values, 0 if rows is not None else UNUSABLE, kind, *[0] * (MOVEMENT - GRAD - 1)]
+    kind = (0, wire.UNUSABLE, 0) if rows is None else _kind(rows)
+    same = [*kind, *[0] * (wire.MOVEMENT - DTYPE - 1), *call.columns(phase, direction)]
     counts = list(zip(splits.outgoing, splits.incoming, strict=True))
-    here = call.columns(phase, direction)
-    met = transport.handshake(torch.tensor([[*count, *tail, *here] for count in counts], device=device))
-    compare(met, transport.rank, call, phase)
+    met = transport.handshake(torch.tensor([[*count, *same] for count in counts], device=device))
+    wire.compare(met, transport.rank, call, phase)
     kinds = [(theirs[VALUES], theirs[DTYPE]) for theirs in met.received]
     if len(set(kinds)) > 1:
         raise DesyncError(
@@ -96,10 +82,10 @@ def agree_on_rows(
             layer=call.layer, phase=phase,
         )  # fmt: skip
     wrong = {
-        p: f"rank {p} will send {theirs[ROWS]} rows where {coming} are expected, and expects {theirs[EXPECTED]} where "
-        f"{going} come"
+        p: f"rank {p} will send {theirs[wire.ROWS]} rows where {coming} are expected, and expects {theirs[EXPECTED]} "
+        f"where {going} come"
         for p, (theirs, (going, coming)) in enumerate(zip(met.received, counts, strict=True))
-        if (theirs[ROWS], theirs[EXPECTED]) != (coming, going)
+        if (theirs[wire.ROWS], theirs[EXPECTED]) != (coming, going)
     }
     if wrong:
         error = DesyncError(
@@ -112,12 +98,12 @@ def agree_on_rows(
         raise error
 
 
-def _kind(rows: Sequence[Tensor]) -> tuple[int, int]:
-    """(values in a row, their dtype by its number; for several tensors, or codes, a checksum below 0)."""
+def _kind(rows: Sequence[Tensor]) -> tuple[int, int, int]:
+    """VALUES, BAD and DTYPE, a dtype by its number; for several tensors, or codes, a checksum below 0."""
     values, dtypes = [row.shape[1] for row in rows], [row.dtype for row in rows]
     if len(rows) == 1 and dtypes[0] in DTYPES:
-        return values[0], DTYPES.index(dtypes[0])
-    return sum(values), -1 - zlib.crc32(f"{values} {dtypes}".encode())
+        return values[0], 0, DTYPES.index(dtypes[0])
+    return sum(values), 0, -1 - zlib.crc32(f"{values} {dtypes}".encode())
 
 
 def _kind_in_words(values: int, kind: int) -> str:

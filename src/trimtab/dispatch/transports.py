@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
@@ -67,23 +66,3 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
 }
 """Each is called with a process group, and guard= if another one than by default. A row here is all that a new one
 takes: names are compared with this, and tests and topologies go through it."""
-
-
-def shared_transport(mesh: DeviceMesh, name: str) -> Transport:
-    """One transport, and so one guard, for all layers that are ever given this very mesh.
-
-    All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still found
-    until its cycles are collected, and when that is differs between ranks.
-    """
-    made: dict[str, Transport] = vars(mesh).setdefault("_trimtab_transports", {})
-    if name not in made:
-        made[name] = TRANSPORTS[name](mesh.get_group())
-    return made[name]
-
-
-def check_transport(name: str) -> None:
-    """Raises:
-    ConfigError: no transport of this name.
-    """
-    if name not in TRANSPORTS:
-        raise ConfigError(f"transport={name!r} is not one of {tuple(TRANSPORTS)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,8 +82,12 @@ class Gradients:
         return [(g.param, g.close()) for g in self.each if g is not None and not g.silent]
 
 
-def kinds_of(form: str, name: str) -> list[tuple[str, str]]:
+def kinds_of(form: str, name: str) -> Sequence[tuple[str, str]]:
     """The kind of each of `GroupedWeight.tensors`, and what errors call it, of a weight of this form and name."""
+    return _kinds(form, name) if torch.compiler.is_compiling() else _kinds_once(form, name)
+
+
+def _kinds(form: str, name: str) -> list[tuple[str, str]]:
     f = Form.read(form)
 
     def each(kind: str, count: int, own: str) -> list[tuple[str, str]]:
@@ -92,3 +97,6 @@ def kinds_of(form: str, name: str) -> list[tuple[str, str]]:
     found += each("bias", f.biases, f"{name}_bias")
     found += [("scale", f"{name}_scales")] if f.format else []
     return found if f.lora is None else [*found, ("factor", f"{name}_a"), ("factor", f"{name}_b")]
+
+
+_kinds_once = lru_cache(maxsize=256)(_kinds)

@@ -30,7 +30,7 @@ from trimtab.experts.product_ops import (
     run_forward,
     run_gradients,
 )
-from trimtab.experts.weight import GroupedWeight, filled
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
 from trimtab.experts.weight_grad import anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -83,14 +83,8 @@ def grouped_product(
     if sink.defer is not None:
         inputs = [*(t.detach() for t in tensors), anchor(x, any(call.trained))]
     with without_autocast():
-        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, _seed_of(weight), *inputs)
+        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *inputs)
     return y
-
-
-def _seed_of(weight: GroupedWeight) -> Tensor | None:
-    if weight.lora is None or not weight.lora.dropout:
-        return None
-    return torch.randint(1 << 60, (), device="cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -127,13 +121,13 @@ class Call:
         kinds = kinds_of(self.form, self.label)
         return Gradients(self.owned or tensors, kinds, wanted, self.sink.main_grad, torch.empty_like)
 
-    def product(self, tensors: Sequence[Tensor], offsets_e: Tensor, seed: Tensor | None, like: Tensor) -> Product:
+    def product(self, tensors: Sequence[Tensor], seed: Tensor | None, like: Tensor) -> Product:
         """Of a recipe, which is in no operator."""
         low = self.low_precision
         assert low is not None
         of = GroupedWeight.of(tensors, self.form)
         return Product(
-            of, low.kernels, like.dtype, offsets_e, seed=None if seed is None else int(seed), low_precision=low
+            of, low.kernels, like.dtype, low.offsets_e, seed=None if seed is None else int(seed), low_precision=low
         )
 
 
@@ -146,11 +140,11 @@ def _forward(ctx: Any, call: Call, x: Tensor, offsets_e: Tensor, seed: Tensor | 
     if low is None:
         y, *u = product_op(rows, list(tensors), offsets_e, seed, call.form, call.kernels, call.keep)
     else:
-        y, *u = run_forward(call.product(tensors, offsets_e, seed, rows), rows, call.keep)
+        y, *u = run_forward(call.product(tensors, seed, rows), rows, call.keep)
         if kept and not call.adapted:  # one byte a value in place of the rows
             kept = low.keep(rows, "activation")
     ctx.call, ctx.adapted = call, len(u)
-    ctx.save_for_backward(offsets_e, seed, *tensors, *u, *kept)
+    ctx.save_for_backward(None if low else offsets_e, seed, *tensors, *u, *kept)
     return y
 
 
@@ -169,7 +163,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_v = call.adapted and bool(wanted[-2])
     found: Sequence[Tensor | None] = [None] * len(needs)
     if call.low_precision is not None:
-        p = call.product(tensors, offsets_e, seed, d)
+        p = call.product(tensors, seed, d)
         p.u = of_u
         made = run_back(p, d, need_x, need_v)
         job = _quantized(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)

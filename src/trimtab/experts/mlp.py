@@ -19,16 +19,13 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
 from trimtab.errors import ConfigError
-from trimtab.experts.activations import activate
 from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
-from trimtab.experts.expert_rows import FromExperts
 from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
-from trimtab.experts.grouped_product import grouped_product
 from trimtab.experts.passes import Pass, backward, run_forward
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.product import Sink
-from trimtab.experts.weight import GroupedWeight, filled
-from trimtab.experts.weight_grad import Defer, DelayedTogether, anchor
+from trimtab.experts.weight import GroupedWeight, filled, seed_of
+from trimtab.experts.weight_grad import Defer, anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 
@@ -78,15 +75,19 @@ def expert_mlp(
     dtype = up.computed_in
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     if callable(activation) or norm is not None:
-        y: Tensor = _by_products(x_MD.to(dtype), w, plan, up, down, activation, norm, kernels, sink, low_precision)
+        from trimtab.experts.own_functions import by_products
+
+        y: Tensor = by_products(x_MD.to(dtype), w, plan, up, down, activation, norm, kernels, sink, low_precision)
         return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
-    up, down = filled(up), filled(down)
+    seed = None
+    if up.lora is not None or down.lora is not None:
+        up, down, seed = filled(up), filled(down), seed_of(up, down)
     of_up, of_down = up.tensors(), down.tensors()
     tensors = of_up + of_down
     call = Call(
         plan, activation, None if isinstance(kernels, str) else kernels,
         kernels if isinstance(kernels, str) else name_of(kernels), up.form, down.form, len(of_up), len(tensors),
-        seed_of(up, down), torch.is_grad_enabled(), sink, low_precision,
+        seed, torch.is_grad_enabled(), sink, low_precision,
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
     if sink.ordinary and low_precision is None:
@@ -94,34 +95,6 @@ def expert_mlp(
     else:
         y = forward_of(_WithState, call, x, w, *call.inputs(tensors, x_MD))
     return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
-
-
-def _by_products(
-    x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, up: GroupedWeight, down: GroupedWeight,
-    activation: str | RowFunction, norm: RowFunction | None, kernels: Backend | str, sink: GradSink,
-    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None,
-) -> Tensor:  # fmt: skip
-    """With functions of one's own, which run under the autocast of the caller, on all expert rows at once."""
-    low_up, low_down = low_precision or (None, None)
-    together = None if sink.defer is None else DelayedTogether(sink.defer)
-    each: dict[str, Any] = {"kernels": kernels, "sink": GradSink(sink.main_grad, together)}
-    pre_RI = grouped_product(x_MD, up, plan.offsets_e, plan=plan, low_precision=low_up, name="up", **each)
-    h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
-    if low_down is not None:  # what a function makes of padding must not take part in a scale
-        h_RF = h_RF.masked_fill(plan.slot_R[:, None] < 0, 0)
-    h_RF = h_RF.to(x_MD.dtype)
-    out_RD = grouped_product(h_RF, down, plan.offsets_e, low_precision=low_down, name="down", **each)
-    y: Tensor = forward_of(FromExperts, out_RD if norm is None else norm(out_RD), w_MK, plan)
-    if together is not None and y.requires_grad:
-        y.register_hook(together.begin)  # type: ignore[no-untyped-call]
-    return y
-
-
-def seed_of(*weights: GroupedWeight) -> Tensor | None:
-    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
-    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
-        return None
-    return torch.randint(1 << 60, (), device="cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +138,7 @@ class Call:
 
     def gradients(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
         """Of those that are wanted."""
-        kinds = kinds_of(self.up_form, "up") + kinds_of(self.down_form, "down")
+        kinds = [*kinds_of(self.up_form, "up"), *kinds_of(self.down_form, "down")]
         empty_like = torch.empty_like if self.kernels is None else self.kernels.empty_like
         return Gradients(tensors, kinds, wanted, self.sink.main_grad, empty_like)
 

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.passes import Pass
 from trimtab.experts.product import cast, joined, with_rows
-from trimtab.experts.weight import GroupedWeight, experts_first
+from trimtab.experts.weight import experts_first
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 from trimtab.kernels.tensor_checks import apart
@@ -32,30 +32,24 @@ NAMES = ("up", "down")
 
 def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
-    kernels, up, down = p.kernels, p.up, p.down
-    if not isinstance(kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
+    up, down, adapted = p.up, p.down, p.adapted
+    if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
         return False
-    if not (_read(up, up) and _read(down, up)) or len(up.biases) != len(down.biases):
+    if up.format != down.format or len(up.biases) != len(down.biases):
         return False
-    adapted = up.lora is not None or down.lora is not None
-    if adapted and (
-        p.x.shape[1] % ADAPTED or down.ins % ADAPTED or any(w.lora is not None and w.lora.dropout for w in (up, down))
-    ):
+    dtype = up.values[0].dtype
+    for weight in (up, down):
+        if weight.values[0].ndim < 3:
+            return False
+        for t in (*weight.values, *weight.biases):
+            if not t.is_contiguous() or not (up.format or t.dtype is dtype):
+                return False
+        lora = weight.lora
+        if (weight.scales is not None and not weight.scales.is_contiguous()) or (lora is not None and lora.dropout):
+            return False
+    if adapted and (p.x.shape[1] % ADAPTED or down.ins % ADAPTED):
         return False
-    return not (adapted or up.format) or _passed(kernels)
-
-
-def _read(weight: GroupedWeight, beside: GroupedWeight) -> bool:
-    """Whether a weight lies as C++ reads it: stacked, contiguous, in one dtype with the other."""
-    if not weight.stacked or weight.format != beside.format:
-        return False
-    dtype = beside.values[0].dtype
-    same = weight.format or all(t.dtype is dtype for t in (*weight.values, *weight.biases))
-    return (
-        bool(same)
-        and all(t.is_contiguous() for t in (*weight.values, *weight.biases))
-        and (weight.scales is None or weight.scales.is_contiguous())
-    )
+    return not (adapted or up.format) or _passed(p.kernels)
 
 
 def _passed(kernels: CompiledKernels) -> bool:

@@ -66,9 +66,9 @@ class Pass:
         return activation_of(self.word)
 
     @property
-    def adapted(self) -> list[int]:
-        """Which of up, 0, and down, 1, have an adapter."""
-        return [i for i, weight in enumerate((self.up, self.down)) if weight.lora is not None]
+    def adapted(self) -> bool:
+        """Whether up or down has an adapter."""
+        return self.up.lora is not None or self.down.lora is not None
 
     def thin_rows(self) -> list[Tensor]:
         """Memory [R, r] for each adapter."""
@@ -231,13 +231,15 @@ def run_backward(
     p: Pass, dy: Tensor, kept: Sequence[Tensor], need_x: bool, d_pre: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """`backward`, of what `run_forward` kept."""
-    p.u = p.placed(kept[1:])
+    if p.adapted:
+        p.u = p.placed(kept[1:])
     dx, dw = backend_of(p, d_pre is not None).backward(p, dy, kept[0], need_x, d_pre)
     return dx, dw
 
 
 def run_gradients(p: Pass, dy: Tensor, kept: Sequence[Tensor]) -> None:
     """`gradients`, of what `run_forward` kept, of d_pre and of `v` of each adapter."""
-    count = len(p.adapted)
-    p.u, p.v = p.placed(kept[1 : 1 + count]), p.placed(kept[2 + count :])
-    backend_of(p, later=True).gradients(p, dy, kept[0], kept[1 + count])
+    pre, *thin = kept
+    count = len(thin) // 2  # u, then d_pre, then v
+    p.u, p.v = p.placed(thin[:count]), p.placed(thin[count + 1 :])
+    backend_of(p, later=True).gradients(p, dy, pre, thin[count])

@@ -45,10 +45,12 @@ class LoraFactors:
 
 
 class Form(NamedTuple):
-    """What `GroupedWeight.form` says. values, biases: how many tensors, 0 values for one of all groups."""
+    """What `GroupedWeight.form` says. values, biases: how many tensors, 0 values for one of all groups. behind: where
+    scales and factors begin. lora: its scale and its dropout."""
 
     values: int
     biases: int
+    behind: int
     transposed: bool
     format: str
     lora: tuple[float, float] | None
@@ -58,12 +60,8 @@ class Form(NamedTuple):
         """`GroupedWeight.form`, read."""
         values, biases, transposed, format, *lora = form.split(" ")
         pair = (float(lora[0]), float(lora[1])) if lora else None
-        return Form(int(values), int(biases), transposed == "1", format, pair)
-
-    @property
-    def scales(self) -> int:
-        """Where the scales of codes are, if there are some."""
-        return max(self.values, 1) + self.biases
+        behind = max(int(values), 1) + int(biases)
+        return Form(int(values), int(biases), behind, transposed == "1", format, pair)
 
 
 form_of = lru_cache(maxsize=256)(Form.read)
@@ -95,19 +93,23 @@ class GroupedWeight:
 
     @property
     def groups(self) -> int:
-        return self.values[0].shape[0] if self.stacked else len(self.values)
+        shape = self.values[0].shape
+        return shape[0] if len(shape) > 2 else len(self.values)
 
     @property
     def outs(self) -> int:
         """Width of the results."""
         shape = self.values[0].shape
-        return shape[-1] if self.transposed else shape[self.stacked : -1].numel()
+        if self.transposed:
+            return shape[-1]
+        return shape[1] * shape[2] if len(shape) == 4 else shape[-2]
 
     @property
     def ins(self) -> int:
         """Width of the rows."""
         shape = self.values[0].shape
-        return shape[-2] if self.transposed else shape[-1] * values_per_byte(self.format)
+        width = shape[-2] if self.transposed else shape[-1]
+        return width * values_per_byte(self.format) if self.format else width
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -117,7 +119,7 @@ class GroupedWeight:
     @property
     def form(self) -> str:
         """What is no tensor, for an operator's argument."""
-        values = 0 if self.stacked else len(self.values)
+        values = 0 if self.values[0].ndim > 2 else len(self.values)
         said = f"{values} {len(self.biases)} {int(self.transposed)} {self.format}"
         return said if self.lora is None else f"{said} {self.lora.scale!r} {self.lora.dropout!r}"
 
@@ -133,26 +135,33 @@ class GroupedWeight:
     @staticmethod
     def of(tensors: Sequence[Tensor], form: str) -> GroupedWeight:
         """From `tensors()` and `form`."""
-        f = Form.read(form) if torch.compiler.is_compiling() else form_of(form)
-        values = max(f.values, 1)
-        weight = GroupedWeight(
-            values=tuple(tensors[:values]), biases=tuple(tensors[values : f.scales]), transposed=f.transposed,
-            format=f.format,
-        )  # fmt: skip
-        if f.format:
-            weight.scales = tensors[f.scales]
-        if f.lora is not None:
-            weight.lora = LoraFactors(a=tensors[-2], b=tensors[-1], scale=f.lora[0], dropout=f.lora[1])
-        return weight
+        return _made(tensors, form_of(form))
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> GroupedWeight:
         """The same of other tensors, which are in the order of `tensors()`."""
-        return replace(GroupedWeight.of(tensors, self.form), dtype=self.dtype)
+        weight = _made(tensors, Form.read(self.form))
+        weight.dtype = self.dtype
+        return weight
 
     def map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """The same with every tensor changed that has an entry for each group; factors that all share stay."""
         groups, apart = self.groups, not self.stacked
         return self.rebuilt([change(t) if apart or t.shape[0] == groups else t for t in self.tensors()])
+
+
+def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
+    if len(tensors) == 1:
+        return GroupedWeight(values=(tensors[0],), transposed=f.transposed)
+    values = max(f.values, 1)
+    weight = GroupedWeight(
+        values=tuple(tensors[:values]), biases=tuple(tensors[values : f.behind]), transposed=f.transposed,
+        format=f.format,
+    )  # fmt: skip
+    if f.format:
+        weight.scales = tensors[f.behind]
+    if f.lora is not None:
+        weight.lora = LoraFactors(a=tensors[-2], b=tensors[-1], scale=f.lora[0], dropout=f.lora[1])
+    return weight
 
 
 def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int]:
@@ -172,6 +181,13 @@ def filled(weight: GroupedWeight) -> GroupedWeight:
         a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
     a, b = (t.expand(weight.groups, -1, -1) for t in (a, b))
     return replace(weight, lora=replace(lora, a=a, b=b))
+
+
+def seed_of(*weights: GroupedWeight) -> Tensor | None:
+    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
+    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
+        return None
+    return torch.randint(1 << 60, (), device="cpu")
 
 
 def stack_factors(factors: Sequence[LoraFactors]) -> LoraFactors | None:

@@ -77,7 +77,7 @@ class ParallelMoE(MoE):
         if max(tp, cp) < 0:
             return Facts(weights)
         by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
-        sequences, positions = x.shape[:-2].numel(), x.shape[-2] if whole else None
+        sequences, positions = x.shape[:-2].numel(), x.shape[-2] if whole else -1
         return Facts(
             weights,
             LineTokens(tp, sequences, positions) if tp >= 0 and (whole or by_sequence) else None,

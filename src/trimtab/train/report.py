@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 METRICS, HEATMAP, FINAL, MERGED, LOGS = "metrics.jsonl", "load.png", "final", "merged", "logs"
 CHECKPOINTS = "checkpoints"
-UNFINISHED = ".unfinished"
-"""Ends the name of a folder that is being written."""
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
 MOST_UNREAD = 4

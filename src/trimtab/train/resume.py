@@ -20,7 +20,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, UNFINISHED, best_step, resume_command
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command
 from trimtab.train.sources import Group
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def rewind(folder: Path, step: int, out: Path) -> None:
 
     Checkpoints of another run go too. The plan of a run refuses before where nobody asked for that.
     """
-    fresh = out / f"{METRICS}{UNFINISHED}"
+    fresh = out / f"{METRICS}{on_disk.UNFINISHED}"
     fresh.write_text("".join(read_metrics_until(folder, step)), encoding="utf-8")
     on_disk.sync(fresh)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
@@ -167,7 +167,7 @@ def remove_results(out: Path) -> None:
     (out / HEATMAP).unlink(missing_ok=True)
     for name in (FINAL, MERGED):
         on_disk.clear(out / name)
-        on_disk.clear(out / f"{name}{UNFINISHED}")
+        on_disk.clear(out / f"{name}{on_disk.UNFINISHED}")
 
 
 def advice(out: Path, nproc: int | None) -> str | None:

@@ -152,15 +152,17 @@ def quantization(folder: Path) -> dict[str, Any]:
 def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
     """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones.
 
-    Raises ConfigError if codes lack their scales.
+    Raises ConfigError if codes lack their scales, or are of another dtype.
     """
     if not quantized:
         return store
     scales = {name: own for name, info in store.infos.items() if (own := _scales(name, info))}
     if bare := [name for name, own in scales.items() if own not in store.infos]:
         raise ConfigError(f"codes without scales in {_kinds(bare)}, {bare[0]} for one: fetch all files again")
-    block = quantized.get("weight_block_size")
-    names = [name for name in store.infos if name not in scales.values()]
+    if odd := [name for name in store.infos if f"{name}_scale_inv" in store.infos and name not in scales]:
+        raise ConfigError(f"{odd[0]} has scales, but is {store.infos[odd[0]]} and not float8_e4m3fn")
+    block, of_codes = quantized.get("weight_block_size"), set(scales.values())
+    names = [name for name in store.infos if name not in of_codes]
     return Mapped(store, [_decode(name, scales[name], block) if name in scales else kept(name) for name in names])
 
 

@@ -15,9 +15,9 @@ from helpers.ranks import run_ranks
 from helpers.routed import D, E, K, Share, run, truth
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.options import ExchangeOptions
-from trimtab.dispatch.transports import shared_transport
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.torchtitan import TokenExchange
+from trimtab.integrations.torchtitan.exchange import transport_over
 from trimtab.layout import SequenceLayout
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]
@@ -135,9 +135,9 @@ def test_padding_that_does_not_exist_is_refused() -> None:
 def layers_of_two_models() -> tuple[bool, bool, int]:
     """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself."""
     mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",)) for _ in range(2))
-    first, number = id(shared_transport(mesh, "alltoall")), shared_transport(mesh, "alltoall").guard.layers
+    first, number = id(transport_over(mesh, "alltoall")), transport_over(mesh, "alltoall").guard.layers
     gc.collect()
-    again, elsewhere = shared_transport(mesh, "alltoall"), shared_transport(other, "alltoall")
+    again, elsewhere = transport_over(mesh, "alltoall"), transport_over(other, "alltoall")
     return id(again) == first, elsewhere is not again, number
 
 

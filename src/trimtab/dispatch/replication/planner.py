@@ -19,7 +19,7 @@ from trimtab.dispatch import facts
 from trimtab.dispatch.exchange import Exchange, error_scope
 from trimtab.dispatch.facts import CallId
 from trimtab.dispatch.replication.plan import ReplicaPlan, ReplicationConfig, physical_ids, replica_plan, slot_shares
-from trimtab.dispatch.replication.route import ReplicaRoute, ReplicationReport, experts_to_send
+from trimtab.dispatch.replication.route import ReplicaRoute, experts_to_send
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids
@@ -38,7 +38,6 @@ class Placement:
     ids_TK: Tensor
     plan: ReplicaPlan
     columns: dict[int, Tensor]
-    report: ReplicationReport
 
     def replicas(self, rows: Exchange, met: Handshake, *, compared: bool) -> ReplicaRoute:
         """The way of the weights. rows: the way of the call's rows. met: the handshake that had these columns.
@@ -51,7 +50,7 @@ class Placement:
             transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, agreed=rows.agreed, home=home,
             num_slots=of_replicas, num_home_slots=sum(theirs[facts.SLOTS] for theirs in met.received) - of_replicas,
             expert_M=experts_to_send(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
-            report=self.report,
+            plan=self.plan,
         )  # fmt: skip
 
 
@@ -83,12 +82,7 @@ class ReplicaPlanner:
             facts.REPLICA_SLOTS: (cells_EP * (plan.place_EP >= self.home)).sum(0),
             facts.PLAN: torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT),
         }
-        report = ReplicationReport(
-            loads_before_P=plan.slots_EP.sum(1).view(-1, self.home).sum(1),
-            loads_after_P=plan.loads_P,
-            replicas_P=plan.replicas_P,
-        )
-        return Placement(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns, report=report)
+        return Placement(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns)
 
     def gather(self, own_E: Tensor, call: CallId, *, usable: bool = True) -> Tensor:
         """Every rank's slots of each expert: [H, P, E]. Collective, but not in the second run of a checkpointed block:

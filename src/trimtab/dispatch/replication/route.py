@@ -21,21 +21,6 @@ from trimtab.kernels.rows import compact
 from trimtab.kernels.tensor_checks import row_major
 
 
-@dataclass(kw_only=True)
-class ReplicationReport:
-    """Effect of replication in one call of a layer, equal on every rank of the group; reading a tensor is a host sync.
-
-    loads_before_P, loads_after_P: [P] int64 slots of each rank's own experts, and slots that it computes.
-    replicas_P: [P] int64 experts of other ranks that it was sent.
-    replica_bytes: of one replica, 0 before the first has been sent.
-    """
-
-    loads_before_P: Tensor
-    loads_after_P: Tensor
-    replicas_P: Tensor
-    replica_bytes: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplicaRoute(Exchange):
     """Each method is a collective of the group, which every rank calls, with replicas or without. On every rank the
@@ -50,7 +35,7 @@ class ReplicaRoute(Exchange):
     num_home_slots: int
     expert_M: Tensor
     splits: SplitSizes
-    report: ReplicationReport
+    plan: ReplicaPlan
 
     @property
     def number(self) -> int:
@@ -62,7 +47,7 @@ class ReplicaRoute(Exchange):
         """Send this rank's experts, [m, *] of any dtype each, to their replicas: [n, *] of the replicas here, in the
         order of experts, contiguous."""
         rows = [_rows(t) for t in tensors]
-        self.report.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
+        self.plan.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
         tokens = (self.home,) * self.transport.size
         send = partial(self.transport.dispatch, [row.view(torch.uint8) for row in rows], self.expert_M)
         received = self.move("experts", "forward", self.splits, rows, partial(send, self.splits, tokens))

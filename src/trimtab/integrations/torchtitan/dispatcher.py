@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.options import ExchangeOptions
-from trimtab.dispatch.replication.plan import Replication
-from trimtab.dispatch.transports import shared_transport
-from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base
+from trimtab.dispatch.options import ExchangeOptions, Replication
+from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:
     Base = Any
@@ -63,7 +61,7 @@ class TokenDispatcher(Base):  # type: ignore[misc]
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Over `ep_mesh` [P] from now on; None: all experts are here. Every rank of the mesh must call."""
-        transport = None if ep_mesh is None else shared_transport(ep_mesh, self.exchange.options.transport)
+        transport = None if ep_mesh is None else transport_over(ep_mesh, self.exchange.options.transport)
         self.ep_mesh = ep_mesh
         guard = getattr(transport, "guard", None)
         self.exchange.wire(transport, "MoE" if guard is None else f"MoE {guard.layers}")
