@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from helpers.comparing import assert_close
-from helpers.pairs import BOUNDS, EMPTY, KERNELS, LOW, TRUTHS, WIDTH, Pair, Subject
+from helpers.pair_modules import EMPTY
+from helpers.pair_truth import BOUNDS, LOW, TRUTHS
+from helpers.pairs import KERNELS, WIDTH, Pair, Subject
 from trimtab.errors import ConfigError
 
 SINKS = [("off", False), ("accumulate", False), ("overwrite", False), ("off", True), ("accumulate", True)]

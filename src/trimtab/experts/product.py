@@ -28,7 +28,7 @@ from trimtab.kernels.compiled import at_once
 from trimtab.kernels.tensor_checks import no_values
 
 if TYPE_CHECKING:
-    from trimtab.experts.low_precision import LowPrecisionProducts
+    from trimtab.experts.recipes.base import Products
 
 TOGETHER, AT_ONCE = 256, 2048
 """Rows in all of the groups that may share a block: the calls between products cost more than the work. The second
@@ -111,7 +111,7 @@ class Product:
     u: Tensor | None = None
     seed: int | None = None
     sink: Sink | None = None
-    low_precision: LowPrecisionProducts | None = None
+    low_precision: Products | None = None
     waits: list[Callable[[], None]] | None = None
     wide: torch.dtype = field(init=False)
     direct: bool = field(init=False)
