@@ -101,7 +101,7 @@ def traffic(ids: Sequence[Tensor], counts_HPE: Tensor, config: ReplicationConfig
         rows_PP[rank] = to_TP.scatter_(1, places_TK // (2 * experts // ranks), True).sum(0)
     rows_PP.fill_diagonal_(0)
     return Traffic(
-        slots=int(plan.loads_P.max()),
+        slots=int(plan.loads_after_P.max()),
         rows=_busiest(rows_PP),
         replicas=_busiest(plan.replicas_PP),
         all_copies=int(plan.replicas_PP.sum()),

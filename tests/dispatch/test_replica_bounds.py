@@ -124,4 +124,4 @@ def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers
     truth = oracle.moe(x_TD, torch.cat(ids), w_TK, up, down)
     assert torch.allclose(y_TD, truth, rtol=1e-12, atol=1e-12)
     if workload == "hot_rank":
-        assert int(plan.loads_P.max()) == BOUNDS.expert_rows
+        assert int(plan.loads_after_P.max()) == BOUNDS.expert_rows

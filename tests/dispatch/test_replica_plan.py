@@ -49,7 +49,7 @@ def of_rank_1(counts_HPE: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
     plan = replica_plan(counts_HPE, AUTO)
     cells_EP = slot_shares(plan, counts_HPE, 0, 1)
     ids = physical_ids(ids_TK, cells_EP, plan)
-    return plan.slots_EP, plan.place_EP, plan.replicas_PP, plan.cap, plan.checksum, plan.loads_P, cells_EP, ids
+    return plan.slots_EP, plan.place_EP, plan.replicas_PP, plan.cap, plan.checksum, plan.loads_after_P, cells_EP, ids
 
 
 def counted(g: torch.Generator) -> tuple[Tensor, Tensor]:

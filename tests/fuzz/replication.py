@@ -177,7 +177,7 @@ def _broken_promises(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor, c
     is_replica_EP = plan.slots_EP > 0
     home_view(is_replica_EP).fill_(False)
     pairs = int(is_replica_EP.view(ranks, e, ranks).any(1).sum())
-    most = int(plan.loads_P.max())
+    most = int(plan.loads_after_P.max())
     before = int(loads_E.view(ranks, e).sum(1).max())
     into_P = is_replica_EP.sum(0)
     place_EP = torch.full_like(plan.place_EP, -1)

@@ -24,7 +24,6 @@ from trimtab.errors import BackendError
 from trimtab.experts.quantized import decoded, values_per_byte
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.kernels.api import Backend, Block, put
-from trimtab.kernels.compiled import at_once
 from trimtab.kernels.tensor_checks import no_values
 
 if TYPE_CHECKING:
@@ -80,8 +79,12 @@ def blocks_of(
         return kernels.blocks(offsets_e, rows, rows + 1)
     if any(weight.format or not weight.stacked for weight in weights):
         return kernels.blocks(offsets_e, rows)
-    many = at_once(kernels, *(weight.values[0] for weight in weights), dtype=dtype)
-    return kernels.blocks(offsets_e, rows, at_once_rows if many else together)
+    if kernels.name == "cpu":
+        from trimtab.kernels.compiled import at_once
+
+        if at_once(kernels, *(weight.values[0] for weight in weights), dtype=dtype):
+            together = at_once_rows
+    return kernels.blocks(offsets_e, rows, together)
 
 
 @dataclass(slots=True, eq=False)

@@ -48,9 +48,9 @@ def described(t: Tensor) -> str:
     return f"a {'nested ' * t.is_nested}{type(t).__name__} of {t.dtype} in {t.layout}{way_out}"
 
 
-def codes(t: Tensor) -> str | None:
-    """What a parameter is in, where that is nothing to compute with: a dtype of codes, or a tensor that wraps others,
-    as a quantised weight does, whose own products may leave the memory for their result (`out=`) as it was."""
+def unsupported_dtype(t: Tensor) -> str | None:
+    """The dtype or type of a parameter that cannot be computed with; None for plain values. Unsupported are a dtype of
+    codes, and a tensor that wraps others as a quantized weight does: its own products may ignore `out=`."""
     if not holds_values(t.dtype):
         return str(t.dtype)
     if type(t) in (Tensor, nn.Parameter):

@@ -53,7 +53,7 @@ def check_meshes(**meshes: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMesh(SharedByCopies):
-    """Where experts are: a mesh slice of one dim (ep), or of two with `etp` naming the one that splits F."""
+    """The mesh of experts: a slice of one dim (ep), or of two with `etp` naming the one that splits F."""
 
     mesh: DeviceMesh
     etp: str | None = None
@@ -93,7 +93,7 @@ class TokenMeshes(SharedByCopies):
     data: DeviceMesh | None = None
 
     def loss_groups(self) -> LossGroups:
-        """Who shares the balance losses. No group is made: sums are taken along one mesh dim after another."""
+        """The groups that share the balance losses. None is made: sums are taken along one mesh dim after another."""
         data = groups_of(self.cp if self.data is None else self.data)
         return LossGroups(
             batch=(*groups_of(self.tp), *data),
@@ -102,7 +102,7 @@ class TokenMeshes(SharedByCopies):
         )
 
     def check(self, experts: int, layer: str) -> None:
-        """Whether gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
+        """Check that gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
 
         Raises:
             ConfigError: cp is not within data, tp is, or not every rank with tokens is among those of the experts.

@@ -15,7 +15,6 @@ N = T * K slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +24,6 @@ from trimtab.errors import ConfigError
 from trimtab.kernels.rows import narrow
 from trimtab.validation import check_sizes, is_finite
 
-Replication = Literal["off", "auto"] | float
-COPY_COST = 1000
-"""Slots: between ranks of one host; links between hosts take ten times as many."""
 LOOSEST = 1024
 """The largest tolerance: so many times the mean above it."""
 
@@ -61,31 +57,16 @@ class ReplicationConfig:
         return None if self.tolerance is None else int(self.tolerance * PARTS)
 
 
-def replication_config(replicate_experts: Replication, copy_cost: int = COPY_COST) -> ReplicationConfig | None:
-    """What a user's words mean; None for "off".
-
-    Raises:
-        ConfigError: neither "off", "auto" nor a number; what `ReplicationConfig` does not take.
-    """
-    if isinstance(replicate_experts, str):
-        if replicate_experts not in ("off", "auto"):
-            raise ConfigError(
-                f"replicate_experts={replicate_experts!r} is neither 'off', 'auto' nor a tolerance such as 0.1"
-            )
-        config = ReplicationConfig(copy_cost=copy_cost)
-        return None if replicate_experts == "off" else config
-    return ReplicationConfig(tolerance=replicate_experts, copy_cost=copy_cost)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ReplicaPlan:
-    """One call's plan, int64 on the device of the counts, equal on every rank.
+    """One call's plan, int64 on the device of the counts, equal on every rank. Reading a tensor is a host sync.
 
     slots_EP: [E, P] slots of each expert that each rank computes.
     place_EP: [E, P] the expert's place on each rank, below e at home, from e on for a replica; -1 where it is not.
     replicas_PP: [P, P] replicas that rank s sends to rank d.
     cap: [] the most slots that a rank may compute.
     checksum: [] of the counts and of what the plan says.
+    replica_bytes: of one replica, 0 before the first has been sent.
     """
 
     slots_EP: Tensor
@@ -93,9 +74,15 @@ class ReplicaPlan:
     replicas_PP: Tensor
     cap: Tensor
     checksum: Tensor
+    replica_bytes: int = 0
 
     @property
-    def loads_P(self) -> Tensor:
+    def loads_before_P(self) -> Tensor:
+        """[P] slots of each rank's own experts."""
+        return self.slots_EP.sum(1).view(self.slots_EP.shape[1], -1).sum(1)
+
+    @property
+    def loads_after_P(self) -> Tensor:
         """[P] slots that each rank computes."""
         return self.slots_EP.sum(0)
 
