@@ -12,9 +12,10 @@ from experts.test_shapes import at
 from helpers.comparing import assert_close
 from helpers.pairs import Pair, Subject
 from helpers.weights import expert_weights
+from trimtab.experts.lora import stack_factors
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.weight import GroupedWeight, LoraFactors, stack_factors
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 
 RANK, DIM, HIDDEN = 8, 64, 96
 PAIR = replace(at(37, DIM, HIDDEN, "lora", rank=RANK), dtype=torch.float32, fenced=False)
